@@ -1,0 +1,341 @@
+"""Drafter checkpoints on disk: the form that z-lab's client, vLLM and SGLang load, and the speculators form.
+
+Reading is strict: every tensor must have a known name and the right shape, none may be missing. Writing goes to a
+temporary directory that is renamed into place, so a reader never meets half a checkpoint.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .config import UserError
+from .drafter import Drafter, DrafterConfig
+
+PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
+WEIGHTS = "model.safetensors"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The contract's `config.json`; `block_size` and theta stand twice because loaders disagree on where to look."""
+    values: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": "sliding_attention" in config.layer_types,
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "target_layer_ids": list(config.target_layer_ids),
+            "mask_token_id": config.mask_token_id,
+            "block_size": config.block_size,
+        },
+    }
+    if config.is_causal is not None:
+        values["is_causal"] = config.is_causal
+    if provenance is not None:
+        values[PROVENANCE_KEY] = provenance
+    return values
+
+
+def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint and its shape: the whitelist for reading and writing."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+
+
+def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None) -> None:
+    """Write `config.json` and bf16 weights to the directory `path`, then read them back and compare.
+
+    Files of an earlier export are replaced together; others in `path` (metrics, state) stay.
+
+    Raises:
+        UserError: the disk is full or `path` cannot be written; nothing half-written is left behind.
+        RuntimeError: what was read back is not what was written.
+    """
+    tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+    with _staged(Path(path)) as stage:
+        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+        (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")
+        reread = load_drafter(str(stage))
+        if reread.config != drafter.config:
+            raise RuntimeError(f"{path}: the configuration read back differs from the one written")
+        for name, value in reread.named_parameters():
+            if not torch.equal(value, tensors[name]):
+                raise RuntimeError(f"{path}: tensor {name} read back differs from the one written")
+        _compare_hidden(drafter, reread)
+
+
+@torch.no_grad()
+def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
+    """One block through both modules, in fp32 with bf16-rounded weights; catches a network built differently."""
+    config = drafter.config
+    twin = Drafter(config)
+    twin.load_state_dict({n: p.detach().to("cpu", torch.bfloat16).float() for n, p in drafter.named_parameters()})
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 5, config.feature_size, generator=generator)
+    block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
+    positions = torch.arange(5 + config.block_size)[None]
+    outputs = [m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())]
+    if not torch.allclose(*outputs, rtol=1e-5, atol=1e-5):
+        raise RuntimeError("the exported drafter computes other hidden states than the trained one")
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """A temporary sibling directory whose files are moved into `path` when the block ends well."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(dir=path, prefix=".partial-"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    try:
+        yield stage
+        for file in sorted(stage.iterdir(), key=lambda f: f.name == "config.json"):  # config last: it marks completion
+            os.replace(file, path / file.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot write the checkpoint ({error}); free some space and run again") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def load_drafter(name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Drafter:
+    """Load a drafter directory or Hugging Face id, in z-lab's form or the speculators form.
+
+    Raises:
+        UserError: missing or corrupt files, an unknown, missing or misshapen tensor (named), a network that this
+            project does not implement (named).
+    """
+    path = _resolve(name)
+    config = read_config(path)
+    tensors = _read_tensors(path, _ignored(path))
+    expected = tensor_shapes(config)
+    for tensor in tensors:
+        if tensor not in expected:
+            raise UserError(f"drafter {name}: unknown tensor {tensor!r}; this checkpoint is not plain DFlash")
+    for tensor, shape in expected.items():
+        if tensor not in tensors:
+            raise UserError(f"drafter {name}: tensor {tensor!r} is missing from the weights")
+        if tuple(tensors[tensor].shape) != shape:
+            raise UserError(f"drafter {name}: tensor {tensor!r} has shape {tuple(tensors[tensor].shape)}, not {shape}")
+    drafter = Drafter(config).to(dtype or torch.bfloat16)
+    drafter.load_state_dict(tensors)
+    return drafter.to(device).eval().requires_grad_(False)
+
+
+def _resolve(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise UserError(f"drafter {name}: no such directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"drafter {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"drafter {path.parent}: cannot read {path.name} ({error})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"drafter {path.parent}: {path.name} is not a JSON object")
+    return values
+
+
+def _ignored(path: Path) -> set[str]:
+    """Tensors of the speculators form that only repeat the target's own."""
+    raw = _read_json(path / "config.json")
+    return {"embed_tokens.weight", "lm_head.weight"} if "speculators_model_type" in raw else set()
+
+
+def _read_tensors(path: Path, ignore: set[str]) -> dict[str, Tensor]:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"drafter {path}: no *.safetensors file in this directory")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                names = set(handle.keys())
+            tensors |= {k: v for k, v in load_file(file).items() if k not in ignore} if names - ignore else {}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"drafter {path}: {file.name} is corrupt ({error})") from error
+    return tensors
+
+
+def read_config(path: Path) -> DrafterConfig:
+    """Read either form's `config.json` (nested or flat keys, as published checkpoints have them). Raises UserError."""
+    raw = _read_json(path / "config.json")
+    body = raw.get("transformer_layer_config", raw)
+    nested = raw.get("dflash_config", {})
+
+    def get(key: str, default: Any = None) -> Any:
+        found = nested.get(key, raw.get(key, body.get(key, default)))
+        if found is None and default is None:
+            raise UserError(f"drafter {path}: config.json has no {key!r}")
+        return found
+
+    speculators = "speculators_model_type" in raw
+    for key in ("draft_vocab_size", "markov_rank", "selector_rank", "emb_dim"):
+        if nested.get(key, raw.get(key)) not in (None, 0, body.get("vocab_size")):
+            raise UserError(f"drafter {path}: {key!r} belongs to a DFlash variant that is not supported")
+    rope = body.get("rope_parameters") or body.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"drafter {path}: rope type {kind!r} is not supported; drafters use plain RoPE")
+    theta = rope.get("rope_theta", body.get("rope_theta"))
+    if theta is None:
+        raise UserError(f"drafter {path}: config.json has no 'rope_theta'")
+    ids = [i - 1 for i in get("aux_hidden_state_layer_ids")] if speculators else get("target_layer_ids")
+    provenance = raw.get(PROVENANCE_KEY) or {}
+    try:
+        return DrafterConfig(
+            hidden_size=get("hidden_size"),
+            num_layers=body["num_hidden_layers"],
+            num_heads=get("num_attention_heads"),
+            num_kv_heads=get("num_key_value_heads"),
+            head_dim=body.get("head_dim") or get("hidden_size") // get("num_attention_heads"),
+            intermediate_size=get("intermediate_size"),
+            vocab_size=get("vocab_size"),
+            num_target_layers=provenance.get("num_target_layers") or raw.get("num_target_layers") or max(ids) + 2,
+            target_layer_ids=tuple(ids),
+            mask_token_id=get("mask_token_id"),
+            block_size=get("block_size", 16),
+            rms_norm_eps=get("rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+            max_position_embeddings=get("max_position_embeddings", 32768),
+            layer_types=tuple(body.get("layer_types") or ()),
+            sliding_window=body.get("sliding_window"),
+            is_causal=_read_causality(raw, nested, speculators),
+            attention_bias=bool(body.get("attention_bias", False)),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"drafter {path}: config.json: {error}") from error
+
+
+def _read_causality(raw: dict[str, Any], nested: dict[str, Any], speculators: bool) -> bool | None:
+    # vLLM's precedence: top-level is_causal, then dflash_config.causal, then the layer's type
+    if speculators:
+        return "sliding_window_non_causal" in raw and not raw["sliding_window_non_causal"]
+    return raw.get("is_causal", nested.get("causal"))
+
+
+# ---- fitting a target ------------------------------------------------------------------------------------------
+
+
+def check_fits(drafter: DrafterConfig, target: PreTrainedConfig, embedding_rows: int | None = None) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        UserError: hidden size, number of layers, layer ids, vocabulary or mask id do not fit; names both values.
+    """
+    rows = embedding_rows or int(target.vocab_size)
+    layers = int(target.num_hidden_layers)
+    if drafter.hidden_size != target.hidden_size:
+        raise UserError(
+            f"the drafter's hidden size is {drafter.hidden_size}, the target's {target.hidden_size}: "
+            f"this drafter was made for another target"
+        )
+    if max(drafter.target_layer_ids) >= layers - 1:
+        raise UserError(
+            f"the drafter taps layer {max(drafter.target_layer_ids)}; this target of {layers} layers has "
+            f"tappable layers 0..{layers - 2}"
+        )
+    if drafter.mask_token_id >= rows:
+        raise UserError(f"the drafter's mask id {drafter.mask_token_id} is not a row of the target's {rows}")
+    if drafter.vocab_size != target.vocab_size:
+        raise UserError(f"the drafter's vocabulary is {drafter.vocab_size}, the target's {target.vocab_size}")
+
+
+def serving_commands(target: str, drafter: str, block_size: int) -> str:
+    """The exact lines that serve this pair with vLLM and SGLang."""
+    speculative = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1})
+    return (
+        f"vllm serve {target} --speculative-config '{speculative}'\n"
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {block_size}"
+    )
+
+
+# ---- the speculators form --------------------------------------------------------------------------------------
+
+
+def save_speculators(drafter: Drafter, path: str | Path, target: PreTrainedConfig, embedding: Tensor, head: Tensor) -> None:
+    """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
+
+    Args:
+        embedding: [V, D]; head: [V, D].
+
+    Raises:
+        UserError: as `save_drafter`.
+    """
+    flat = config_json(drafter.config)
+    layer_keys = (
+        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size hidden_act "
+        "rms_norm_eps vocab_size max_position_embeddings rope_theta rope_parameters layer_types sliding_window "
+        "attention_bias attention_dropout model_type tie_word_embeddings"
+    ).split()
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.block_size - 1}
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": str(target.name_or_path), "architectures": list(target.architectures or [])},
+        },
+        "transformer_layer_config": {key: flat[key] for key in layer_keys},
+        "draft_vocab_size": drafter.config.vocab_size,
+        "block_size": drafter.config.block_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in drafter.config.target_layer_ids],
+        "mask_token_id": drafter.config.mask_token_id,
+        "sliding_window_non_causal": True,
+        "target_hidden_size": drafter.config.hidden_size,
+        PROVENANCE_KEY: {"num_target_layers": drafter.config.num_target_layers},
+    }
+    tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+    tensors["embed_tokens.weight"] = embedding.detach().to("cpu", torch.bfloat16).clone()
+    tensors["lm_head.weight"] = head.detach().to("cpu", torch.bfloat16).clone()
+    with _staged(Path(path)) as stage:
+        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+        (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        load_drafter(str(stage))

@@ -1,0 +1,237 @@
+"""Strict configuration: frozen dataclasses filled from a YAML file, flags and `key=value` overrides.
+
+Every command has the same form: `command [--flag VALUE ...] [--config FILE] [key=value ...]`. The later source
+wins: defaults, then the file, then flags, then overrides. A typo is one line that names the key and its nearest
+neighbour. This file knows nothing of drafters; each program declares its own dataclasses.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+C = TypeVar("C")
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The message is one line that names the value and the way out."""
+
+
+def knob(default: Any = dataclasses.MISSING, help: str = "", choices: Sequence[str] = ()) -> Any:
+    """A dataclass field with a help line and, for strings, the values allowed."""
+    metadata = {"help": help, "choices": tuple(choices)}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(cls: type[C], help: str = "") -> Any:
+    """A nested group of knobs with the group's own defaults."""
+    return dataclasses.field(default_factory=cls, metadata={"help": help, "choices": ()})
+
+
+def from_mapping(cls: type[C], values: dict[str, Any], where: str = "config") -> C:
+    """Build the dataclass `cls` from nested plain values.
+
+    Raises:
+        UserError: unknown key, wrong type, value outside the choices, missing required key, or a `ValueError`
+            raised by the dataclass's own `__post_init__` (an impossible combination).
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: expected a mapping of keys to values, got {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise UserError(f"{where}.{key}: unknown key{_nearest(str(key), fields)}")
+        built[key] = _coerce(hints[key], value, f"{where}.{key}", fields[key].metadata.get("choices", ()))
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in built:
+            raise UserError(f"{where}.{name}: required, but not given")
+    try:
+        return cls(**built)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _nearest(key: str, known: Any) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean `{close[0]}`?" if close else f"; known keys: {', '.join(sorted(known))}"
+
+
+def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [h for h in typing.get_args(hint) if h is not type(None)]
+        return None if value is None else _coerce(inner[0], value, where, choices)
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(hint, value, where)  # type: ignore[arg-type]
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where}: expected a list, got {value!r}")
+        return tuple(_coerce(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 6e-4 as a string
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"{where}: expected a number, got {value!r}") from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{where}: expected {hint.__name__}, got {value!r}")
+    if choices and value not in choices:
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}")
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping; an empty file is an empty mapping. Raises UserError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"config file {path}: expected a mapping of keys to values")
+    return values
+
+
+def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise UserError(f"{dotted}: `{parent}` holds a value, not a group")
+    values[last] = value
+
+
+def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: str) -> C:
+    """Parse `--flag`s for the top-level knobs, `--config FILE`, and `key=value` overrides into `cls`.
+
+    Raises:
+        UserError: whatever `from_mapping` and `read_yaml` raise, or an override without `=`.
+        SystemExit: argparse's own, code 0 for `--help` and 2 for a flag it does not know.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=_describe_keys(cls),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(hints[field.name]):
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = field.metadata.get("help", "").replace("%", "%%") + _default_note(field)
+        hint = hints[field.name]
+        if typing.get_origin(hint) is tuple:
+            parser.add_argument(flag, dest=field.name, nargs="+", metavar="VALUE", help=text)
+        elif hint is bool:
+            parser.add_argument(flag, dest=field.name, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            parser.add_argument(flag, dest=field.name, metavar="VALUE", help=text)
+    parser.add_argument("--config", metavar="YAML", help="file with any of the keys below")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key below, dots for groups")
+    given = vars(parser.parse_intermixed_args(argv))
+
+    config_file = given.pop("config", None)
+    overrides = given.pop("overrides", [])
+    for name in [n for n in given if typing.get_origin(hints[n]) is tuple]:
+        # `--data a.jsonl b.jsonl steps=10`: argparse gives the override to the list flag before it
+        strays = [v for v in given[name] if _hint_of(cls, v.partition("=")[0]) is not None and "=" in v]
+        given[name] = [v for v in given[name] if v not in strays]
+        overrides = [*strays, *overrides]
+    values: dict[str, Any] = read_yaml(config_file) if config_file else {}
+    for name, value in given.items():
+        # a flag's text is read as YAML unless the knob wants text: `--port 8000` is an int, `--target 7` is a name
+        values[name] = value if _wants_text(hints[name]) else _parse_value(value)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"{override!r}: expected key=value (see {prog} --help)")
+        _assign(values, key, text if _wants_text(_hint_of(cls, key)) else _parse_value(text))
+    return from_mapping(cls, values, config_file or prog)
+
+
+def _wants_text(hint: Any) -> bool:
+    args = typing.get_args(hint)
+    return hint is str or (bool(args) and args[0] is str)
+
+
+def _parse_value(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{text!r}: not a value ({' '.join(str(error).split())})") from error
+
+
+def _hint_of(cls: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        if not dataclasses.is_dataclass(cls):
+            return None
+        cls = typing.get_type_hints(cls).get(part)
+    return cls
+
+
+def _default_note(field: Any) -> str:
+    if field.default is dataclasses.MISSING:
+        return " (required)"
+    return "" if field.default in (None, (), False) else f" (default: {field.default})"
+
+
+def _describe_keys(cls: Any) -> str:
+    lines = ["keys for --config and key=value:"]
+
+    def walk(cls: Any, prefix: str) -> None:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if dataclasses.is_dataclass(hints[field.name]):
+                walk(hints[field.name], f"{prefix}{field.name}.")
+            elif prefix:
+                note = _default_note(field) or " (default: none)"
+                lines.append(f"  {prefix}{field.name:<{max(1, 30 - len(prefix))}} {field.metadata['help']}{note}")
+
+    walk(cls, "")
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The resolved configuration as plain nested values (tuples become lists), ready for JSON or YAML."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a program's body: a UserError is one line on stderr and exit code 2, Ctrl-C is 130."""
+    try:
+        return command() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        return 130

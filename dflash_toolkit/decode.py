@@ -1,0 +1,201 @@
+"""Draft -> verify -> accept on plain Hugging Face modules: the readable definition of what serving must produce.
+
+Batch 1, written for reading. Greedy output is token-identical to the target's own `generate`; a sampled output is
+token-identical to plain sampling with the same seed, because the draw at a position depends on the seed and that
+position alone, never on how many tokens a step committed.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .config import UserError
+from .drafter import ContextKV, Drafter
+from .kernels.reference import accepted_prefix, choose, filtered_probabilities
+from .target import Target
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How a request picks tokens and when it ends.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature is {self.temperature}; it must be >= 0")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verification: `drafted` tokens proposed, `accepted` of them taken, `tokens` committed (bonus included)."""
+
+    drafted: int
+    accepted: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Generation:
+    """A finished (or, from `stream`, a growing) answer."""
+
+    tokens: list[int] = field(default_factory=list)  # stop token included
+    steps: list[Step] = field(default_factory=list)  # the first token comes from the prefill and is no step
+    finish_reason: FinishReason | None = None
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: committed tokens per verify step, bonus included; NaN before the first step."""
+        return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else float("nan")
+
+
+def generate(
+    target: Target, drafter: Drafter | None, prompt_ids: list[int], params: SamplingParams | None = None
+) -> Generation:
+    """Decode one prompt to its end; see `stream`."""
+    return deque(stream(target, drafter, prompt_ids, params), maxlen=1)[0]
+
+
+@torch.inference_mode()
+def stream(
+    target: Target, drafter: Drafter | None, prompt_ids: list[int], params: SamplingParams | None = None
+) -> Iterator[Generation]:
+    """Decode one prompt, yielding the same growing `Generation` after the prefill and after every step.
+
+    Args:
+        drafter: None decodes plainly, one token a step, by the same code.
+        prompt_ids: at least one token, fewer than the target's context limit.
+
+    Raises:
+        UserError: an empty prompt, or one that leaves no room for an answer.
+    """
+    params = params or SamplingParams()
+    if not prompt_ids:
+        raise UserError("the prompt is empty; give at least one token")
+    if len(prompt_ids) >= target.context_limit:
+        raise UserError(
+            f"the prompt has {len(prompt_ids)} tokens; the target's context limit is {target.context_limit} "
+            f"and an answer needs at least one"
+        )
+    limit = min(params.max_new_tokens, target.context_limit - len(prompt_ids))
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
+    taps = drafter.config.target_layer_ids if drafter else ()
+    generation = Generation()
+
+    started = time.perf_counter()
+    cache = target.new_cache()
+    prompt = torch.tensor([prompt_ids], device=target.device)
+    out = target.forward(prompt, taps=taps, cache=cache, logits="last")
+    assert out.logits is not None
+    first = _choose(out.logits[0], len(prompt_ids), params).tolist()
+    context = _context_kv(drafter, out.features, 0, len(prompt_ids))
+    _commit(generation, first, stop_ids, limit)
+    generation.prefill_s = time.perf_counter() - started
+    yield generation
+
+    while generation.finish_reason is None:
+        started = time.perf_counter()
+        # tokens 0..p are committed, p has not been through the target; caches hold 0..p-1
+        p = len(prompt_ids) + len(generation.tokens) - 1
+        last = generation.tokens[-1]
+        remaining = limit - len(generation.tokens)
+
+        draft = propose(target, drafter, context, last, p) if drafter and remaining > 1 else []
+        draft = draft[: remaining - 1]  # the bonus token is always committed, so no more can be used
+
+        block = torch.tensor([[last, *draft]], device=target.device)
+        out = target.forward(block, taps=taps, cache=cache, logits="all")
+        assert out.logits is not None
+        choice = _choose(out.logits[0], p + 1, params)
+
+        # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
+        accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
+        committed = _commit(generation, choice[: accepted + 1].tolist(), stop_ids, limit)
+        generation.steps.append(Step(len(draft), min(accepted, len(committed)), tuple(committed)))
+
+        # rejected tokens leave the target's cache; the verified ones enter the drafter's context
+        rejected = len(draft) - accepted
+        cache.crop(-rejected)
+        more = _context_kv(drafter, out.features, p, accepted + 1)
+        context = context.append(more) if context and more else more
+        generation.decode_s += time.perf_counter() - started
+        yield generation
+
+
+def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:
+    """Draft S - 1 tokens after token `last` at `position` in one non-causal pass: argmax of slots 1..S-1."""
+    assert context is not None and context.length == position, "the drafter sees positions strictly before the anchor"
+    size = drafter.config.block_size
+    ids = torch.full((1, size), drafter.config.mask_token_id, device=target.device)
+    ids[0, 0] = last
+    positions = torch.arange(position, position + size, device=target.device)[None]
+    hidden = drafter(target.embed(ids).to(drafter.dtype), positions, context)
+    return target.head(hidden[0, 1:].to(target.dtype)).argmax(-1).tolist()
+
+
+def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, count: int) -> ContextKV | None:
+    if drafter is None or features is None:
+        return None
+    positions = torch.arange(start, start + count, device=features.device)[None]
+    return drafter.context_kv(features[:, :count].to(drafter.dtype), positions)
+
+
+def _choose(logits: Tensor, position: int, params: SamplingParams) -> Tensor:
+    """The target's tokens [M] from logits [M, V] for M consecutive positions, the first being `position`."""
+    if params.temperature == 0.0:
+        return logits.argmax(-1)
+    probabilities = filtered_probabilities(
+        logits, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
+    )
+    draws = [position_uniform(params.seed, position + i) for i in range(len(logits))]
+    return choose(probabilities, torch.tensor(draws, dtype=torch.float64, device=logits.device))
+
+
+def position_uniform(seed: int, position: int) -> float:
+    """A uniform draw in [0, 1) that depends on (seed, position) only (SplitMix64 finaliser over both)."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & mask
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def _commit(generation: Generation, tokens: list[int], stop_ids: set[int], limit: int) -> list[int]:
+    """Append tokens up to the first stop token, say whether the answer is finished, return what was appended."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            tokens = tokens[: i + 1]
+            generation.finish_reason = "stop"
+            break
+    generation.tokens += tokens
+    if generation.finish_reason is None and len(generation.tokens) >= limit:
+        generation.finish_reason = "length"
+    return tokens

@@ -1,0 +1,305 @@
+"""The DFlash network: a few Qwen3-style layers that read the target's hidden states and fill a whole block at once.
+
+It owns no embedding and no LM head; it receives tensors and never sees the target. Training and decoding use the
+same two calls: `context_kv` turns tapped features into every layer's context keys and values (once per token), and
+`forward` runs blocks against them. Contract: DFlash (arXiv 2602.06036) section 4.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Everything that fixes the network, its place on the target and the shapes of its checkpoint.
+
+    Raises:
+        ValueError: a combination that cannot work; the message names the numbers.
+    """
+
+    hidden_size: int  # D, the target's
+    num_layers: int  # L
+    num_heads: int  # N
+    num_kv_heads: int  # G
+    head_dim: int  # H
+    intermediate_size: int
+    vocab_size: int  # V, the target's
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]  # 0-based; the feature is that layer's output
+    mask_token_id: int
+    block_size: int = 16  # S: one anchor and S - 1 drafted tokens
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 32768
+    layer_types: tuple[str, ...] = ()  # empty: full attention on every layer
+    sliding_window: int | None = None
+    is_causal: bool | None = False  # None: sliding layers are causal inside the block, full ones are not
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise ValueError(f"block_size is {self.block_size}: a block needs an anchor and at least one mask (>= 2)")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}: a drafter needs at least one layer")
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty: a drafter needs at least one tapped layer")
+        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} names a layer twice")
+        last = self.num_target_layers - 1
+        for layer in self.target_layer_ids:
+            if layer == last:
+                raise ValueError(
+                    f"target_layer_ids names layer {layer}, the target's last: its output comes already normed; "
+                    f"use ids 0..{last - 1}"
+                )
+            if not 0 <= layer < last:
+                raise ValueError(f"target layer id {layer} is out of range for a target of {last + 1} layers")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not a row of the target's embedding (0..{self.vocab_size - 1})"
+            )
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_layers)
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
+        unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ValueError(f"layer_types holds {sorted(unknown)}; known: full_attention, sliding_attention")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
+
+    @property
+    def feature_size(self) -> int:
+        """K * D, the width of the concatenated taps."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def causal_inside_block(self, layer: int) -> bool:
+        """Whether block slots of this layer see only earlier slots (the rule of vLLM and z-lab 0.1.0)."""
+        return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
+
+    def with_block_size(self, block_size: int) -> "DrafterConfig":
+        """The same drafter run with another block size (shorter than it was trained with works well)."""
+        return replace(self, block_size=block_size)
+
+    def to_qwen3(self) -> Qwen3Config:
+        """The Hugging Face configuration whose modules this network is built from."""
+        return Qwen3Config(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            rms_norm_eps=self.rms_norm_eps,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            hidden_act="silu",
+            attention_bias=self.attention_bias,
+        )
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
+
+    Raises:
+        ValueError: the target is too shallow for that many distinct taps.
+    """
+    if num_taps < 1:
+        raise ValueError(f"{num_taps} taps: a drafter needs at least one")
+    if num_taps == 1:
+        ids = (num_target_layers // 2,)
+    else:
+        span = num_target_layers - 4
+        ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+    if len(set(ids)) < num_taps or min(ids) < 0 or max(ids) > num_target_layers - 2:
+        raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap")
+    return ids
+
+
+@dataclass(slots=True)
+class ContextKV:
+    """Every draft layer's keys (normed, rotated) and values of the context, and the positions they stand at."""
+
+    keys: list[Tensor]  # L x [B, G, T, H]
+    values: list[Tensor]  # L x [B, G, T, H]
+    positions: Tensor  # [B, T]
+
+    @property
+    def length(self) -> int:
+        return self.positions.shape[1]
+
+    def append(self, other: "ContextKV") -> "ContextKV":
+        """The concatenation along T; nothing computed before is computed again."""
+        return ContextKV(
+            [torch.cat(pair, dim=2) for pair in zip(self.keys, other.keys, strict=True)],
+            [torch.cat(pair, dim=2) for pair in zip(self.values, other.values, strict=True)],
+            torch.cat([self.positions, other.positions], dim=1),
+        )
+
+
+class DraftAttention(nn.Module):
+    """Queries from the block; keys and values from context and block through the same projections."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        d, h, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = h
+        self.q_proj = nn.Linear(d, config.num_heads * h, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_kv_heads * h, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_kv_heads * h, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * h, d, bias=bias)
+        self.q_norm = Qwen3RMSNorm(h, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(h, eps=config.rms_norm_eps)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))  # [B, T, heads, H]
+
+    def keys_values(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys (normed, then rotated) and values (untouched) [B, G, T, H] of `hidden` [B, T, D]."""
+        k = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
+        v = self._heads(self.v_proj(hidden)).transpose(1, 2)
+        k, _ = apply_rotary_pos_emb(k, k, *rope)
+        return k.to(v.dtype), v  # under autocast the fp32 norm weight promotes k
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # [B, N, Q, H]
+        q, _ = apply_rotary_pos_emb(q, q, *rope)
+        q = q.to(context[1].dtype)
+        k_block, v_block = self.keys_values(x, rope)
+        k = torch.cat([context[0], k_block], dim=2)
+        v = torch.cat([context[1], v_block], dim=2)
+        grouped = k.shape[1] != q.shape[1]
+        if isinstance(mask, BlockMask):
+            out = _flex(q, k, v, mask, grouped)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+_compiled_flex = None
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
+    # eager flex_attention materialises the scores: compile it once, on the first use on a GPU
+    global _compiled_flex
+    if not q.is_cuda:
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+    if _compiled_flex is None:
+        _compiled_flex = torch.compile(flex_attention, dynamic=True)
+    return _compiled_flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer; the context enters only as keys and values, without input_layernorm or FFN."""
+
+    def __init__(self, config: DrafterConfig, qwen3: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = Qwen3MLP(qwen3)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """The whole drafter. Parameter names are those of the checkpoint (`fc`, `hidden_norm`, `layers.i...`, `norm`)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        qwen3 = config.to_qwen3()
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, qwen3) for _ in range(config.num_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        """Fresh weights: normal(0, 0.02) matrices, unit norms, zero biases (Qwen3's own initialisation)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
+        """Project tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
+        ctx = self.hidden_norm(self.fc(features))  # [B, T, D], the same for every layer
+        rope = self._rope(positions)
+        pairs = [layer.self_attn.keys_values(ctx, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
+        return ContextKV([k for k, _ in pairs], [v for _, v in pairs], positions)
+
+    def forward(
+        self, block: Tensor, positions: Tensor, context: ContextKV, mask: Tensor | BlockMask | None = None
+    ) -> Tensor:
+        """Run block embeddings against the context.
+
+        Args:
+            block: target embeddings of `[anchor, MASK, ...]` of one or more blocks, [B, Q, D].
+            positions: position of every slot, [B, Q].
+            context: keys and values of T context tokens.
+            mask: who sees whom, bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes; None is for a single
+                block in decoding, which sees the whole context and, by the layer's own rule, itself.
+
+        Returns:
+            Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits.
+        """
+        rope = self._rope(positions)
+        x = block
+        for i, layer in enumerate(self.layers):
+            layer_mask = self._single_block_mask(i, positions, context.positions) if mask is None else mask
+            x = layer(x, rope, (context.keys[i], context.values[i]), layer_mask)
+        return self.norm(x)
+
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, T, H] of plain neox RoPE, in fp32 and then rounded to the drafter's dtype.
+
+        The frequencies are no buffer: `module.to(bfloat16)` would round them and shift every far position.
+        """
+        half = torch.arange(0, self.config.head_dim, 2, device=positions.device, dtype=torch.float32)
+        frequencies = self.config.rope_theta ** (-half / self.config.head_dim)
+        angles = (positions[..., None].float() * frequencies).repeat(1, 1, 2)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def _single_block_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
+        causal = self.config.causal_inside_block(layer)
+        sliding = self.config.layer_types[layer] == "sliding_attention"
+        if not (causal or sliding):
+            return None
+        distance = block[:, :, None] - torch.cat([context, block], dim=1)[:, None, :]  # query minus key position
+        mask = torch.ones_like(distance, dtype=torch.bool)
+        if causal:
+            mask &= distance >= 0
+        if sliding:
+            assert self.config.sliding_window is not None
+            mask &= distance.abs() < self.config.sliding_window
+        return mask[:, None]

@@ -1,0 +1,148 @@
+"""Prompt files and chat templates: JSONL rows of the usual shapes become messages, messages become token ids."""
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from .config import UserError
+
+Message = dict[str, str]
+
+REASONING = "Please reason step by step, and put your final answer within \\boxed{}."
+SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked, up to and without the assistant's answer; the file's own answer, where it has one."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Read a JSONL file (plain, .gz or .xz) with one prompt a line.
+
+    A row holds one of: `messages` (what precedes the first assistant turn is the prompt), `turns` (the first), `question`
+    (asked to reason step by step, as gsm8k and math500 are evaluated), `prompt` (with `entry_point`: a HumanEval row, asked to be
+    solved; else verbatim), `text` (MBPP) or `instruction` with an optional `input`. `id` or `task_id` names the row.
+
+    Raises:
+        UserError: no such file, an empty one, or a malformed row (with its line number).
+    """
+    prompts: list[Prompt] = []
+    try:
+        with _open(Path(path)) as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(prompts) >= limit:
+                    break
+                if line.strip():
+                    prompts.append(_parse(line, f"{path}, line {number}", f"{Path(path).name}/{number}"))
+    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if not prompts:
+        raise UserError(f"{path}: holds no prompts; expected one JSON object a line")
+    return prompts
+
+
+def _open(path: Path) -> TextIO:
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    return openers.get(path.suffix, open)(path, "rt", encoding="utf-8")
+
+
+def _parse(line: str, where: str, default_id: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    try:
+        messages, answer = _messages(row)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{where}: malformed row ({error!r})") from error
+    if messages is None:
+        raise UserError(f"{where}: none of messages, turns, question, prompt, text, instruction is in this row")
+    if not messages or not all(m["content"].strip() for m in messages if m["role"] == "user"):
+        raise UserError(f"{where}: the prompt is empty")
+    return Prompt(str(row.get("id", row.get("task_id", default_id))), tuple(messages), answer)
+
+
+def _messages(row: dict[str, Any]) -> tuple[list[Message] | None, str | None]:
+    if "messages" in row:
+        return split_messages([{"role": m["role"], "content": m["content"]} for m in row["messages"]])
+    if "turns" in row:
+        return [{"role": "user", "content": row["turns"][0].strip()}], None
+    text: str | None = None
+    if "question" in row:
+        text = f"{row['question'].strip()}\n{REASONING}"
+    elif "prompt" in row and "entry_point" in row:
+        text = SOLVE.format(prompt=row["prompt"].strip())
+    elif "prompt" in row:
+        text = row["prompt"]
+    elif "text" in row:
+        tests = row.get("test_list")
+        text = f"{row['text']}\nYour code should pass this test:\n{tests[0]}" if tests else row["text"]
+    elif "instruction" in row:
+        text = "\n".join(part for part in (row["instruction"], row.get("input") or "") if part)
+    answer = row.get("response", row.get("output"))
+    return (None if text is None else [{"role": "user", "content": text}]), answer
+
+
+def split_messages(messages: list[Message]) -> tuple[list[Message], str | None]:
+    """What precedes the first assistant turn, and that turn's content. Raises TypeError for contents that are no text."""
+    if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
+        raise TypeError("role and content must be text")
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            return messages[:i], message["content"]
+    return messages, None
+
+
+def encode_chat(tokenizer: Any, messages: tuple[Message, ...] | list[Message], thinking: bool | None = None) -> list[int]:
+    """Token ids of the rendered chat, ready for the assistant's first token.
+
+    Args:
+        thinking: passed to templates that know `enable_thinking`; None leaves it to the template.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template refuses these messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("the target's tokenizer has no chat template; use an instruction-tuned target")
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        return list(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False, **extra)
+        )
+    except Exception as error:  # jinja's own errors and whatever a template raises
+        raise UserError(f"the chat template refuses these messages: {error}") from error
+
+
+def template_hash(tokenizer: Any) -> str:
+    """sha256 of the chat template: a drafter is only as good as the match between training and serving."""
+    return hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()
+
+
+def file_hash(paths: tuple[str, ...] | list[str]) -> str:
+    """sha256 over the contents of files, in order. Raises UserError."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for chunk in _chunks(Path(path)):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as handle:
+            while chunk := handle.read(1 << 20):
+                yield chunk
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error

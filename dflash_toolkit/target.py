@@ -1,0 +1,212 @@
+"""The frozen target: load it, tap the outputs of chosen layers, lend its embedding and head.
+
+Taps are forward hooks on exactly the chosen layers, so memory holds K hidden states and never all of them. When
+nobody needs logits the forward stops after the highest tapped layer.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from .config import UserError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """What one forward of the target leaves behind."""
+
+    features: Tensor | None  # [B, T, K*D] in tap order, None without taps
+    logits: Tensor | None  # [B, T, V] ("all"), [B, 1, V] ("last"), None ("none")
+
+
+class _EnoughLayers(Exception):
+    """Leaves the forward after the highest tapped layer."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is cuda when there is one, else cpu. Raises UserError for a device this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {device!r}: not a torch device; use auto, cpu or cuda") from error
+    if resolved.type == "cuda" and (not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU (where most have no bf16 units). Raises UserError."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in known:
+        raise UserError(f"dtype {dtype!r} is not one of auto, {', '.join(known)}")
+    return known[dtype]
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The target's configuration, without weights. Raises UserError naming what is missing or not supported."""
+    if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise UserError(f"target {name}: no such directory")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"target {name}: cannot read its config.json ({reason})") from error
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"target {name}: architecture {config.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return config
+
+
+def load_tokenizer(name: str) -> Any:
+    """The target's tokenizer. Raises UserError."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {name}: cannot load its tokenizer ({str(error).strip().splitlines()[0]})") from error
+
+
+class Target:
+    """A frozen causal LM with its tokenizer. Every method runs without gradients unless noted."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str = "") -> None:
+        if model.config.model_type not in ARCHITECTURES:
+            raise UserError(f"architecture {model.config.model_type!r} is not supported: {', '.join(ARCHITECTURES)}")
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name or str(model.config.name_or_path)
+
+    @classmethod
+    def load(cls, name: str, device: str = "auto", dtype: str = "auto") -> "Target":
+        """Load a Hugging Face id or directory.
+
+        Raises:
+            UserError: missing or corrupt weights, an unsupported architecture, no such device.
+        """
+        load_config(name)
+        where = resolve_device(device)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, dtype=resolve_dtype(dtype, where), output_loading_info=True
+            )
+        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"target {name}: cannot load its weights ({reason})") from error
+        if missing := sorted(info["missing_keys"]):
+            # transformers would fill these with random numbers and go on
+            raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
+        return cls(model.to(where), load_tokenizer(name), name)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.model.layers  # type: ignore[union-attr, return-value]
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()  # type: ignore[return-value]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The LM head's matrix [V, D]: the embedding's own when they are tied."""
+        return self.model.get_output_embeddings().weight  # type: ignore[union-attr, return-value]
+
+    @property
+    def context_limit(self) -> int:
+        """Prompt and answer together, in tokens."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every end-of-sequence id the checkpoint declares."""
+        generation = getattr(self.model, "generation_config", None)
+        found: list[int] = []
+        for eos in (getattr(generation, "eos_token_id", None), self.config.eos_token_id):
+            found += list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [int(eos)]
+        return tuple(dict.fromkeys(found))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids."""
+        return self.embedding(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states; no norm is applied here."""
+        return F.linear(hidden, self.head_weight)
+
+    def new_cache(self) -> DynamicCache:
+        cache = DynamicCache(config=self.config)
+        if hasattr(cache, "activate_past_recording"):
+            cache.activate_past_recording()  # sliding-window layers must be able to roll back rejected tokens
+        return cache
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        taps: Sequence[int] = (),
+        cache: DynamicCache | None = None,
+        logits: Literal["all", "last", "none"] = "none",
+    ) -> TargetOutput:
+        """Run the target on `ids` [B, T], after whatever `cache` holds.
+
+        Args:
+            taps: 0-based layer ids; the feature of id l is the output of layer l, HF `hidden_states[l + 1]`.
+            cache: extended in place by T tokens. With early exit only the layers that ran are extended.
+            logits: which positions' logits to return; "none" with taps stops after the highest tapped layer.
+        """
+        early = logits == "none" and bool(taps)
+        with self._tapped(taps, early) as tapped:
+            try:
+                keep = {"all": 0, "last": 1, "none": 1}[logits]
+                out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
+            except _EnoughLayers:
+                out = None
+        features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
+        return TargetOutput(features, None if out is None or logits == "none" else out.logits)
+
+    @contextlib.contextmanager
+    def _tapped(self, taps: Sequence[int], early: bool) -> Iterator[dict[int, Tensor]]:
+        tapped: dict[int, Tensor] = {}
+
+        def hook_for(layer: int, leave: bool) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                tapped[layer] = output if isinstance(output, Tensor) else output[0]
+                if leave:
+                    raise _EnoughLayers
+
+            return hook
+
+        handles = []
+        try:
+            for layer in taps:
+                handles.append(self.layers[layer].register_forward_hook(hook_for(layer, early and layer == max(taps))))
+            yield tapped
+        finally:
+            for handle in handles:
+                handle.remove()

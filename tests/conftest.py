@@ -1,0 +1,105 @@
+"""Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from dflash_toolkit import Drafter, DrafterConfig, Target
+from dflash_toolkit.drafter import default_target_layer_ids
+
+VOCAB = 300
+EOS, PAD, MASK = 256, 257, 299
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
+    yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte level: ids 0..255 are bytes, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE
+    )
+
+
+def make_target(kind: str = "llama", *, layers: int = 6, tied: bool = True, limit: int = 512, **extra: object) -> Target:
+    """A random target in fp32 whose greedy answers are varied (large initialisation) and reproducible."""
+    torch.manual_seed(11)
+    config = CONFIGS[kind](
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=limit, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD, initializer_range=0.3, **extra,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return Target(model, make_tokenizer(), f"tiny-{kind}")
+
+
+def make_drafter(target: Target, *, taps: int = 3, layers: int = 2, block_size: int = 8, **changes: object) -> Drafter:
+    """A random drafter that fits `target`."""
+    values: dict[str, object] = dict(
+        hidden_size=target.config.hidden_size, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=48, vocab_size=VOCAB, num_target_layers=target.config.num_hidden_layers,
+        target_layer_ids=default_target_layer_ids(target.config.num_hidden_layers, taps), mask_token_id=MASK,
+        block_size=block_size, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512,
+    )  # fmt: skip
+    drafter = Drafter(DrafterConfig(**(values | changes)))  # type: ignore[arg-type]
+    drafter.init_weights(torch.Generator().manual_seed(5), std=0.1)
+    return drafter.eval()
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(scope="session")
+def drafter(target: Target) -> Drafter:
+    return make_drafter(target)
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama target as a Hugging Face directory."""
+    path = tmp_path_factory.mktemp("target")
+    tiny = make_target()
+    tiny.model.save_pretrained(path)
+    tiny.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def drafter_dir(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Path:
+    from dflash_toolkit import save_drafter
+
+    path = tmp_path_factory.mktemp("drafter")
+    save_drafter(drafter, path)
+    return path
