@@ -6,16 +6,17 @@ temporary directory that is renamed into place, so a reader never meets half a c
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -194,68 +195,93 @@ def _read_tensors(path: Path, ignore: set[str]) -> dict[str, Tensor]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                names = set(handle.keys())
-            tensors |= {k: v for k, v in load_file(file).items() if k not in ignore} if names - ignore else {}
+                tensors |= {tensor: handle.get_tensor(tensor) for tensor in set(handle.keys()) - ignore}
         except (SafetensorError, OSError) as error:
             raise UserError(f"drafter {path}: {file.name} is corrupt ({error})") from error
     return tensors
 
 
 def read_config(path: Path) -> DrafterConfig:
-    """Read either form's `config.json` (nested or flat keys, as published checkpoints have them). Raises UserError."""
+    """Read either form's `config.json`, nested or flat, as it is published. Raises UserError."""
     raw = _read_json(path / "config.json")
-    body = raw.get("transformer_layer_config", raw)
-    nested = raw.get("dflash_config", {})
 
-    def get(key: str, default: Any = None) -> Any:
-        found = nested.get(key, raw.get(key, body.get(key, default)))
-        if found is None and default is None:
+    def group(parent: dict[str, Any], key: str) -> dict[str, Any]:
+        if not isinstance(parent.get(key) or {}, dict):
+            raise UserError(f"drafter {path}: config.json: {key!r} is {parent[key]!r}, not a group of keys")
+        return parent.get(key) or {}
+
+    body = group(raw, "transformer_layer_config") or raw
+    nested, provenance = group(raw, "dflash_config"), group(raw, PROVENANCE_KEY)
+    rope = group(body, "rope_parameters") or group(body, "rope_scaling")
+
+    def find(key: str, default: Any = None) -> Any:
+        parts = (nested, raw, body, provenance)
+        return next((part[key] for part in parts if part.get(key) is not None), default)
+
+    def get(key: str, default: Any = None, kind: Any = int) -> Any:
+        found = find(key, default)
+        if found is None:
             raise UserError(f"drafter {path}: config.json has no {key!r}")
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise UserError(f"drafter {path}: config.json: {key!r} is {found!r}, of the wrong type")
         return found
 
-    speculators = "speculators_model_type" in raw
     for key in ("draft_vocab_size", "markov_rank", "selector_rank", "emb_dim"):
-        if nested.get(key, raw.get(key)) not in (None, 0, body.get("vocab_size")):
-            raise UserError(f"drafter {path}: {key!r} belongs to a DFlash variant that is not supported")
-    rope = body.get("rope_parameters") or body.get("rope_scaling") or {}
+        if find(key) not in (None, 0, body.get("vocab_size")):
+            raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
+    if find("hidden_act", "silu") != "silu":
+        raise UserError(f"drafter {path}: hidden_act {find('hidden_act')!r} is not supported; only silu is")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UserError(f"drafter {path}: rope type {kind!r} is not supported; drafters use plain RoPE")
-    theta = rope.get("rope_theta", body.get("rope_theta"))
-    if theta is None:
-        raise UserError(f"drafter {path}: config.json has no 'rope_theta'")
-    ids = [i - 1 for i in get("aux_hidden_state_layer_ids")] if speculators else get("target_layer_ids")
-    provenance = raw.get(PROVENANCE_KEY) or {}
+    if rope.get("partial_rotary_factor", find("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"drafter {path}: partial_rotary_factor is not supported; drafters turn whole heads")
+
+    speculators = "speculators_model_type" in raw
+    causal = _read_causality(raw, nested, speculators)
+    if causal not in (None, True, False):
+        raise UserError(f"drafter {path}: config.json: is_causal is {causal!r}; expected true or false")
+    shift, key = (1, "aux_hidden_state_layer_ids") if speculators else (0, "target_layer_ids")
+    ids = get(key, kind=list)
+    if not ids or not all(type(i) is int for i in ids):
+        raise UserError(f"drafter {path}: config.json: {key!r} is {ids!r}; expected layer ids")
+    ids = [i - shift for i in ids]
+    layer_types = get("layer_types", [], kind=list)
     try:
         return DrafterConfig(
             hidden_size=get("hidden_size"),
-            num_layers=body["num_hidden_layers"],
+            num_layers=get("num_hidden_layers"),
             num_heads=get("num_attention_heads"),
             num_kv_heads=get("num_key_value_heads"),
-            head_dim=body.get("head_dim") or get("hidden_size") // get("num_attention_heads"),
+            head_dim=get("head_dim", get("hidden_size") // max(1, get("num_attention_heads"))),
             intermediate_size=get("intermediate_size"),
             vocab_size=get("vocab_size"),
-            num_target_layers=provenance.get("num_target_layers") or raw.get("num_target_layers") or max(ids) + 2,
+            num_target_layers=get("num_target_layers", _least_layers(ids)),
             target_layer_ids=tuple(ids),
             mask_token_id=get("mask_token_id"),
             block_size=get("block_size", 16),
-            rms_norm_eps=get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
+            rms_norm_eps=float(get("rms_norm_eps", 1e-6, kind=int | float)),
+            rope_theta=float(rope.get("rope_theta") or get("rope_theta", kind=int | float)),
             max_position_embeddings=get("max_position_embeddings", 32768),
-            layer_types=tuple(body.get("layer_types") or ()),
-            sliding_window=body.get("sliding_window"),
-            is_causal=_read_causality(raw, nested, speculators),
-            attention_bias=bool(body.get("attention_bias", False)),
+            layer_types=tuple(layer_types),
+            sliding_window=None if body.get("sliding_window") is None else get("sliding_window"),
+            is_causal=causal,
+            attention_bias=find("attention_bias", False) is True,
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"drafter {path}: config.json: {error}") from error
+
+
+def _least_layers(ids: Sequence[int]) -> int:
+    # what a checkpoint that does not record its target's depth is taken to need: no tap on the last layer
+    return max(ids) + 2
 
 
 def _read_causality(raw: dict[str, Any], nested: dict[str, Any], speculators: bool) -> bool | None:
     # vLLM's precedence: top-level is_causal, then dflash_config.causal, then the layer's type
     if speculators:
         return "sliding_window_non_causal" in raw and not raw["sliding_window_non_causal"]
-    return raw.get("is_causal", nested.get("causal"))
+    return nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
 
 
 # ---- fitting a target ------------------------------------------------------------------------------------------
@@ -279,6 +305,10 @@ def check_fits(drafter: DrafterConfig, target: PreTrainedConfig, embedding_rows:
             f"the drafter taps layer {max(drafter.target_layer_ids)}; this target of {layers} layers has "
             f"tappable layers 0..{layers - 2}"
         )
+    if drafter.num_target_layers not in (layers, _least_layers(drafter.target_layer_ids)):
+        raise UserError(
+            f"the drafter was made for a target of {drafter.num_target_layers} layers; this one has {layers}"
+        )
     if drafter.mask_token_id >= rows:
         raise UserError(f"the drafter's mask id {drafter.mask_token_id} is not a row of the target's {rows}")
     if drafter.vocab_size != target.vocab_size:
@@ -289,30 +319,31 @@ def serving_commands(target: str, drafter: str, block_size: int) -> str:
     """The exact lines that serve this pair with vLLM and SGLang."""
     speculative = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1})
     return (
-        f"vllm serve {target} --speculative-config '{speculative}'\n"
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {block_size}"
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}\n"
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block_size}"
     )
 
 
 # ---- the speculators form --------------------------------------------------------------------------------------
 
 
-def save_speculators(drafter: Drafter, path: str | Path, target: PreTrainedConfig, embedding: Tensor, head: Tensor) -> None:
+def save_speculators(
+    drafter: Drafter, path: str | Path, target: PreTrainedConfig, embedding: Tensor, head: Tensor
+) -> None:
     """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
 
     Args:
         embedding: [V, D]; head: [V, D].
 
     Raises:
-        UserError: as `save_drafter`.
+        UserError: as `save_drafter`, or causal beside bidirectional layers: this form has one switch for all.
     """
+    causal = {drafter.config.causal_inside_block(layer) for layer in range(drafter.config.num_layers)}
+    if len(causal) > 1:
+        raise UserError(f"{path}: the speculators form cannot hold both causal and bidirectional layers")
     flat = config_json(drafter.config)
-    layer_keys = (
-        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size hidden_act "
-        "rms_norm_eps vocab_size max_position_embeddings rope_theta rope_parameters layer_types sliding_window "
-        "attention_bias attention_dropout model_type tie_word_embeddings"
-    ).split()
+    layer_keys = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "attention_bias", "attention_dropout", "model_type", "tie_word_embeddings"]
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.block_size - 1}
     config = {
         "architectures": ["DFlashSpeculator"],
@@ -328,7 +359,7 @@ def save_speculators(drafter: Drafter, path: str | Path, target: PreTrainedConfi
         "block_size": drafter.config.block_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in drafter.config.target_layer_ids],
         "mask_token_id": drafter.config.mask_token_id,
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": causal == {False},
         "target_hidden_size": drafter.config.hidden_size,
         PROVENANCE_KEY: {"num_target_layers": drafter.config.num_target_layers},
     }

@@ -79,7 +79,7 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
         item = typing.get_args(hint)[0]
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}: expected a list, got {value!r}")
-        return tuple(_coerce(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(_coerce(item, v, f"{where}[{i}]", choices) for i, v in enumerate(value))
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 6e-4 as a string
         try:
@@ -143,7 +143,7 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
         hint = hints[field.name]
         if typing.get_origin(hint) is tuple:
             parser.add_argument(flag, dest=field.name, nargs="+", metavar="VALUE", help=text)
-        elif hint is bool:
+        elif bool in (hint, *typing.get_args(hint)):
             parser.add_argument(flag, dest=field.name, action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(flag, dest=field.name, metavar="VALUE", help=text)
@@ -160,23 +160,21 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
         overrides = [*strays, *overrides]
     values: dict[str, Any] = read_yaml(config_file) if config_file else {}
     for name, value in given.items():
-        # a flag's text is read as YAML unless the knob wants text: `--port 8000` is an int, `--target 7` is a name
-        values[name] = value if _wants_text(hints[name]) else _parse_value(value)
+        values[name] = _from_text(hints[name], value)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise UserError(f"{override!r}: expected key=value (see {prog} --help)")
-        _assign(values, key, text if _wants_text(_hint_of(cls, key)) else _parse_value(text))
+        _assign(values, key, _from_text(_hint_of(cls, key), text))
     return from_mapping(cls, values, config_file or prog)
 
 
-def _wants_text(hint: Any) -> bool:
-    args = typing.get_args(hint)
-    return hint is str or (bool(args) and args[0] is str)
-
-
-def _parse_value(text: Any) -> Any:
-    if not isinstance(text, str):
+def _from_text(hint: Any, text: Any) -> Any:
+    """What was typed, read as YAML unless the knob wants text: `--port 8000` is an int, `--target 7` is a name."""
+    if isinstance(text, list):  # a list flag, one item a word
+        return [_from_text(typing.get_args(hint)[0], item) for item in text]
+    wants_text = hint is str or (typing.get_origin(hint) is not tuple and str in typing.get_args(hint))
+    if not isinstance(text, str) or (wants_text and (hint is str or text != "null")):
         return text
     try:
         return yaml.safe_load(text)
@@ -195,7 +193,8 @@ def _hint_of(cls: Any, dotted: str) -> Any:
 def _default_note(field: Any) -> str:
     if field.default is dataclasses.MISSING:
         return " (required)"
-    return "" if field.default in (None, (), False) else f" (default: {field.default})"
+    unset = field.default is None or field.default == () or field.default is False
+    return "" if unset else f" (default: {field.default})"
 
 
 def _describe_keys(cls: Any) -> str:

@@ -95,7 +95,7 @@ def stream(
         prompt_ids: at least one token, fewer than the target's context limit.
 
     Raises:
-        UserError: an empty prompt, or one that leaves no room for an answer.
+        UserError: an empty prompt, one that leaves no room for an answer, or an id outside the target's vocabulary.
     """
     params = params or SamplingParams()
     if not prompt_ids:
@@ -105,6 +105,10 @@ def stream(
             f"the prompt has {len(prompt_ids)} tokens; the target's context limit is {target.context_limit} "
             f"and an answer needs at least one"
         )
+    rows = target.embedding.num_embeddings
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < rows:
+        wrong = next(i for i in prompt_ids if not 0 <= i < rows)
+        raise UserError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{rows - 1}")
     limit = min(params.max_new_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
     taps = drafter.config.target_layer_ids if drafter else ()

@@ -47,6 +47,11 @@ class DrafterConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE turns pairs, so it must be even")
         if self.block_size < 2:
             raise ValueError(f"block_size is {self.block_size}: a block needs an anchor and at least one mask (>= 2)")
         if self.num_layers < 1:
@@ -77,8 +82,8 @@ class DrafterConfig:
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if unknown:
             raise ValueError(f"layer_types holds {sorted(unknown)}; known: full_attention, sliding_attention")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
+        if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
+            raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
 
     @property
     def feature_size(self) -> int:
@@ -124,7 +129,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     else:
         span = num_target_layers - 4
         ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
-    if len(set(ids)) < num_taps or min(ids) < 0 or max(ids) > num_target_layers - 2:
+    if list(ids) != sorted(set(ids)) or max(ids) > num_target_layers - 2:
         raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap")
     return ids
 

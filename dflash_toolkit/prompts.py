@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
                     break
                 if line.strip():
                     prompts.append(_parse(line, f"{path}, line {number}", f"{Path(path).name}/{number}"))
-    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if not prompts:
         raise UserError(f"{path}: holds no prompts; expected one JSON object a line")
@@ -53,7 +54,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 def _open(path: Path) -> TextIO:
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-    return openers.get(path.suffix, open)(path, "rt", encoding="utf-8")
+    return openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # some editors write a byte order mark
 
 
 def _parse(line: str, where: str, default_id: str) -> Prompt:
@@ -65,7 +66,11 @@ def _parse(line: str, where: str, default_id: str) -> Prompt:
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
     try:
         messages, answer = _messages(row)
-    except (TypeError, KeyError, AttributeError) as error:
+        if answer is not None and not isinstance(answer, str):
+            raise TypeError(f"the answer must be text, not {answer!r}")
+        if not all(isinstance(message["content"], str) for message in messages or ()):
+            raise TypeError("the prompt must be text")
+    except (TypeError, LookupError, AttributeError) as error:
         raise UserError(f"{where}: malformed row ({error!r})") from error
     if messages is None:
         raise UserError(f"{where}: none of messages, turns, question, prompt, text, instruction is in this row")
@@ -78,6 +83,8 @@ def _messages(row: dict[str, Any]) -> tuple[list[Message] | None, str | None]:
     if "messages" in row:
         return split_messages([{"role": m["role"], "content": m["content"]} for m in row["messages"]])
     if "turns" in row:
+        if not isinstance(row["turns"], list):
+            raise TypeError("turns must be a list")
         return [{"role": "user", "content": row["turns"][0].strip()}], None
     text: str | None = None
     if "question" in row:
@@ -105,7 +112,9 @@ def split_messages(messages: list[Message]) -> tuple[list[Message], str | None]:
     return messages, None
 
 
-def encode_chat(tokenizer: Any, messages: tuple[Message, ...] | list[Message], thinking: bool | None = None) -> list[int]:
+def encode_chat(
+    tokenizer: Any, messages: tuple[Message, ...] | list[Message], thinking: bool | None = None
+) -> list[int]:
     """Token ids of the rendered chat, ready for the assistant's first token.
 
     Args:

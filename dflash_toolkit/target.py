@@ -12,9 +12,17 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .config import UserError
 
@@ -41,8 +49,14 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise UserError(f"device {device!r}: not a torch device; use auto, cpu or cuda") from error
-    if resolved.type == "cuda" and (not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    if resolved.type not in ("cpu", "cuda"):
+        raise UserError(f"device {device!r} is not supported; use auto, cpu or cuda")
+    if resolved.type == "cuda" and (
+        not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count()
+    ):
+        raise UserError(
+            f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
     return resolved
 
 
@@ -56,15 +70,18 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return known[dtype]
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+
+
 def load_config(name: str) -> PreTrainedConfig:
     """The target's configuration, without weights. Raises UserError naming what is missing or not supported."""
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"target {name}: no such directory")
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"target {name}: cannot read its config.json ({reason})") from error
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"target {name}: architecture {config.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -77,7 +94,32 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"target {name}: cannot load its tokenizer ({str(error).strip().splitlines()[0]})") from error
+        raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
+
+
+RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
+
+
+def choose_mask_token(tokenizer: Any, embedding_rows: int) -> int:
+    """An id that no text produces, to stand for masked slots.
+
+    The first row of the embedding that the tokenizer does not use (Qwen3: 151669); failing that, the last special
+    token with a name like `reserved` or `unused` that is not the bos, eos, pad or unk token.
+
+    Raises:
+        UserError: there is neither; the drafter needs `drafter.mask_token_id`.
+    """
+    if len(tokenizer) < embedding_rows:
+        return len(tokenizer)
+    taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    reserved = [
+        token
+        for text, token in tokenizer.get_added_vocab().items()
+        if token not in taken and any(word in text.lower() for word in RESERVED_WORDS)
+    ]
+    if not reserved:
+        raise UserError("the target has no unused embedding row for the mask; give one as drafter.mask_token_id=ID")
+    return max(reserved)
 
 
 class Target:
@@ -101,13 +143,15 @@ class Target:
         where = resolve_device(device)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                name, dtype=resolve_dtype(dtype, where), output_loading_info=True
+                name, dtype=resolve_dtype(dtype, where), output_loading_info=True, ignore_mismatched_sizes=True
             )
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"target {name}: cannot load its weights ({reason})") from error
+            raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
+        # transformers would fill the tensors named here with random numbers and go on
+        if mismatched := sorted(info["mismatched_keys"]):
+            tensor, stored, wanted = mismatched[0]
+            raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
         if missing := sorted(info["missing_keys"]):
-            # transformers would fill these with random numbers and go on
             raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
         return cls(model.to(where), load_tokenizer(name), name)
 

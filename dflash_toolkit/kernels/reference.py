@@ -11,7 +11,8 @@ def filtered_probabilities(
 ) -> Tensor:
     """The distribution a sampler draws from, in fp32.
 
-    The order is that of Hugging Face `generate`: temperature, top-k, top-p, min-p; ties at the k-th logit stay.
+    The order is that of Hugging Face `generate`: temperature, top-k, top-p, min-p; ties at the k-th logit stay,
+    and of tokens tied at the edge of top-p those with the lower ids stay.
 
     Args:
         logits: [..., V].
@@ -28,8 +29,10 @@ def filtered_probabilities(
         kth = scores.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
     if top_p < 1.0:
-        ordered, order = scores.sort(dim=-1, descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        # stable: which tied token stays may not depend on how many rows are filtered at once
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.softmax(-1)
+        mass_before = mass.cumsum(-1) - mass
         ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)
         scores = torch.empty_like(scores).scatter(-1, order, ordered)
     probabilities = scores.softmax(-1)

@@ -1,0 +1,122 @@
+"""dflash-eval: the acceptance report that people decide from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from ..checkpoint import check_fits, load_drafter
+from ..config import UserError, knob, parse_cli, run_command, to_mapping
+from ..decode import SamplingParams
+from ..prompts import Prompt, encode_chat, file_hash, read_prompts
+from ..target import Target, load_config
+from .files import write_report
+from .markdown import render_table
+from .measure import EncodedPrompt
+from .run import evaluate
+from .tables import summary_table
+
+PROG = "dflash-eval"
+DESCRIPTION = """\
+Decode prompts with a drafter and without one, and report how many drafted tokens the target accepts, how much
+faster that is, and whether every answer is the plain one. Writes report.json, report.md and report.html. An
+interrupted run continues where it was when the same command runs again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """The knobs of `dflash-eval`."""
+
+    target: str = knob(help="the target: Hugging Face id or directory")
+    drafter: str = knob(help="the drafter: Hugging Face id or directory")
+    prompts: tuple[str, ...] = knob(help="prompt sets, each as NAME=FILE (JSONL, also .gz and .xz)")
+    output: str = knob("report", "directory for the report")
+    baseline: bool = knob(True, "also decode without the drafter: gives speed-up and identity")
+    limit: int | None = knob(None, "use the first LIMIT prompts of each set")
+    max_new_tokens: int = knob(512, "longest answer, in tokens")
+    temperature: float = knob(0.0, "0 is greedy")
+    top_p: float = knob(1.0, "nucleus sampling")
+    top_k: int = knob(0, "0 keeps every token")
+    min_p: float = knob(0.0, "drop tokens below this share of the likeliest one's probability")
+    seed: int = knob(0, "of the sampler; the same for every prompt")
+    thinking: bool | None = knob(None, "for templates with a thinking mode (default: the template's own)")
+    block_size: int | None = knob(None, "draft blocks of this size instead of the drafter's own")
+    device: str = knob("auto", "auto, cpu or cuda")
+    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; it must be >= 1")
+        if not self.prompts:
+            raise ValueError("prompts is empty; give at least one NAME=FILE")
+        names = [name for name, _ in self.files]
+        for item, (name, path) in zip(self.prompts, self.files, strict=True):
+            if not name or not path:
+                raise ValueError(f"prompts {item!r}: expected NAME=FILE")
+            if names.count(name) > 1:
+                raise ValueError(f"prompts: the name {name!r} is used twice")
+        _ = self.sampling  # raises for a value outside its range
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Name and file of every prompt set."""
+        parts = [item.partition("=") for item in self.prompts]
+        return [(name if equals else "", path) for name, equals, path in parts]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
+    return run_command(lambda: _run(parse_cli(EvalConfig, argv, PROG, DESCRIPTION)))
+
+
+def _run(config: EvalConfig) -> None:
+    # what can be wrong is looked at before the target's weights, which take longest
+    prompts = {name: read_prompts(path, config.limit) for name, path in config.files}
+    hashes = {name: file_hash([path]) for name, path in config.files}
+    drafter = load_drafter(config.drafter)
+    check_fits(drafter.config, load_config(config.target))
+    if config.block_size is not None:
+        try:
+            drafter.config = drafter.config.with_block_size(config.block_size)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    target = Target.load(config.target, config.device, config.dtype)
+    drafter.to(target.device, target.dtype)
+    sets = {name: [_encode(target, name, prompt, config.thinking) for prompt in rows] for name, rows in prompts.items()}
+
+    output = Path(config.output)
+    partial = output / "partial.jsonl"
+    arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
+    report = evaluate(
+        target,
+        drafter,
+        sets,
+        config.sampling,
+        baseline=config.baseline,
+        arguments={**arguments, "prompt_file_sha256": hashes},
+        partial=partial,
+        show_progress=True,
+    )
+    write_report(report, output)
+    partial.unlink(missing_ok=True)
+    print(f"{render_table(summary_table(report))}\n\nThe report is in {output / 'report.html'}")
+
+
+def _encode(target: Target, name: str, prompt: Prompt, thinking: bool | None) -> EncodedPrompt:
+    try:
+        return EncodedPrompt(prompt.id, encode_chat(target.tokenizer, prompt.messages, thinking))
+    except UserError as error:
+        raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}") from error

@@ -1,0 +1,37 @@
+"""Write a report's three files so that no reader ever meets half of one."""
+
+import contextlib
+import json
+from pathlib import Path
+
+from ..config import UserError
+from .markdown import render_markdown
+from .page import render_page
+from .report import Report
+
+
+def write_report(report: Report, output: Path) -> None:
+    """Write `report.json`, `report.md` and `report.html` to the directory `output`, replacing earlier ones.
+
+    All three are complete under temporary names before the first takes its place.
+
+    Raises:
+        UserError: the disk is full or `output` cannot be written; no half-written file is left behind.
+    """
+    contents = {
+        "report.json": json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n",
+        "report.md": render_markdown(report),
+        "report.html": render_page(report),
+    }
+    staged = {output / name: output / f".{name}.partial" for name in contents}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for stage, content in zip(staged.values(), contents.values(), strict=True):
+            stage.write_text(content, encoding="utf-8", errors="replace")
+        for path, stage in staged.items():
+            stage.replace(path)
+    except OSError as error:
+        for stage in staged.values():
+            with contextlib.suppress(OSError):
+                stage.unlink()
+        raise UserError(f"{output}: cannot write the report ({error.strerror}); run the same command again") from error

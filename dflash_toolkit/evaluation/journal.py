@@ -1,0 +1,84 @@
+"""The measurements of an unfinished run, one JSON line each, so that a killed run continues where it was.
+
+The first line is the fingerprint of everything the numbers depend on; a journal with another one is started
+afresh. A line that a kill left torn is dropped, together with whatever stands behind it.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..config import UserError
+from ..decode import Generation, Step
+from .measure import Difference, Measurement
+
+Key = tuple[str, int]  # name of the prompt set, index of the prompt in it
+
+
+class Journal:
+    """What is done, on disk and in `done`. The file is open only while a line is written."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        """Continue the journal at `path`, or start it afresh. Raises UserError if it cannot be written."""
+        self._path = path
+        self.done: dict[Key, Measurement] = {}
+        header = json.dumps({"fingerprint": fingerprint}).encode() + b"\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            old = path.read_bytes() if path.exists() else b""
+            kept = self._read(old, header)
+            if kept == 0:
+                path.write_bytes(header)
+            elif kept < len(old):
+                with path.open("r+b") as file:
+                    file.truncate(kept)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def _read(self, content: bytes, header: bytes) -> int:
+        """Fill `done` and return how many leading bytes are whole lines of this very run."""
+        if not content.startswith(header):
+            return 0
+        kept = 0
+        for line in content.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            if kept:
+                try:
+                    row = json.loads(line)
+                    self.done[row["set"], row["index"]] = _measurement(row["measurement"])
+                except (ValueError, KeyError, TypeError):
+                    break
+            kept += len(line)
+        return kept
+
+    def append(self, key: Key, measurement: Measurement) -> None:
+        """Record a finished measurement. Raises UserError if the disk is full."""
+        row = {"set": key[0], "index": key[1], "measurement": asdict(measurement)}
+        try:
+            with self._path.open("ab") as file:
+                file.write(json.dumps(row).encode() + b"\n")
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+        self.done[key] = measurement
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written ({error.strerror}); mend that and run the same command again")
+
+
+def _measurement(row: dict[str, Any]) -> Measurement:
+    plain, difference = row["plain"], row["difference"]
+    return Measurement(
+        row["id"],
+        row["prompt_tokens"],
+        _generation(row["drafted"]),
+        None if plain is None else _generation(plain),
+        None if difference is None else Difference(**difference),
+    )
+
+
+def _generation(row: dict[str, Any]) -> Generation:
+    steps = [Step(step["drafted"], step["accepted"], tuple(step["tokens"])) for step in row["steps"]]
+    return Generation(**{**row, "steps": steps})

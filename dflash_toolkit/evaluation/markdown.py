@@ -1,0 +1,47 @@
+"""A report as Markdown, for pull requests and model cards."""
+
+import re
+
+from .report import Report
+from .tables import (
+    DEFINITIONS,
+    Table,
+    differences_table,
+    lengths_table,
+    setup_table,
+    slot_tables,
+    summary_table,
+)
+
+
+def render_markdown(report: Report) -> str:
+    """The whole report: results, slots, lengths, differences, definitions, setup."""
+    differences = differences_table(report)
+    tables = [
+        summary_table(report),
+        *slot_tables(report),
+        lengths_table(report),
+        *([differences] if differences else []),
+    ]
+    parts = [
+        "# DFlash acceptance report",
+        f"{escape(report.pair)}, blocks of {report.block_size} tokens, "
+        f"{escape(report.environment.device_name)}, {report.environment.dtype}, {report.environment.date}",
+        *(f"## {table.caption}\n\n{render_table(table)}" for table in tables),
+        "## What the figures mean",
+        *(f"**{term}.** {meaning}" for term, meaning in DEFINITIONS),
+        f"## {setup_table(report).caption}\n\n{render_table(setup_table(report))}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def render_table(table: Table) -> str:
+    """A Markdown table: the first column left, figures right."""
+    rule = " | ".join(["---", *["--:" if table.numeric else "---"] * (len(table.header) - 1)])
+    lines = [" | ".join(map(escape, row)) for row in (table.header, *table.rows)]
+    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def escape(text: str) -> str:
+    """Text that Markdown shows as it is, on one line of a table."""
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", " ".join(text.split()))

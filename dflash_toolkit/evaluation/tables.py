@@ -1,0 +1,151 @@
+"""The tables of a report and the words that define its figures, the same in Markdown and HTML."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from .report import Report, Summary
+
+SHOWN_DIFFERENCES = 20
+MISSING = "-"  # nothing to count
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Plain text cells; whoever renders them escapes them. The first column names the row."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: bool = True  # the other columns hold figures, set flush right
+
+
+DEFINITIONS = (
+    (
+        "Acceptance length τ",
+        "Tokens committed per verify step, the target's own bonus token included. Pooled: all tokens over "
+        "all steps; mean: the average of the requests' own τ. The first token of an answer comes from the "
+        "prefill and belongs to no step.",
+    ),
+    (
+        "Accepted at slot k",
+        "Of the steps in which slot k was judged, the share that accepted at least k drafts. A slot is "
+        "judged if it was drafted (blocks are cut near the token limit) and lies within the answer (not "
+        "behind a stop token). Given the slot before: the same among the steps that accepted at least k-1 "
+        "drafts.",
+    ),
+    (
+        "Tokens per second",
+        "Tokens committed by steps over the time of those steps, one request at a time; the prefill is left "
+        "out. Measured with this project's reference decoder, with and without the drafter, on the same "
+        "machine in the same run. A serving engine has other absolute figures.",
+    ),
+    (
+        "Identical to plain",
+        "Requests whose tokens equal those of decoding without a drafter. For the others the gap is "
+        "p(plain token) - p(drafted token) at the first difference, from the target's softmax in fp32: under "
+        "greedy decoding a gap near zero is a tie that rounding decided, a large one is a defect.",
+    ),
+)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure for people, a dash for what could not be measured."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share for people."""
+    return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
+
+
+def times(value: float | None) -> str:
+    """A ratio for people."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.2f}x"
+
+
+def identical(summary: Summary) -> str:
+    """Answers equal to the plain ones, counted: a share would round one defect in thousands to 100 %."""
+    return MISSING if summary.identical is None else f"{summary.identical:,} of {summary.drafted.answers:,}"
+
+
+def summary_table(report: Report) -> Table:
+    """The figures people decide from; without a baseline the columns that need one are absent."""
+    header = ["Set", "Requests", "Tokens", "Steps", "τ pooled", "τ mean", "Tokens/s"]
+    if report.overall.plain:
+        header += ["Plain tokens/s", "Speed-up", "Identical to plain"]
+    rows = []
+    for name, summary in report.labelled:
+        drafted, plain = summary.drafted, summary.plain
+        row = [name, *(f"{n:,}" for n in (drafted.answers, drafted.tokens, drafted.steps))]
+        row += [number(drafted.tau_pooled), number(drafted.tau_mean), number(drafted.tokens_per_second, 1)]
+        if plain:
+            row += [number(plain.tokens_per_second, 1), times(summary.speedup), identical(summary)]
+        rows.append(tuple(row))
+    return Table("Results per prompt set", tuple(header), tuple(rows))
+
+
+def slot_tables(report: Report) -> tuple[Table, Table]:
+    """Acceptance per slot: at least k drafts accepted, and slot k accepted given slot k - 1."""
+    header = ("Set", *(str(slot) for slot in range(1, report.block_size)))
+
+    def rows(shares: Iterable[tuple[str, tuple[float, ...]]]) -> tuple[tuple[str, ...], ...]:
+        return tuple((name, *(percent(share, 0) for share in values)) for name, values in shares)
+
+    return (
+        Table(
+            "Share of steps that accept at least k drafts, by slot k",
+            header,
+            rows((name, summary.drafted.accepted_per_position) for name, summary in report.labelled),
+        ),
+        Table(
+            "Share of those with slot k-1 accepted that accept slot k, by slot k",
+            header,
+            rows((name, summary.drafted.accepted_given_previous) for name, summary in report.labelled),
+        ),
+    )
+
+
+def lengths_table(report: Report) -> Table:
+    """How many steps committed 1..S tokens."""
+    return Table(
+        "Verify steps by the number of tokens they committed",
+        ("Set", *(str(length) for length in range(1, report.block_size + 1))),
+        tuple((name, *(f"{n:,}" for n in summary.drafted.accepted_lengths)) for name, summary in report.labelled),
+    )
+
+
+def differences_table(report: Report) -> Table | None:
+    """The answers that left the plain ones, widest gap first; None if there is none."""
+    found = [(name, request, d) for name, result in report.sets.items() for request, d in result.differences]
+    if not found:
+        return None
+    # a gap that is no number comes first: the target's logits are broken
+    found.sort(key=lambda item: math.inf if math.isnan(item[2].gap) else abs(item[2].gap), reverse=True)
+    shown = found[:SHOWN_DIFFERENCES]
+    rest = "" if len(shown) == len(found) else f" (the {len(shown)} widest of {len(found)}; report.json has all)"
+    return Table(
+        f"First differences from plain decoding{rest}",
+        ("Set", "Request", "Position", "Plain token", "Drafted token", "Gap"),
+        tuple(
+            (name, request, str(d.position), str(d.plain_token), str(d.drafted_token), number(d.gap, 6))
+            for name, request, d in shown
+        ),
+    )
+
+
+def setup_table(report: Report) -> Table:
+    """Environment and arguments, one a row."""
+    values = asdict(report.environment) | report.arguments
+    rows = tuple((name, _plain(value)) for name, value in values.items())
+    return Table("Environment and arguments", ("Name", "Value"), rows, numeric=False)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_plain(v)}" for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return MISSING if value is None else str(value)

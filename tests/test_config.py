@@ -1,0 +1,300 @@
+"""The strict loader: a mistake is one line that names the key, and the later source wins."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_toolkit.config import (
+    UserError,
+    from_mapping,
+    group,
+    knob,
+    parse_cli,
+    read_yaml,
+    run_command,
+    to_mapping,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimiser:
+    lr: float = knob(6e-4, "peak learning rate")
+    warmup: int = knob(0, "warm-up steps")
+    betas: tuple[float, ...] = knob((0.9, 0.95), "Adam's two decays")
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"lr is {self.lr}; it must be > 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    target: str = knob(help="the target, 100 % of it")
+    data: tuple[str, ...] = knob((), "prompt files")
+    taps: tuple[int, ...] = knob((), "layer ids")
+    steps: int = knob(100, "optimiser steps")
+    attention: str = knob("flex", "which attention", choices=("flex", "sdpa"))
+    resume: bool = knob(False, "continue a run")
+    limit: int | None = knob(None, "prompts to read")
+    note: str | None = knob(None, "a word on the run")
+    optimiser: Optimiser = group(Optimiser, "the optimiser")
+
+
+def build(**values: object) -> Settings:
+    return from_mapping(Settings, {"target": "tiny", **values}, "run.yaml")
+
+
+def parse(*argv: str) -> Settings:
+    return parse_cli(Settings, argv, "prog", "A program.")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+# ---- mappings --------------------------------------------------------------------------------------
+
+
+def test_defaults_fill_what_is_not_given() -> None:
+    assert build() == Settings(target="tiny")
+    assert build(optimiser={"warmup": 5}).optimiser == Optimiser(warmup=5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stepps": 3}, "run.yaml.stepps: unknown key; did you mean `steps`?"),
+        ({"optimiser": {"warmpu": 3}}, "run.yaml.optimiser.warmpu: unknown key; did you mean `warmup`?"),
+        ({"optimiser": {"zzz": 3}}, "run.yaml.optimiser.zzz: unknown key; known keys: betas, lr, warmup"),
+        ({"steps": "8"}, "run.yaml.steps: expected int, got '8'"),
+        ({"steps": 8.0}, "run.yaml.steps: expected int, got 8.0"),
+        ({"steps": True}, "run.yaml.steps: expected int, got True"),
+        ({"steps": None}, "run.yaml.steps: expected int, got None"),
+        ({"resume": 1}, "run.yaml.resume: expected bool, got 1"),
+        ({"resume": "yes"}, "run.yaml.resume: expected bool, got 'yes'"),
+        ({"target": 7}, "run.yaml.target: expected str, got 7"),
+        ({"limit": "all"}, "run.yaml.limit: expected int, got 'all'"),
+        ({"attention": "fa2"}, "run.yaml.attention: 'fa2' is not one of flex, sdpa"),
+        ({"data": "a.jsonl"}, "run.yaml.data: expected a list, got 'a.jsonl'"),
+        ({"data": ["a.jsonl", 3]}, "run.yaml.data[1]: expected str, got 3"),
+        ({"optimiser": 3}, "run.yaml.optimiser: expected a mapping of keys to values, got 3"),
+        ({"optimiser": {"lr": "fast"}}, "run.yaml.optimiser.lr: expected a number, got 'fast'"),
+        ({"optimiser": {"lr": True}}, "run.yaml.optimiser.lr: expected float, got True"),
+        ({"optimiser": {"betas": [0.9, "x"]}}, "run.yaml.optimiser.betas[1]: expected a number, got 'x'"),
+        ({"optimiser": {"lr": -1.0}}, "run.yaml.optimiser: lr is -1.0; it must be > 0"),
+        ({1: 2}, "run.yaml.1: unknown key"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_mistake_is_one_line_that_names_the_key(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        from_mapping(Settings, {"target": "tiny"} | values, "run.yaml")
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_required_key_that_is_missing_is_named() -> None:
+    with pytest.raises(UserError, match=r"^run\.yaml\.target: required, but not given$"):
+        from_mapping(Settings, {"steps": 3}, "run.yaml")
+
+
+def test_numbers_are_accepted_as_floats_however_yaml_reads_them(write: Callable[[str], str]) -> None:
+    values = read_yaml(write("target: t\noptimiser: {lr: 6e-4, betas: [0, 1e-1]}\n"))
+    assert values["optimiser"]["lr"] == "6e-4", "YAML 1.1 reads this as text"
+    optimiser = from_mapping(Settings, values).optimiser
+    assert optimiser == Optimiser(lr=6e-4, betas=(0.0, 0.1))
+    assert all(type(beta) is float for beta in optimiser.betas)
+
+
+def test_optional_knobs_take_null_and_lists_become_tuples() -> None:
+    assert build(limit=None).limit is None
+    assert build(limit=3).limit == 3
+    assert build(data=["a", "b"], taps=[1, 2]) == Settings(target="tiny", data=("a", "b"), taps=(1, 2))
+
+
+@given(
+    st.builds(
+        Settings,
+        target=st.text(max_size=5),
+        data=st.lists(st.text(max_size=3), max_size=3).map(tuple),
+        steps=st.integers(),
+        resume=st.booleans(),
+        limit=st.none() | st.integers(),
+        optimiser=st.builds(Optimiser, lr=st.floats(1e-9, 1e3), warmup=st.integers()),
+    )
+)
+@settings(deadline=None, derandomize=True)
+def test_a_configuration_written_as_a_mapping_is_read_back_equal(config: Settings) -> None:
+    assert from_mapping(Settings, to_mapping(config)) == config
+
+
+def test_the_written_mapping_holds_plain_values() -> None:
+    assert to_mapping(Settings(target="t", taps=(1, 2)))["taps"] == [1, 2]
+    assert to_mapping(Settings(target="t"))["optimiser"] == {"lr": 6e-4, "warmup": 0, "betas": [0.9, 0.95]}
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_is_an_empty_mapping(write: Callable[[str], str]) -> None:
+    assert read_yaml(write("")) == {}
+    assert read_yaml(write("# nothing but a comment\n")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1,", "not valid YAML"),
+        ("a: b: c", "not valid YAML"),
+        ("- 1\n- 2\n", "expected a mapping"),
+        ("7", "expected"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_one_line(write: Callable[[str], str], text: str, message: str) -> None:
+    path = write(text)
+    with pytest.raises(UserError, match=message) as caught:
+        read_yaml(path)
+    assert str(caught.value).startswith(f"config file {path}: ") and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_missing_a_directory_or_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    for name, reason in (("nothing.yaml", "No such file"), (".", "directory"), ("binary", "not valid YAML")):
+        with pytest.raises(UserError, match=reason):
+            read_yaml(tmp_path / name)
+
+
+# ---- command lines ---------------------------------------------------------------------------------
+
+
+def test_the_later_source_wins_file_then_flags_then_overrides(write: Callable[[str], str]) -> None:
+    file = write("target: from-file\nsteps: 1\nnote: from-file\noptimiser: {lr: 0.1, warmup: 1}\n")
+    config = parse("note=typed", "--config", file, "--steps", "2", "--note", "flagged", "optimiser.lr=0.3")
+    assert config.target == "from-file"
+    assert config.steps == 2
+    assert config.note == "typed"
+    assert config.optimiser == Optimiser(lr=0.3, warmup=1), "an override changes its key and leaves the group"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--target", "t", "--data", "a", "b", "steps=3", "optimiser.lr=0.5"),
+        ("--data", "a", "b", "--target", "t", "steps=3", "optimiser.lr=0.5"),
+        ("steps=3", "optimiser.lr=0.5", "--data", "a", "b", "--target", "t"),
+        ("--target", "t", "--steps", "3", "data=[a, b]", "optimiser.lr=0.5"),
+    ],
+    ids=["before", "between", "after", "as a list"],
+)
+def test_a_list_flag_and_overrides_may_stand_in_any_order(argv: tuple[str, ...]) -> None:
+    expected = Settings(target="t", data=("a", "b"), steps=3, optimiser=Optimiser(lr=0.5))
+    assert parse(*argv) == expected
+
+
+def test_a_path_with_an_equals_sign_stays_in_its_list() -> None:
+    assert parse("--target", "t", "--data", "out/lr=3.jsonl", "b").data == ("out/lr=3.jsonl", "b")
+
+
+def test_flags_are_read_by_the_type_of_their_knob() -> None:
+    config = parse("--target", "7", "--steps", "3", "--resume", "--taps", "1", "2", "--limit", "9")
+    assert config == Settings(target="7", steps=3, resume=True, taps=(1, 2), limit=9)
+    assert parse("--target", "t", "--no-resume").resume is False
+    assert parse("target=true", "taps=[1, 2]", "resume=true", "optimiser.lr=1e-3") == Settings(
+        target="true", taps=(1, 2), resume=True, optimiser=Optimiser(lr=1e-3)
+    )
+
+
+def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
+    config = parse("--config", write("target: t\nlimit: 5\nnote: hello\n"), "limit=null", "note=null")
+    assert (config.limit, config.note) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("steps",), "'steps': expected key=value"),
+        (("stepps=3",), "unknown key; did you mean `steps`?"),
+        (("optimiser.lrr=3",), "optimiser.lrr: unknown key; did you mean `lr`?"),
+        (("steps=many",), "steps: expected int, got 'many'"),
+        (("steps.x=1",), "steps: expected int"),
+        (("steps=3", "steps.x=1"), "`steps` holds a value, not a group"),
+        (("optimiser=3",), "optimiser: expected a mapping"),
+        (("steps=[",), "'[': not a value"),
+        (("--steps", "[1"), "'[1': not a value"),
+        (("--attention", "fa2"), "'fa2' is not one of flex, sdpa"),
+        (("--config", "/nowhere.yaml"), "config file /nowhere.yaml: No such file"),
+    ],
+    ids=str,
+)
+def test_a_mistake_on_the_command_line_is_one_line(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse("--target", "t", *argv)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_mistake_in_the_file_is_told_with_the_name_of_the_file(write: Callable[[str], str]) -> None:
+    file = write("target: t\nsteps: many\n")
+    with pytest.raises(UserError) as caught:
+        parse("--config", file)
+    assert str(caught.value) == f"{file}.steps: expected int, got 'many'"
+
+
+@pytest.mark.parametrize("flag", ["--stepps", "--step", "--optimiser"])
+def test_an_unknown_or_abbreviated_flag_exits_with_2(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--target", "t", flag, "3")
+    assert caught.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_help_exits_with_0_and_lists_every_key_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+
+    def line(key: str) -> str:
+        return " ".join(next(text for text in lines if text.strip().startswith(key)).split())
+
+    for flag in ("--target", "--data", "--taps", "--steps", "--attention", "--resume", "--limit", "--config"):
+        assert line(flag)
+    text = " ".join(" ".join(lines).split())
+    assert "the target, 100 % of it (required)" in text
+    assert "optimiser steps (default: 100)" in text
+    assert line("optimiser.lr") == "optimiser.lr peak learning rate (default: 0.0006)"
+    assert line("optimiser.warmup") == "optimiser.warmup warm-up steps (default: 0)"
+
+
+# ---- running ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1), (3, 3)])
+def test_a_command_exits_with_what_its_body_returns(returned: int | None, code: int) -> None:
+    assert run_command(lambda: returned) == code
+
+
+def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: parse("--target", "t", "stepps=3") and None) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: prog.stepps: unknown key; did you mean `steps`?\n")
+
+
+def test_an_interrupt_is_exit_code_130_and_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert run_command(interrupted) == 130
+    assert "resume" in capsys.readouterr().err
+
+
+def test_a_defect_is_not_dressed_up_as_a_mistake_of_the_user() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)

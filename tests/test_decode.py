@@ -1,0 +1,400 @@
+"""Decoding loses nothing: the drafter decides how fast an answer comes, never which answer."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from conftest import EOS, PAD, VOCAB, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, stream
+from dflash_toolkit.decode import Generation, position_uniform, propose
+from dflash_toolkit.drafter import ContextKV
+from dflash_toolkit.kernels.reference import filtered_probabilities
+
+PROMPT = list(b"Speculate, then verify.")
+SAMPLINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "min_p": 0.01},
+]
+
+
+@cache
+def pair(kind: str = "llama", tied: bool = True) -> tuple[Target, Drafter]:
+    target = make_target(kind, tied=tied)
+    return target, make_drafter(target)
+
+
+def hf_greedy(target: Target, prompt: list[int], count: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
+    """What Hugging Face's own loop answers, one token a step."""
+    ids = torch.tensor([prompt])
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+        eos_token_id=list(eos), pad_token_id=PAD,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@cache
+def answer(kind: str = "llama", count: int = 64) -> tuple[int, ...]:
+    """A long greedy answer that no end-of-sequence token cuts."""
+    tokens = hf_greedy(pair(kind)[0], PROMPT, count, eos=(VOCAB,))
+    assert len(set(tokens)) > count // 2, "a repetitive answer would hide misplaced tokens"
+    return tuple(tokens)
+
+
+def small_vocabulary_pair(size: int) -> tuple[Target, Drafter]:
+    """So few tokens that the distribution of whole answers can be enumerated."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=16, bos_token_id=None, eos_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    shape = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": size, "mask_token_id": size - 1}
+    return target, make_drafter(target, taps=1, layers=1, block_size=3, **shape)
+
+
+@contextmanager
+def drafting(draft_at: Callable[[int], int]) -> Iterator[list[ContextKV]]:
+    """Replace the proposed tokens by `draft_at(position)`; the real drafter still runs, with its checks."""
+    contexts: list[ContextKV] = []
+
+    def oracle(target: Target, drafter: Drafter, context: ContextKV, last: int, position: int) -> list[int]:
+        real = propose(target, drafter, context, last, position)
+        contexts.append(context)
+        return [draft_at(position + slot) for slot in range(1, len(real) + 1)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose", oracle)
+        yield contexts
+
+
+def knows(truth: tuple[int, ...], wrong: Collection[int] = ()) -> Callable[[int], int]:
+    """Draft the true answer, except at the answer indices in `wrong`."""
+
+    def draft_at(position: int) -> int:
+        index = position - len(PROMPT)
+        token = truth[index] if index < len(truth) else 0
+        return (token + 1) % VOCAB if index in wrong else token
+
+    return draft_at
+
+
+def check_books(generation: Generation) -> None:
+    assert sum(len(step.tokens) for step in generation.steps) + 1 == len(generation.tokens)
+    assert [t for step in generation.steps for t in step.tokens] == generation.tokens[1:]
+    assert all(0 <= step.accepted <= step.drafted for step in generation.steps)
+    if generation.steps:
+        assert generation.acceptance_length == (len(generation.tokens) - 1) / len(generation.steps)
+
+
+# ---- greedy --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 40])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_greedy_answer_is_that_of_hf_generate(kind: str, tied: bool, count: int) -> None:
+    target, drafter = pair(kind, tied)
+    expected = hf_greedy(target, PROMPT, count)
+    for helper in (None, drafter):
+        generation = generate(target, helper, PROMPT, SamplingParams(max_new_tokens=count))
+        assert generation.tokens == expected
+        assert generation.finish_reason == ("stop" if expected[-1] == EOS else "length")
+        check_books(generation)
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+def test_every_block_size_gives_the_same_answer(size: int) -> None:
+    target, drafter = pair()
+    resized = Drafter(drafter.config.with_block_size(size))
+    resized.load_state_dict(drafter.state_dict())
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    assert generate(target, resized, PROMPT, params).tokens == list(answer()[:40])
+    with drafting(knows(answer())):
+        generation = generate(target, resized, PROMPT, params)
+    assert generation.tokens == list(answer()[:40])
+    assert len(generation.steps) == math.ceil(39 / size), "a perfect draft commits a whole block a step"
+
+
+@given(
+    wrong=st.sets(st.integers(0, 40)),
+    count=st.integers(1, 40),
+    kind=st.sampled_from(["llama", "qwen2", "qwen3"]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_step_commits_the_correct_prefix_of_the_draft_and_one_token_more(
+    wrong: set[int], count: int, kind: str
+) -> None:
+    target, drafter = pair(kind)
+    truth = answer(kind)
+    with drafting(knows(truth, wrong)):
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=count, ignore_eos=True))
+
+    expected, done = [], 1  # the prefill gives the first token
+    while done < count:
+        drafted = min(drafter.config.block_size - 1, count - done - 1)
+        accepted = next((i for i in range(drafted) if done + i in wrong), drafted)
+        expected.append((drafted, accepted, truth[done : done + accepted + 1]))
+        done += accepted + 1
+    assert [(s.drafted, s.accepted, s.tokens) for s in generation.steps] == expected
+    assert generation.tokens == list(truth[:count])
+    assert generation.finish_reason == "length"
+    check_books(generation)
+
+
+@pytest.mark.parametrize("wrong", [set(), {2, 9, 10, 11, 17}, set(range(64))], ids=["none", "some", "all"])
+def test_the_draft_context_holds_the_committed_tokens_and_nothing_else(wrong: set[int]) -> None:
+    target, drafter = pair()
+    with drafting(knows(answer(), wrong)) as contexts:
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=30, ignore_eos=True))
+    ids = torch.tensor([PROMPT + generation.tokens])
+    for context in contexts:
+        count = context.length
+        features = target.forward(ids[:, :count], taps=drafter.config.target_layer_ids).features
+        with torch.inference_mode():
+            fresh = drafter.context_kv(features, torch.arange(count)[None])
+        assert torch.equal(context.positions, fresh.positions)
+        for grown, whole in zip(context.keys + context.values, fresh.keys + fresh.values, strict=True):
+            torch.testing.assert_close(grown, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_rejected_tokens_leave_a_sliding_window_cache() -> None:
+    target = make_target("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    assert "sliding_attention" in target.config.layer_types
+    drafter = make_drafter(target)
+    truth = tuple(hf_greedy(target, PROMPT, 48, eos=(VOCAB,)))
+    with drafting(knows(truth, {3, 4, 11, 19, 20, 33})):
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert generation.tokens == list(truth[:40])
+    assert max(step.accepted for step in generation.steps) == 7
+
+
+# ---- where an answer ends ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(1, 18))
+def test_an_answer_ends_with_its_stop_token_wherever_in_a_block_it_stands(index: int) -> None:
+    target, drafter = pair()
+    truth = answer()
+    stop = truth[index]
+    end = truth.index(stop)  # its first occurrence
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=(stop,))
+    with drafting(knows(truth)):
+        generation = generate(target, drafter, PROMPT, params)
+    assert generation.tokens == list(truth[: end + 1]) == hf_greedy(target, PROMPT, 40, eos=(EOS, stop))
+    assert generation.finish_reason == "stop"
+    check_books(generation)
+    # full blocks of eight, then the part of the last one that was committed
+    full, rest = divmod(end, 8)
+    assert [s.accepted for s in generation.steps] == [7] * full + [rest] * (rest > 0)
+    assert generate(target, None, PROMPT, params).tokens == generation.tokens
+
+
+def test_the_earliest_of_several_stop_tokens_ends_the_answer() -> None:
+    target, drafter = pair()
+    truth = answer()
+    late, early = truth[12], truth[5]
+    end = min(truth.index(late), truth.index(early))
+    with drafting(knows(truth)):
+        generation = generate(target, drafter, PROMPT, SamplingParams(stop_token_ids=(late, early)))
+    assert generation.tokens == list(truth[: end + 1])
+    assert generation.finish_reason == "stop"
+
+
+def test_every_end_of_sequence_id_of_the_checkpoint_stops_and_ignore_eos_ignores_them() -> None:
+    target, drafter = make_target(), pair()[1]
+    truth = answer()
+    target.model.generation_config.eos_token_id = [EOS, truth[6]]
+    end = truth.index(truth[6])
+    assert set(target.stop_token_ids) == {EOS, truth[6]}
+    plain = SamplingParams(max_new_tokens=20)
+    assert generate(target, drafter, PROMPT, plain).tokens == list(truth[: end + 1])
+    on = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    assert generate(target, drafter, PROMPT, on).tokens == list(truth[:20])
+    own = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(truth[6],))
+    assert generate(target, drafter, PROMPT, own).finish_reason == "stop", "the caller's stop ids still count"
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 8, 9, 17])
+def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
+    target = make_target(limit=len(PROMPT) + room)
+    drafter = make_drafter(target)
+    params = SamplingParams(max_new_tokens=512, ignore_eos=True)
+    answers = [generate(target, helper, PROMPT, params) for helper in (None, drafter)]
+    with drafting(knows(answer())):
+        answers.append(generate(target, drafter, PROMPT, params))
+    for generation in answers:
+        assert generation.tokens == list(answer()[:room])
+        assert generation.finish_reason == "length"
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(excess: int) -> None:
+    target = make_target(limit=16)
+    with pytest.raises(UserError, match=rf"prompt has {16 + excess} tokens.*limit is 16"):
+        generate(target, None, [5] * (16 + excess))
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(UserError, match="prompt is empty"):
+        generate(pair()[0], None, [])
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_prompt_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(UserError, match=rf"token {token};.*0\.\.{VOCAB - 1}"):
+        generate(pair()[0], None, [1, token, 2])
+
+
+# ---- streaming and bookkeeping -------------------------------------------------------------------------
+
+
+def test_streaming_yields_growing_prefixes_of_the_answer() -> None:
+    target, drafter = pair()
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    with drafting(knows(answer(), {4, 15})):
+        growing = stream(target, drafter, PROMPT, params)
+        seen = [(list(g.tokens), g.finish_reason, len(g.steps)) for g in growing]
+    for (shorter, reason, _), (longer, _, _) in itertools.pairwise(seen):
+        assert reason is None and len(shorter) < len(longer) and longer[: len(shorter)] == shorter
+    assert seen[-1][0] == list(answer()[:30]) and seen[-1][1] == "length"
+    assert [steps for _, _, steps in seen] == list(range(len(seen))), "one yield for the prefill, one a step"
+
+
+def test_the_acceptance_length_of_an_answer_without_steps_is_nan() -> None:
+    generation = generate(pair()[0], None, PROMPT, SamplingParams(max_new_tokens=1))
+    assert generation.steps == [] and math.isnan(generation.acceptance_length)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1},
+        {"min_p": -0.1}, {"min_p": 1.5}, {"max_new_tokens": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_params_refuse_values_out_of_range(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"^{min(values)} is "):
+        SamplingParams(**values)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
+def test_a_sampled_answer_is_the_same_with_a_drafter_and_without(sampling: dict[str, float]) -> None:
+    target, drafter = pair()
+    for seed in range(3):
+        params = SamplingParams(max_new_tokens=24, seed=seed, ignore_eos=True, **sampling)
+        plain = generate(target, None, PROMPT, params)
+        assert generate(target, drafter, PROMPT, params).tokens == plain.tokens
+        with drafting(knows(tuple(plain.tokens), wrong={2, 7, 8, 16})):
+            helped = generate(target, drafter, PROMPT, params)
+        assert helped.tokens == plain.tokens
+        assert max(step.accepted for step in helped.steps) == 7
+        check_books(helped)
+
+
+def test_seeds_give_different_answers_and_the_same_seed_the_same() -> None:
+    target, drafter = pair()
+    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=8) for seed in (0, 1, 2, 3, 0)]
+    answers = [tuple(generate(target, drafter, PROMPT, p).tokens) for p in params]
+    assert answers[0] == answers[4]
+    assert len(set(answers[:4])) == 4
+
+
+def chi_square_limit(degrees: int) -> float:
+    """About the 0.9999 quantile (Wilson and Hilferty 1931), which exact draws exceed once in ten thousand."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 3.72 * math.sqrt(spread)) ** 3
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, float]:
+    """Pearson's statistic and its limit; cells expected fewer than five times are counted as one."""
+    assert counts[probabilities == 0].sum() == 0, "a token of probability zero was drawn"
+    expected = probabilities.double() * counts.sum()
+    small = expected < 5
+    observed = torch.cat([counts[~small], counts[small].sum()[None]]).double()
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    return float(((observed - expected) ** 2 / expected).sum()), chi_square_limit(len(expected) - 1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.85, "top_k": 6}],
+    ids=["plain", "filtered"],
+)
+def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling: dict[str, float]) -> None:
+    size, answers = 8, 400
+    target, drafter = small_vocabulary_pair(size)
+    prompt = [1, 5, 2]
+
+    def distribution(prefixes: list[list[int]], **filters: float) -> torch.Tensor:
+        logits = target.forward(torch.tensor([prompt + p for p in prefixes]), logits="last").logits
+        assert logits is not None
+        return filtered_probabilities(logits[:, 0], **filters).double()
+
+    def exact(**filters: float) -> torch.Tensor:
+        """p(a, b, c) over the first three tokens, by enumeration."""
+        singles, pairs = [[a] for a in range(size)], [[a, b] for a in range(size) for b in range(size)]
+        first, second, third = (distribution(prefixes, **filters) for prefixes in ([[]], singles, pairs))
+        return first.view(size, 1, 1) * second.view(size, size, 1) * third.view(size, size, size)
+
+    counts = torch.zeros(size, size, size, dtype=torch.long)
+    accepted = drafted = 0
+    # drafting likely values of the second and third token accepts some and rejects some
+    joint = exact(**sampling)
+    likely = {4: int(joint.sum((0, 2)).argmax()), 5: int(joint.sum((0, 1)).topk(2).indices[1])}
+    with drafting(lambda position: likely.get(position, 0)):
+        for seed in range(answers):
+            params = SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling)
+            generation = generate(target, drafter, prompt, params)
+            counts[tuple(generation.tokens[:3])] += 1
+            accepted += sum(step.accepted for step in generation.steps)
+            drafted += sum(step.drafted for step in generation.steps)
+    assert 0.1 * drafted < accepted < 0.9 * drafted, "both branches of the rule must have run"
+
+    for axes in ((1, 2), (0, 2), (0, 1), (2,), (0,)):  # each token alone, and neighbouring pairs
+        statistic, limit = chi_square(counts.sum(axes).flatten(), joint.sum(axes).flatten())
+        assert statistic < limit
+    wrong = exact(temperature=2 * sampling["temperature"])
+    statistic, limit = chi_square(counts.sum((1, 2)), wrong.sum((1, 2)))
+    assert statistic > limit, "the statistic must tell another temperature apart"
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        [position_uniform(7, p) for p in range(20000)],
+        [position_uniform(s, 7) for s in range(20000)],
+        [position_uniform(s, s) for s in range(20000)],
+        [position_uniform(s * 1_000_003, 50 - s % 50) for s in range(20000)],
+    ],
+    ids=["positions", "seeds", "diagonal", "sparse"],
+)
+def test_position_uniform_is_uniform_and_neighbours_are_independent(draws: list[float]) -> None:
+    assert min(draws) >= 0.0 and max(draws) < 1.0
+    cells = (torch.tensor(draws, dtype=torch.float64) * 16).long()
+    statistic, limit = chi_square(cells.bincount(minlength=16), torch.full((16,), 1 / 16))
+    assert statistic < limit
+    pairs = cells[:-1] * 16 + cells[1:]
+    statistic, limit = chi_square(pairs.bincount(minlength=256), torch.full((256,), 1 / 256))
+    assert statistic < limit
+
+
+def test_position_uniform_takes_any_integer_seed() -> None:
+    draws = {position_uniform(seed, 3) for seed in (-1, 0, 1, 2**63, 2**64 - 2)}
+    assert len(draws) == 5 and all(0.0 <= u < 1.0 for u in draws)

@@ -1,0 +1,368 @@
+"""The network against a second, dense implementation of the contract in float64."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from dflash_toolkit import Drafter, DrafterConfig
+from dflash_toolkit.drafter import default_target_layer_ids
+
+SHAPE = {
+    "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "vocab_size": 50,
+    "intermediate_size": 20, "num_target_layers": 9, "target_layer_ids": (1, 4, 6), "mask_token_id": 49,
+    "block_size": 5, "rope_theta": 1e4,
+}  # fmt: skip
+Visible = Callable[[int, int, int], bool]  # layer, query position, key position
+
+
+def make_config(**changes: object) -> DrafterConfig:
+    return DrafterConfig(**(SHAPE | changes))
+
+
+def make_drafter(**changes: object) -> Drafter:
+    """Every parameter random, norms and biases too, and large enough that attention is far from uniform."""
+    drafter = Drafter(make_config(**changes))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    return drafter.eval()
+
+
+def make_inputs(config: DrafterConfig, context: int = 7, batch: int = 1, first: int = 0) -> tuple[Tensor, ...]:
+    """features [B, T, K*D] at positions [B, T], and one block [B, S, D] that follows at positions [B, S]."""
+    generator = torch.Generator().manual_seed(context)
+    features = torch.randn(batch, context, config.feature_size, generator=generator)
+    block = torch.randn(batch, config.block_size, config.hidden_size, generator=generator)
+    positions = first + torch.arange(context + config.block_size).expand(batch, -1)
+    return features, positions[:, :context], block, positions[:, context:]
+
+
+def run(drafter: Drafter, inputs: tuple[Tensor, ...]) -> Tensor:
+    features, before, block, at = inputs
+    with torch.no_grad():
+        return drafter(block, at, drafter.context_kv(features, before))
+
+
+# ---- the second implementation ---------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Neox RoPE [T, heads, H]: elements j and j + H/2, a complex number, turn by position / theta^(2j/H)."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None].double() / theta ** (torch.arange(half).double() / half)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def dense(drafter: Drafter, inputs: tuple[Tensor, ...], visible: Visible | None = None) -> Tensor:
+    """One sequence after another, one head after another, in float64."""
+    config = drafter.config
+    w = {name: p.detach().double() for name, p in drafter.named_parameters()}
+    heads, groups, size, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    results = []
+    for features, before, block, at in zip(*(t.double() for t in inputs), strict=True):
+        ctx = rms_norm(features @ w["fc.weight"].T, w["hidden_norm.weight"], eps)  # the same for every layer
+        everywhere = torch.cat([before, at])
+        x = block
+        for layer in range(config.num_layers):
+
+            def project(name: str, value: Tensor, prefix: str = f"layers.{layer}.") -> Tensor:
+                return value @ w[f"{prefix}{name}.weight"].T + w.get(f"{prefix}{name}.bias", 0.0)
+
+            def norm(name: str, value: Tensor, prefix: str = f"layers.{layer}.") -> Tensor:
+                return rms_norm(value, w[f"{prefix}{name}.weight"], eps)
+
+            hidden = norm("input_layernorm", x)
+            both = torch.cat([ctx, hidden])
+            q = norm("self_attn.q_norm", project("self_attn.q_proj", hidden).view(-1, heads, size))
+            k = norm("self_attn.k_norm", project("self_attn.k_proj", both).view(-1, groups, size))
+            v = project("self_attn.v_proj", both).view(-1, groups, size)
+            q, k = rotate(q, at, config.rope_theta), rotate(k, everywhere, config.rope_theta)
+            seen = torch.tensor([[visible is None or visible(layer, int(i), int(j)) for j in everywhere] for i in at])
+            attended = []
+            for head in range(heads):
+                group = head // (heads // groups)
+                scores = (q[:, head] @ k[:, group].T / size**0.5).masked_fill(~seen, -torch.inf)
+                attended.append(scores.softmax(-1) @ v[:, group])
+            x = x + project("self_attn.o_proj", torch.cat(attended, -1))
+            hidden = norm("post_attention_layernorm", x)
+            gate = torch.nn.functional.silu(project("mlp.gate_proj", hidden))
+            x = x + project("mlp.down_proj", gate * project("mlp.up_proj", hidden))
+        results.append(rms_norm(x, w["norm.weight"], eps))
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"num_kv_heads": 4}, {"num_kv_heads": 1}, {"num_layers": 1}, {"num_layers": 5}, {"head_dim": 10},
+        {"attention_bias": True}, {"target_layer_ids": (3,)}, {"rms_norm_eps": 0.1}, {"rope_theta": 1e6},
+        {"block_size": 2}, {"block_size": 16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_outputs_are_those_of_the_dense_implementation(changes: dict[str, object]) -> None:
+    drafter = make_drafter(**changes)
+    for context, batch, first in ((1, 1, 0), (9, 2, 0), (6, 1, 400)):
+        inputs = make_inputs(drafter.config, context, batch, first)
+        torch.testing.assert_close(run(drafter, inputs).double(), dense(drafter, inputs), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "is_causal", "visible"),
+    [
+        (("full_attention",) * 2, False, lambda layer, i, j: True),
+        (("full_attention",) * 2, None, lambda layer, i, j: True),
+        (("full_attention",) * 2, True, lambda layer, i, j: j <= i),
+        (("sliding_attention",) * 2, None, lambda layer, i, j: j <= i and i - j < 3),
+        (("sliding_attention",) * 2, False, lambda layer, i, j: abs(i - j) < 3),
+        (("sliding_attention",) * 2, True, lambda layer, i, j: j <= i and i - j < 3),
+        (("sliding_attention", "full_attention"), None, lambda layer, i, j: layer == 1 or 0 <= i - j < 3),
+        (("full_attention", "sliding_attention"), False, lambda layer, i, j: layer == 0 or abs(i - j) < 3),
+    ],
+    ids=lambda value: "-".join(t.split("_")[0] for t in value) if isinstance(value, tuple) else str(value)[:5],
+)
+def test_who_sees_whom_follows_from_the_type_of_the_layer(
+    layer_types: tuple[str, ...], is_causal: bool | None, visible: Visible
+) -> None:
+    drafter = make_drafter(layer_types=layer_types, is_causal=is_causal, sliding_window=3)
+    inputs = make_inputs(drafter.config)
+    torch.testing.assert_close(run(drafter, inputs).double(), dense(drafter, inputs, visible), rtol=1e-3, atol=1e-4)
+
+
+# ---- context and positions -------------------------------------------------------------------------
+
+
+@given(cuts=st.sets(st.integers(1, 11)))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_context_that_grows_piece_by_piece_equals_one_made_at_once(cuts: set[int]) -> None:
+    drafter = make_drafter()
+    features, positions, _, _ = make_inputs(drafter.config, context=12)
+    edges = [0, *sorted(cuts), 12]
+    with torch.no_grad():
+        whole = drafter.context_kv(features, positions)
+        pieces = [drafter.context_kv(features[:, a:b], positions[:, a:b]) for a, b in itertools.pairwise(edges)]
+    grown = pieces[0]
+    for piece in pieces[1:]:
+        grown = grown.append(piece)
+    assert grown.length == whole.length == 12
+    assert torch.equal(grown.positions, whole.positions)
+    for got, expected in zip(grown.keys + grown.values, whole.keys + whole.values, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_blocks_under_a_mask_see_what_each_would_see_alone() -> None:
+    """Training runs many blocks at once; each gets what decoding gives it: what precedes its anchor."""
+    drafter = make_drafter()
+    size, anchors = drafter.config.block_size, [2, 5, 6, 9]  # they overlap
+    features, before, _, _ = make_inputs(drafter.config, context=12)
+    blocks = torch.randn(1, len(anchors) * size, drafter.config.hidden_size)
+    at = torch.cat([torch.arange(a, a + size) for a in anchors])[None]
+
+    owner = torch.arange(len(anchors)).repeat_interleave(size)
+    sees_context = torch.arange(12)[None, :] < torch.tensor(anchors)[owner, None]
+    mask = torch.cat([sees_context, owner[:, None] == owner[None, :]], dim=1)[None, None]
+    flex = create_block_mask(
+        lambda b, h, q, k: mask[0, 0, q, k], 1, None, len(owner), 12 + len(owner), device="cpu", BLOCK_SIZE=16
+    )
+    with torch.no_grad():
+        context = drafter.context_kv(features, before)
+        together = drafter(blocks, at, context, mask)
+        by_flex = drafter(blocks, at, context, flex)
+    torch.testing.assert_close(by_flex, together, rtol=1e-4, atol=1e-5)
+    for i, anchor in enumerate(anchors):
+        rows = slice(i * size, (i + 1) * size)
+        alone = run(drafter, (features[:, :anchor], before[:, :anchor], blocks[:, rows], at[:, rows]))
+        torch.testing.assert_close(together[:, rows], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_moving_every_position_by_a_constant_changes_nothing() -> None:
+    drafter = make_drafter()
+    features, before, block, at = make_inputs(drafter.config)
+    still = run(drafter, (features, before, block, at))
+    torch.testing.assert_close(run(drafter, (features, before + 1000, block, at + 1000)), still, rtol=1e-3, atol=1e-3)
+    shifted = run(drafter, (features, before, block, at + 1))
+    assert (shifted - still).abs().max() > 0.02, "but the distance between block and context matters"
+
+
+def test_another_theta_gives_other_outputs() -> None:
+    ours, other = make_drafter(), make_drafter(rope_theta=2e4)
+    inputs = make_inputs(ours.config, context=30)
+    assert (run(ours, inputs) - run(other, inputs)).abs().max() > 0.02
+
+
+def test_every_slot_of_a_block_sees_every_other() -> None:
+    drafter = make_drafter()
+    features, before, block, at = make_inputs(drafter.config)
+    block = block.clone().requires_grad_()
+    hidden = drafter(block, at, drafter.context_kv(features, before))
+    for slot in range(drafter.config.block_size):
+        (gradient,) = torch.autograd.grad(hidden[0, slot].sum(), block, retain_graph=True)
+        assert (gradient[0].abs().sum(-1) > 0).all()
+
+
+# ---- precision -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [100, 3000, 30000])
+def test_a_cast_to_bfloat16_leaves_the_rope_frequencies_exact(position: int) -> None:
+    # frequencies rounded to bf16 turn a far position by whole radians: the keys would share nothing
+    exact, cast = make_drafter(), make_drafter().to(torch.bfloat16)
+    features, _, _, _ = make_inputs(exact.config, context=4)
+    at = torch.full((1, 4), position)
+    with torch.no_grad():
+        keys = exact.context_kv(features, at).keys
+        cast_keys = cast.context_kv(features.bfloat16(), at).keys
+    for key, cast_key in zip(keys, cast_keys, strict=True):
+        assert cast_key.dtype == torch.bfloat16
+        assert (cast_key.float() - key).norm() < 0.03 * key.norm()
+
+
+def test_autocast_runs_near_full_precision() -> None:
+    drafter = make_drafter()
+    inputs = make_inputs(drafter.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        context = drafter.context_kv(*inputs[:2])
+        rough = run(drafter, inputs)
+    assert {t.dtype for t in context.keys + context.values} == {torch.bfloat16}
+    full = run(drafter, inputs)
+    assert (rough.float() - full).norm() < 0.05 * full.norm()
+
+
+# ---- parameters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taps", [(4,), (1, 4, 6)], ids=len)
+def test_parameters_are_those_of_the_contract_by_name_and_shape(taps: tuple[int, ...]) -> None:
+    expected = {"fc.weight": (24, len(taps) * 24), "hidden_norm.weight": (24,), "norm.weight": (24,)}
+    for i in range(2):
+        expected |= {
+            f"layers.{i}.input_layernorm.weight": (24,),
+            f"layers.{i}.post_attention_layernorm.weight": (24,),
+            f"layers.{i}.self_attn.q_proj.weight": (24, 24),  # N * H
+            f"layers.{i}.self_attn.k_proj.weight": (12, 24),  # G * H
+            f"layers.{i}.self_attn.v_proj.weight": (12, 24),
+            f"layers.{i}.self_attn.o_proj.weight": (24, 24),
+            f"layers.{i}.self_attn.q_norm.weight": (6,),
+            f"layers.{i}.self_attn.k_norm.weight": (6,),
+            f"layers.{i}.mlp.gate_proj.weight": (20, 24),
+            f"layers.{i}.mlp.up_proj.weight": (20, 24),
+            f"layers.{i}.mlp.down_proj.weight": (24, 20),
+        }
+    drafter = Drafter(make_config(target_layer_ids=taps))
+    assert {name: tuple(p.shape) for name, p in drafter.named_parameters()} == expected
+    assert not list(drafter.named_buffers()), "a buffer would be rounded by a cast and land in checkpoints"
+
+
+def test_the_drafter_of_qwen3_8b_has_1_05_billion_parameters() -> None:
+    with torch.device("meta"):
+        drafter = Drafter(
+            DrafterConfig(
+                hidden_size=4096, num_layers=5, num_heads=32, num_kv_heads=8, head_dim=128,
+                intermediate_size=12288, vocab_size=151936, num_target_layers=36,
+                target_layer_ids=(1, 9, 17, 25, 33), mask_token_id=151669,
+            )
+        )  # fmt: skip
+    assert round(sum(p.numel() for p in drafter.parameters()) / 1e9, 2) == 1.05
+
+
+def test_every_parameter_takes_part() -> None:
+    drafter = make_drafter(attention_bias=True).train()
+    features, before, block, at = make_inputs(drafter.config)
+    drafter(block, at, drafter.context_kv(features, before)).square().sum().backward()
+    idle = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-6]
+    assert idle == []
+
+
+def test_fresh_weights_are_normal_matrices_unit_norms_and_zero_biases() -> None:
+    drafter = Drafter(make_config(attention_bias=True, hidden_size=96))
+    drafter.init_weights(torch.Generator().manual_seed(0), std=0.02)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all()
+        else:
+            assert 0.018 < parameter.std() < 0.022 and abs(parameter.mean()) < 0.002
+
+
+# ---- configuration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 1}, "block_size is 1"),
+        ({"num_layers": 0, "layer_types": ()}, "num_layers is 0"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"target_layer_ids": ()}, "target_layer_ids is empty"),
+        ({"target_layer_ids": (1, 8)}, "layer 8, the target's last"),
+        ({"target_layer_ids": (1, 9)}, "layer id 9 is out of range"),
+        ({"target_layer_ids": (-1, 1)}, "layer id -1 is out of range"),
+        ({"target_layer_ids": (1, 4, 1)}, "names a layer twice"),
+        ({"mask_token_id": 50}, r"mask_token_id 50 is not a row.*0\.\.49"),
+        ({"mask_token_id": -1}, "mask_token_id -1"),
+        ({"layer_types": ("full_attention",)}, "1 entries for 2 layers"),
+        ({"layer_types": ("full_attention", "linear_attention")}, "linear_attention"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "sliding_window is None"),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 0}, "sliding_window is 0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(**changes)
+
+
+def test_with_block_size_changes_the_block_size_alone() -> None:
+    config = make_config(sliding_window=4, layer_types=("full_attention", "sliding_attention"), is_causal=None)
+    changed = config.with_block_size(12)
+    assert changed.block_size == 12
+    assert changed.with_block_size(config.block_size) == config
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "ids"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),  # Qwen3-4B, Qwen3-8B
+        (64, 5, (1, 16, 31, 46, 61)),  # Qwen3-32B
+        (40, 5, (1, 10, 19, 28, 37)),  # Qwen3-14B
+        (36, 1, (18,)),
+        (6, 3, (1, 2, 3)),
+    ],
+)
+def test_default_taps_are_those_of_published_drafters(layers: int, taps: int, ids: tuple[int, ...]) -> None:
+    assert default_target_layer_ids(layers, taps) == ids
+
+
+@given(layers=st.integers(5, 200), taps=st.integers(2, 12))
+@settings(derandomize=True)
+def test_default_taps_rise_from_layer_1_to_layer_n_minus_3(layers: int, taps: int) -> None:
+    if taps > layers - 3:
+        with pytest.raises(ValueError, match=f"{layers} layers has no {taps} distinct"):
+            default_target_layer_ids(layers, taps)
+        return
+    ids = default_target_layer_ids(layers, taps)
+    assert len(ids) == taps and list(ids) == sorted(set(ids))
+    assert (ids[0], ids[-1]) == (1, layers - 3)
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(36, 0), (2, 1), (3, 2)])
+def test_a_target_too_shallow_for_the_taps_is_refused(layers: int, taps: int) -> None:
+    with pytest.raises(ValueError, match="tap"):
+        default_target_layer_ids(layers, taps)

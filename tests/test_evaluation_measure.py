@@ -1,0 +1,179 @@
+"""What the counts mean, against values computed by hand, properties, and a drafter that is always right."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_toolkit import Drafter, Generation, SamplingParams, Target, decode
+from dflash_toolkit.decode import Step, generate
+from dflash_toolkit.evaluation import Acceptance, EncodedPrompt, held_out_acceptance
+from dflash_toolkit.evaluation.measure import measure, verdicts
+
+PROMPT = list(b"Why is the sky blue?")
+
+
+def answer(finish: str, *steps: tuple[int, int, int], decode_s: float = 1.0) -> Generation:
+    """A finished answer from (drafted, accepted, committed) per step."""
+    made = [Step(drafted, accepted, (7,) * committed) for drafted, accepted, committed in steps]
+    tokens = [7] * (1 + sum(committed for _, _, committed in steps))
+    return Generation(tokens, made, finish, prefill_s=0.5, decode_s=decode_s)  # type: ignore[arg-type]
+
+
+LIMITED = answer("length", (3, 3, 4), (3, 0, 1), (3, 1, 2), (1, 1, 2), decode_s=2.0)
+STOPPED_BY_A_DRAFT = answer("stop", (3, 2, 2))  # the second draft was the stop token
+STOPPED_BY_THE_TARGET = answer("stop", (3, 0, 1))
+NO_STEP = answer("stop", decode_s=0.0)
+
+
+def test_counts_by_hand() -> None:
+    found = Acceptance.of([LIMITED, STOPPED_BY_A_DRAFT, STOPPED_BY_THE_TARGET, NO_STEP], block_size=4)
+    assert (found.answers, found.tokens, found.steps) == (4, 16, 6)
+    assert found.tau_pooled == 12 / 6
+    assert found.tau_mean == (9 / 4 + 2 + 1) / 3  # the answer without a step has no tau
+    assert found.accepted_per_position == (4 / 6, 2 / 4, 1 / 3)
+    assert found.accepted_given_previous == (4 / 6, 2 / 3, 1 / 1)
+    assert found.accepted_lengths == (2, 3, 0, 1)
+    assert (found.prefill_s, found.decode_s, found.seconds) == (2.0, 4.0, 6.0)
+    assert found.tokens_per_second == 12 / 4.0
+
+
+@pytest.mark.parametrize(
+    ("generation", "last"),
+    [
+        pytest.param(LIMITED, (1, 1), id="block cut by the token limit"),
+        pytest.param(STOPPED_BY_A_DRAFT, (2, 2), id="slots behind a drafted stop token are not judged"),
+        pytest.param(STOPPED_BY_THE_TARGET, (1, 0), id="the slot where the target stopped is rejected"),
+        pytest.param(answer("stop", (3, 3, 4)), (3, 3), id="stop as the bonus of a full block"),
+        pytest.param(answer("length", (3, 0, 1)), (3, 0), id="no stop: every drafted slot is judged"),
+    ],
+)
+def test_judged_slots_of_the_last_step(generation: Generation, last: tuple[int, int]) -> None:
+    assert verdicts(generation)[-1] == last
+
+
+def test_nothing_to_count_is_nan() -> None:
+    found = Acceptance.of([NO_STEP], block_size=3)
+    assert (found.answers, found.tokens, found.steps, found.accepted_lengths) == (1, 1, 0, (0, 0, 0))
+    figures = (found.tau_pooled, found.tau_mean, found.tokens_per_second, *found.accepted_per_position)
+    assert all(map(math.isnan, figures))
+
+
+@st.composite
+def answers(draw: st.DrawFn, full_blocks: bool = False) -> tuple[int, list[Generation]]:
+    """Answers that decoding could give: S, and per answer steps up to a token limit or a stop token."""
+    size = draw(st.integers(2, 6))
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        limit = draw(st.integers(1, 25))
+        steps: list[tuple[int, int, int]] = []
+        left = limit - 1
+        finish = "length"
+        while left > 0 and not (full_blocks and left < size):
+            drafted = min(size - 1, left - 1)
+            accepted = draw(st.integers(0, drafted))
+            committed = accepted + 1
+            if not full_blocks and draw(st.booleans()):
+                committed = draw(st.integers(1, committed))
+                finish = "stop"
+            steps.append((drafted, min(accepted, committed), committed))
+            left = 0 if finish == "stop" else left - committed
+        made.append(answer(finish, *steps))
+    return size, made
+
+
+@given(answers())
+def test_counts_agree_with_the_steps(drawn: tuple[int, list[Generation]]) -> None:
+    size, generations = drawn
+    found = Acceptance.of(generations, size)
+    committed = sum(len(step.tokens) for g in generations for step in g.steps)
+    assert sum(found.accepted_lengths) == found.steps == sum(len(g.steps) for g in generations)
+    assert sum(n * count for n, count in enumerate(found.accepted_lengths, 1)) == committed
+    assert found.tokens == committed + found.answers
+    if found.steps:
+        assert found.tau_pooled == committed / found.steps
+        assert 1.0 <= found.tau_mean <= size
+    shares = [*found.accepted_per_position, *found.accepted_given_previous]
+    assert all(0.0 <= share <= 1.0 for share in shares if not math.isnan(share))
+    for at_least, given_previous in zip(found.accepted_per_position, found.accepted_given_previous, strict=True):
+        assert math.isnan(given_previous) or at_least <= given_previous
+
+
+@given(answers(full_blocks=True))
+def test_full_blocks_make_a_survival_curve(drawn: tuple[int, list[Generation]]) -> None:
+    size, generations = drawn
+    found = Acceptance.of(generations, size)
+    if not found.steps:
+        return
+    curve = found.accepted_per_position
+    assert list(curve) == sorted(curve, reverse=True)
+    assert found.tau_pooled == pytest.approx(1 + sum(curve))
+    product = 1.0
+    for share, conditional in zip(curve, found.accepted_given_previous, strict=True):
+        product *= 0.0 if math.isnan(conditional) else conditional
+        assert share == pytest.approx(product)
+
+
+def oracle(plain: list[int], right: int) -> object:
+    """A stand-in for `decode.propose`: its first `right` slots repeat the plain answer, the others never."""
+
+    def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:
+        start = position - len(PROMPT) + 1
+        size = drafter.config.block_size
+        drafts = (plain[start:] + [0] * size)[: size - 1]
+        return [token if i < right else (token + 1) % 200 for i, token in enumerate(drafts)]
+
+    return propose
+
+
+@pytest.mark.parametrize("right", [0, 2, 7])
+def test_decoding_with_a_known_drafter(
+    target: Target, drafter: Drafter, right: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = generate(target, None, PROMPT, SamplingParams(max_new_tokens=30, ignore_eos=True)).tokens
+    # the answer ends by a stop token in the middle of a block
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(free[20],))
+    plain = generate(target, None, PROMPT, params).tokens
+    monkeypatch.setattr(decode, "propose", oracle(plain, right))
+    found = held_out_acceptance(target, drafter, [PROMPT], params)
+    assert found.tokens == len(plain)
+    assert found.accepted_per_position[:right] == (1.0,) * right
+    assert not any(found.accepted_per_position[right:])
+    assert found.steps == math.ceil((len(plain) - 1) / (right + 1))
+
+
+def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Drafter) -> None:
+    seen: list[int] = []
+    prompt = EncodedPrompt("sky", PROMPT)
+    params = SamplingParams(max_new_tokens=12)
+    found = measure(
+        target,
+        drafter,
+        prompt,
+        params,
+        baseline=True,
+        on_step=lambda growing: seen.append(len(growing.tokens)),
+    )
+    assert found.plain is not None
+    assert found.drafted.tokens == found.plain.tokens
+    assert found.difference is None
+    assert seen[0] == 1
+    assert seen[-1] == len(found.drafted.tokens)
+    assert measure(target, drafter, prompt, params, baseline=False).plain is None
+
+
+def test_the_first_difference_and_its_gap(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+    plain = generate(target, None, PROMPT, params)
+    wrong = generate(target, drafter, PROMPT, params)
+    wrong.tokens[4] = other = (plain.tokens[4] + 1) % 200
+    monkeypatch.setattr("dflash_toolkit.evaluation.measure.stream", lambda *_: iter([wrong]))
+    found = measure(target, drafter, EncodedPrompt("sky", PROMPT), params, baseline=True).difference
+    assert found is not None
+    assert (found.position, found.plain_token, found.drafted_token) == (4, plain.tokens[4], other)
+    ids = torch.tensor([PROMPT + plain.tokens[:4]])
+    p = target.model(ids).logits[0, -1].softmax(-1)
+    assert found.gap == pytest.approx(float(p[plain.tokens[4]] - p[other]), abs=1e-6)
+    assert found.gap > 0

@@ -1,0 +1,312 @@
+"""The plain torch definitions against float64 autograd, Hugging Face's filters and plain loops."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities, frozen_head_loss
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, so that an element that nobody writes shows."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(math.nan)
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+# ---- the frozen head -------------------------------------------------------------------------------
+
+
+def head_inputs(rows: int, width: int, vocab: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [R, D], weight [V, D], labels [R] and an upstream gradient [R] with exact zeros in it."""
+    hidden, weight = scale * torch.randn(rows, width), torch.randn(vocab, width) / width**0.5
+    upstream = torch.rand(rows) * (torch.arange(rows) % 3 != 1)
+    return hidden, weight, torch.randint(vocab, (rows,)), upstream
+
+
+def exact(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient by autograd over all the logits, in float64."""
+    leaf = hidden.double().requires_grad_()
+    loss = F.cross_entropy(leaf @ weight.double().T, labels, reduction="none")
+    loss.backward(upstream.double())
+    return loss.detach(), leaf.grad
+
+
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
+    leaf = hidden.clone().requires_grad_()
+    loss = frozen_head_loss(leaf, weight, labels, chunk).loss
+    loss.backward(upstream)
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "vocab", "chunk"),
+    [
+        (1, 1, 1, 1),
+        (1, 7, 5, 512),
+        (13, 7, 31, 4),
+        (13, 7, 31, 13),
+        (64, 33, 257, 17),
+        (5, 16, 1000, 1),
+        (3, 8, 151_936, 2),
+    ],
+    ids=str,
+)
+def test_loss_and_gradient_are_those_of_cross_entropy_over_the_full_logits(
+    rows: int, width: int, vocab: int, chunk: int
+) -> None:
+    inputs = head_inputs(rows, width, vocab)
+    for got, expected in zip(ours(*inputs, chunk), exact(*inputs), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=5e-5, atol=1e-6)
+
+
+def test_saturated_logits_give_finite_losses_and_gradients() -> None:
+    # logits of several hundred: exp without the maximum taken off would overflow
+    hidden, weight, labels, upstream = head_inputs(12, 16, 50, scale=300.0)
+    logits = hidden @ weight.T
+    labels[:6] = logits[:6].argmax(-1)
+    labels[6:] = logits[6:].argmin(-1)
+    loss, gradient = ours(hidden, weight, labels, upstream, chunk=5)
+    assert loss[6:].min() > 100.0
+    expected_loss, expected_gradient = exact(hidden, weight, labels, upstream)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "width", "vocab"), [(24, 32, 100), (17, 64, 1031)])
+def test_bf16_errs_at_most_twice_as_much_as_plain_bf16_autograd(rows: int, width: int, vocab: int) -> None:
+    hidden, weight, labels, upstream = head_inputs(rows, width, vocab, scale=3.0)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    truth = exact(hidden, weight, labels, upstream)
+
+    plain = hidden.clone().requires_grad_()
+    plain_loss = F.cross_entropy(F.linear(plain, weight).float(), labels, reduction="none")
+    plain_loss.backward(upstream)
+
+    for got, reference, true in zip(
+        ours(hidden, weight, labels, upstream, chunk=7), (plain_loss.detach(), plain.grad), truth, strict=True
+    ):
+        error = (got.double() - true).norm() / true.norm()
+        assert error <= 2 * (reference.double() - true).norm() / true.norm()
+        assert error < 0.02
+
+
+def test_the_gradient_keeps_the_dtype_of_the_hidden_states() -> None:
+    hidden, weight, labels, upstream = head_inputs(6, 8, 20)
+    loss, gradient = ours(hidden, weight.bfloat16(), labels, upstream)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.float32)
+    loss, gradient = ours(hidden.bfloat16(), weight.bfloat16(), labels, upstream)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_rows_without_upstream_gradient_get_exactly_zero() -> None:
+    hidden, weight, labels, upstream = head_inputs(20, 8, 40)
+    _, gradient = ours(hidden, weight, labels, upstream, chunk=3)
+    assert (upstream == 0).any() and gradient[upstream == 0].count_nonzero() == 0
+    assert gradient[upstream != 0].abs().sum(-1).min() > 0
+
+
+def test_the_head_gets_no_gradient() -> None:
+    hidden, weight, labels, _ = head_inputs(4, 8, 10)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    frozen_head_loss(hidden, weight, labels).loss.sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+
+
+def test_inputs_are_left_as_they_were_and_the_loss_needs_no_gradient() -> None:
+    hidden, weight, labels, _ = head_inputs(9, 8, 10)
+    before = hidden.clone(), weight.clone(), labels.clone()
+    loss = frozen_head_loss(hidden, weight, labels, chunk=4).loss
+    assert not loss.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip((hidden, weight, labels), before, strict=True))
+
+
+def test_correct_says_whether_the_argmax_is_the_label() -> None:
+    hidden, weight, labels, _ = head_inputs(30, 8, 12)
+    labels[::2] = (hidden @ weight.T)[::2].argmax(-1)
+    result = frozen_head_loss(hidden.requires_grad_(), weight, labels, chunk=7)
+    assert torch.equal(result.correct, (hidden @ weight.T).argmax(-1) == labels)
+    assert result.correct[::2].all() and not result.correct.requires_grad
+
+
+def test_no_rows_are_a_loss_of_no_rows() -> None:
+    hidden = torch.randn(0, 8, requires_grad=True)
+    result = frozen_head_loss(hidden, torch.randn(5, 8), torch.zeros(0, dtype=torch.long))
+    assert result.loss.shape == result.correct.shape == (0,)
+    result.loss.sum().backward()
+    assert hidden.grad.shape == (0, 8)
+
+
+def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = Tensor.logsumexp
+    monkeypatch.setattr(Tensor, "logsumexp", lambda self, *a, **k: (seen.append(len(self)), real(self, *a, **k))[1])
+    hidden, weight, labels, upstream = head_inputs(10, 4, 6)
+    ours(hidden, weight, labels, upstream, chunk=4)
+    assert seen == [4, 4, 2]
+
+
+# ---- filters -------------------------------------------------------------------------------
+
+
+def hf_probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int, min_p: float) -> Tensor:
+    """Hugging Face's own filters in the order in which `generate` applies them."""
+    steps = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        steps.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        steps.append(TopPLogitsWarper(top_p))
+    if min_p:
+        steps.append(MinPLogitsWarper(min_p))
+    return steps(torch.zeros(len(logits), 1, dtype=torch.long), logits.float()).softmax(-1)
+
+
+FILTERS = [  # temperature, top-p, top-k, min-p
+    (t, p, k, m) for t in (0.3, 1.0, 1.7) for p in (1.0, 0.9, 0.35) for k in (0, 1, 5, 400) for m in (0.0, 0.08)
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), FILTERS)
+def test_filtered_probabilities_are_those_of_hugging_face(
+    temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    logits = 3 * torch.randn(20, 301)
+    got = filtered_probabilities(logits, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    expected = hf_probabilities(logits, temperature, top_p, top_k, min_p)
+    assert torch.equal(got > 0, expected > 0), "the same tokens stay"
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), FILTERS)
+def test_with_tied_logits_as_many_tokens_stay_as_with_hugging_face(
+    temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    # few levels, as bf16 heads produce; which of the tokens tied at the edge of top-p stay is a free choice
+    logits = torch.randint(-4, 5, (20, 97)).float() / 2
+    got = filtered_probabilities(logits, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    expected = hf_probabilities(logits, temperature, top_p, top_k, min_p)
+    torch.testing.assert_close(got.sort(-1).values, expected.sort(-1).values, rtol=1e-5, atol=1e-7)
+    if top_p == 1.0:
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_tokens_tied_at_the_edge_of_top_p_stay_in_the_order_of_their_ids() -> None:
+    logits = torch.zeros(1, 4096)
+    kept = filtered_probabilities(logits, temperature=1.0, top_p=0.25)[0].nonzero()[:, 0]
+    assert torch.equal(kept, torch.arange(1024))
+
+
+def test_a_row_is_filtered_alike_alone_and_among_others() -> None:
+    logits = torch.randint(-6, 7, (16, 500)).float() / 4  # ties everywhere
+    filters = {"temperature": 0.8, "top_p": 0.8, "top_k": 300, "min_p": 0.01}
+    together = filtered_probabilities(logits, **filters)
+    alone = torch.cat([filtered_probabilities(row[None], **filters) for row in logits])
+    assert torch.equal(together, alone)
+
+
+@given(
+    logits=st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=12),
+    temperature=st.floats(0.05, 5.0),
+    top_p=st.floats(0.01, 1.0),
+    top_k=st.integers(0, 15),
+    min_p=st.floats(0.0, 1.0),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_what_stays_sums_to_one_and_always_holds_the_most_probable_token(
+    logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    row = torch.tensor([logits])
+    got = filtered_probabilities(row, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)[0]
+    assert math.isclose(float(got.sum()), 1.0, rel_tol=1e-5)
+    assert got[row[0].argmax()] > 0
+    assert got.argmax() == row[0].softmax(-1).argmax() or got.max() == got[row[0].argmax()]
+
+
+# ---- draws and acceptance -------------------------------------------------------------------------------
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.1, 1.0, 3.0]), min_size=1, max_size=9).filter(any),
+    uniform=st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.sampled_from([0.0, 1.0 - 2.0**-53])),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_choose_is_the_inverse_cdf_and_never_picks_a_token_of_probability_zero(
+    weights: list[float], uniform: float
+) -> None:
+    probabilities = torch.tensor([weights]) / sum(weights)
+    token = int(choose(probabilities, torch.tensor([uniform], dtype=torch.float64)))
+    assert probabilities[0, token] > 0
+    cdf = probabilities[0].double().cumsum(0)
+    threshold = uniform * float(cdf[-1])
+    assert token == next(i for i, mass in enumerate(cdf.tolist()) if mass > threshold)
+
+
+def test_the_least_and_the_greatest_draw_pick_the_first_and_the_last_possible_token() -> None:
+    probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).repeat(2, 1)
+    ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert choose(probabilities, ends).tolist() == [1, 4]
+
+
+def test_evenly_spaced_draws_pick_every_token_as_often_as_its_probability() -> None:
+    probabilities = torch.tensor([[0.125, 0.0, 0.5, 0.375]])
+    draws = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
+    counts = choose(probabilities.expand(800, -1), draws).bincount(minlength=4)
+    assert counts.tolist() == [100, 0, 400, 300]
+
+
+@given(
+    rows=st.integers(1, 4).flatmap(
+        lambda m: st.integers(1, 9).flatmap(
+            lambda s: st.lists(
+                st.tuples(*(st.lists(st.integers(0, 2), min_size=n, max_size=n) for n in (s, s + 1))),
+                min_size=m, max_size=m,
+            )
+        )
+    )
+)  # fmt: skip
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_accepted_prefix_counts_matches_up_to_the_first_mismatch(
+    rows: list[tuple[list[int], list[int]]],
+) -> None:
+    expected = []
+    for draft, choice in rows:
+        count = 0
+        while count < len(draft) and draft[count] == choice[count]:
+            count += 1
+        expected.append(count)
+    draft, choice = torch.tensor([d for d, _ in rows]), torch.tensor([c for _, c in rows])
+    assert accepted_prefix(draft, choice).tolist() == expected
+    assert accepted_prefix(draft, choice[:, :-1]).tolist() == expected, "the bonus column takes no part"
+
+
+def test_an_empty_draft_has_no_accepted_token() -> None:
+    assert accepted_prefix(torch.zeros(3, 0, dtype=torch.long), torch.ones(3, 1, dtype=torch.long)).tolist() == [0] * 3
+
+
+def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_token() -> None:
+    """Speculative sampling with a point mass: P(accept d) = p(d), and a rejection is p with d removed."""
+    p = torch.tensor([0.1, 0.4, 0.3, 0.2])
+    draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    choice = choose(p.expand(1000, -1), draws)[:, None]
+    accepted = accepted_prefix(torch.full((1000, 1), 1), choice) == 1
+    assert accepted.sum() == 400
+    rejected = choice[~accepted, 0].bincount(minlength=4) / (~accepted).sum()
+    torch.testing.assert_close(rejected, torch.tensor([0.1, 0.0, 0.3, 0.2]) / 0.6)

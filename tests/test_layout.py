@@ -1,0 +1,238 @@
+"""The shape of the code base: who imports whom, what is packaged, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import dflash_toolkit
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROGRAMS = ("train", "serve", "scripts")
+SOURCES = sorted(
+    path.relative_to(ROOT) for folder in ("dflash_toolkit", *PROGRAMS) for path in (ROOT / folder).rglob("*.py")
+)
+
+# A unit is a module of the library or a whole folder. It imports from the levels below its own only.
+LEVELS = [
+    {"config", "kernels", "progress"},
+    {"drafter", "target"},
+    {"decode", "checkpoint", "prompts"},
+    {"runtime"},
+    {"doctor"},
+    {"public names"},  # dflash_toolkit/__init__.py
+    {"evaluation"},
+    set(PROGRAMS),
+]
+LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
+OPTIONAL = [
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "wandb",
+    "datasets",
+    "triton",
+    "flash_attn",
+    "fastapi",
+    "uvicorn",
+    "gguf",
+]
+
+
+def package_of(path: PurePosixPath) -> list[str]:
+    """The package that relative imports of a file start from; train/ and serve/ are installed inside ours."""
+    parts = list(path.parts[:-1])
+    return parts if parts[0] in ("dflash_toolkit", "scripts") else ["dflash_toolkit", *parts]
+
+
+def imports_of(path: PurePosixPath, source: str) -> set[str]:
+    """Absolute dotted names of everything that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = package_of(path)
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            start = [*base, *(node.module.split(".") if node.module else [])]
+            names |= {".".join([*start, alias.name]) for alias in node.names}
+    return names
+
+
+def unit_of(dotted: str) -> str | None:
+    """The unit of ours that a dotted name belongs to, or None."""
+    first, *rest = dotted.split(".")
+    if first in PROGRAMS:
+        return first
+    if first != "dflash_toolkit":
+        return None
+    return rest[0] if rest and rest[0] in LEVEL else "public names"
+
+
+def unit_of_file(path: PurePosixPath) -> str:
+    if path.parts[0] in PROGRAMS:
+        return path.parts[0]
+    return "public names" if path.name == "__init__.py" and len(path.parts) == 2 else path.with_suffix("").parts[1]
+
+
+def violations(path: PurePosixPath, source: str) -> list[str]:
+    """Imports that break an arrow, one sentence each."""
+    own = unit_of_file(path)
+    if own not in LEVEL:
+        return [f"{path}: give {own!r} a level in {Path(__file__).name}"]
+    found = []
+    for name in sorted(imports_of(path, source)):
+        unit = unit_of(name)
+        if unit is None:
+            continue
+        if unit == own and name.split(".")[0] in PROGRAMS:
+            found.append(f"{path} imports {name}: import siblings relatively")
+        elif unit == "evaluation" and own == "serve":
+            found.append(f"{path} imports {name}: serving does not evaluate")
+        elif unit != own and LEVEL[unit] >= LEVEL[own]:
+            found.append(f"{path} imports {name}: {own} is not above {unit}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_imports_follow_the_arrows(path: Path) -> None:
+    assert violations(PurePosixPath(path), (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("dflash_toolkit/drafter.py", "from .target import Target"),
+        ("dflash_toolkit/target.py", "from dflash_toolkit.drafter import Drafter"),
+        ("dflash_toolkit/drafter.py", "def f():\n    from . import decode"),
+        ("dflash_toolkit/kernels/attention.py", "from ..drafter import Drafter"),
+        ("dflash_toolkit/decode.py", "import dflash_toolkit.evaluation"),
+        ("dflash_toolkit/decode.py", "from dflash_toolkit import Target"),
+        ("dflash_toolkit/decode.py", "import train.loop"),
+        ("dflash_toolkit/checkpoint.py", "from dflash_toolkit.train import loop"),
+        ("dflash_toolkit/checkpoint.py", "from .serve import app"),
+        ("dflash_toolkit/evaluation/run.py", "from ..train import loop"),
+        ("dflash_toolkit/runtime/engine.py", "from ..evaluation import measure"),
+        ("train/loop.py", "from dflash_toolkit.serve import app"),
+        ("train/loop.py", "from ..serve import app"),
+        ("train/loop.py", "from train.blocks import Blocks"),
+        ("serve/app.py", "import train"),
+        ("serve/app.py", "from dflash_toolkit.evaluation.measure import measure"),
+        ("scripts/demo.py", "from train.loop import train"),
+        ("dflash_toolkit/utils.py", ""),
+    ],
+)
+def test_an_import_against_the_arrows_is_found(path: str, source: str) -> None:
+    assert violations(PurePosixPath(path), source) != []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("dflash_toolkit/decode.py", "from .drafter import Drafter\nfrom .kernels.reference import choose"),
+        ("dflash_toolkit/evaluation/run.py", "from .. import __version__\nfrom ..decode import generate"),
+        ("train/loop.py", "from .blocks import Blocks\nfrom dflash_toolkit import Drafter\nimport torch"),
+        ("scripts/bench.py", "from dflash_toolkit.evaluation.measure import measure"),
+    ],
+)
+def test_an_import_along_the_arrows_is_not(path: str, source: str) -> None:
+    assert violations(PurePosixPath(path), source) == []
+
+
+# ---- dependencies ----------------------------------------------------------------------------------
+
+
+def third_party(path: Path) -> set[str]:
+    names = imports_of(PurePosixPath(path), (ROOT / path).read_text())
+    tops = {name.split(".")[0] for name in names if unit_of(name) is None}
+    return tops - set(sys.stdlib_module_names)
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """Import names of requirements like `prometheus-client>=0.22`."""
+    names = {requirement.split(">")[0].split("=")[0].split("[")[0].strip() for requirement in requirements}
+    return {{"pyyaml": "yaml"}.get(name.lower(), name.replace("-", "_")) for name in names}
+
+
+CORE = declared(PROJECT["project"]["dependencies"])
+EXTRAS = declared([r for group in PROJECT["project"]["optional-dependencies"].values() for r in group])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
+    assert third_party(path) - CORE - EXTRAS == set()
+
+
+def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
+    kernels = [path for path in SOURCES if path.parts[:2] == ("dflash_toolkit", "kernels")]
+    for path in kernels:
+        names = imports_of(PurePosixPath(path), (ROOT / path).read_text())
+        assert not {name for name in names if unit_of(name)}, path
+    assert third_party(Path("dflash_toolkit/kernels/reference.py")) == {"torch"}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONAL if name != "triton"])
+def test_an_optional_dependency_is_imported_by_one_file_at_most(name: str) -> None:
+    users = [str(path) for path in SOURCES if name in third_party(path)]
+    assert len(users) <= 1, users
+
+
+def test_importing_the_library_loads_nothing_that_is_optional() -> None:
+    # torch and transformers go first: what they load by themselves is not ours to answer for
+    probe = (
+        "import sys, torch, transformers; before = set(sys.modules); import dflash_toolkit; "
+        "print(*sorted({m.split('.')[0] if not m.startswith('dflash_toolkit') else m "
+        "for m in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "dflash_toolkit.decode" in loaded
+    assert loaded & set(OPTIONAL) == set()
+    heavier = ("evaluation", "runtime", "train", "serve")
+    assert [m for m in loaded if m.startswith(tuple(f"dflash_toolkit.{unit}" for unit in heavier))] == []
+
+
+# ---- packaging -------------------------------------------------------------------------------------
+
+
+def test_the_packages_of_the_wheel_are_those_on_disk() -> None:
+    folders = {path.parent for path in SOURCES if path.parts[0] != "scripts"}
+    on_disk = {".".join(package_of(PurePosixPath(folder) / "x.py")) for folder in folders}
+    setuptools = PROJECT["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == on_disk
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders), "a package needs an __init__.py"
+    assert setuptools["package-dir"] == {"dflash_toolkit.train": "train", "dflash_toolkit.serve": "serve"}
+    assert (ROOT / "dflash_toolkit" / "py.typed").is_file()
+
+
+def test_console_scripts_point_at_functions_that_exist() -> None:
+    for script, entry in PROJECT["project"]["scripts"].items():
+        module, function = entry.split(":")
+        package, *rest = module.removeprefix("dflash_toolkit.").split(".")
+        folder = ROOT / package if package in PROGRAMS else ROOT / "dflash_toolkit" / package
+        tree = ast.parse(folder.joinpath(*rest).with_suffix(".py").read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, script
+
+
+def test_the_version_of_the_package_is_that_of_the_project() -> None:
+    assert dflash_toolkit.__version__ == PROJECT["project"]["version"]
+
+
+def test_every_public_name_exists_and_is_listed_in_order() -> None:
+    names = dflash_toolkit.__all__
+    assert names == sorted(set(names))
+    assert all(hasattr(dflash_toolkit, name) for name in names)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] in PROGRAMS], ids=str)
+def test_no_program_file_is_named_after_a_dependency_or_a_standard_module(path: Path) -> None:
+    assert path.stem not in CORE | EXTRAS | set(OPTIONAL) | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda path: path.name)
+def test_a_file_has_at_most_400_lines(path: Path) -> None:
+    assert len((ROOT / path).read_text().splitlines()) <= 400

@@ -1,0 +1,275 @@
+"""Prompt files of every usual shape, and what is refused with the number of its line."""
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_toolkit import UserError
+from dflash_toolkit.prompts import (
+    REASONING,
+    Message,
+    encode_chat,
+    file_hash,
+    read_prompts,
+    split_messages,
+    template_hash,
+)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows (or raw lines) to a JSONL file."""
+
+    def write(*rows: Any, name: str = "prompts.jsonl") -> Path:
+        text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+# ---- rows ------------------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+SHAPES = {
+    "messages": (
+        {"messages": [SYSTEM, user("Hi"), assistant("Ho"), user("More")]},
+        [SYSTEM, user("Hi")],
+        "Ho",
+    ),
+    "messages without an answer": ({"messages": [user("Hi")]}, [user("Hi")], None),
+    "messages with other keys": ({"messages": [user("Hi") | {"name": "Ann"}]}, [user("Hi")], None),
+    "turns": ({"turns": [" First \n", "Second"]}, [user("First")], None),
+    "question": ({"question": " 1 + 1? "}, [user(f"1 + 1?\n{REASONING}")], None),
+    "prompt": ({"prompt": "Say hi\n"}, [user("Say hi\n")], None),
+    "prompt with a response": ({"prompt": "Say hi", "response": "hi"}, [user("Say hi")], "hi"),
+    "text": ({"text": "Write f."}, [user("Write f.")], None),
+    "instruction": ({"instruction": "Add", "output": "3"}, [user("Add")], "3"),
+    "instruction with input": ({"instruction": "Add", "input": "1, 2"}, [user("Add\n1, 2")], None),
+    "instruction with empty input": ({"instruction": "Add", "input": ""}, [user("Add")], None),
+}
+
+
+@pytest.mark.parametrize(("row", "messages", "answer"), SHAPES.values(), ids=SHAPES)
+def test_every_shape_of_row_becomes_messages(
+    write: Callable[..., Path], row: dict[str, Any], messages: list[Message], answer: str | None
+) -> None:
+    (prompt,) = read_prompts(write(row))
+    assert list(prompt.messages) == messages
+    assert prompt.answer == answer
+
+
+def test_a_humaneval_row_asks_for_a_solution_of_its_function(write: Callable[..., Path]) -> None:
+    code = 'def f(x):\n    """{x} and {prompt} stay as they are."""\n'
+    (prompt,) = read_prompts(write({"prompt": code, "entry_point": "f", "task_id": "HumanEval/0"}))
+    assert prompt.id == "HumanEval/0"
+    assert f"```python\n{code.strip()}\n```" in prompt.messages[0]["content"]
+
+
+def test_an_mbpp_row_shows_its_first_test(write: Callable[..., Path]) -> None:
+    (prompt,) = read_prompts(write({"text": "Write f.", "test_list": ["assert f(1)", "assert f(2)"]}))
+    assert prompt.messages[0]["content"] == "Write f.\nYour code should pass this test:\nassert f(1)"
+
+
+def test_a_row_is_named_by_its_id_or_task_id_or_its_file_and_line(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a", "id": 7}, "", {"prompt": "b", "task_id": "t/1"}, {"prompt": "c"})
+    assert [p.id for p in read_prompts(path)] == ["7", "t/1", "prompts.jsonl/4"]
+
+
+def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a"}, {"prompt": "b"}, "not json at all")
+    assert [p.messages[0]["content"] for p in read_prompts(path, limit=2)] == ["a", "b"]
+    with pytest.raises(UserError, match="line 3"):
+        read_prompts(path)
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"p.jsonl{suffix}"
+    path.write_bytes(pack('{"prompt": "Grüße"}\n{"prompt": "b"}\n'.encode()))
+    assert [p.messages[0]["content"] for p in read_prompts(path)] == ["Grüße", "b"]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
+def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes], damage: str) -> None:
+    packed = pack(b'{"prompt": "hello hello hello"}\n' * 50)
+    middle = len(packed) // 3
+    flipped = packed[:middle] + bytes(b ^ 0xFF for b in packed[middle : middle + 9]) + packed[middle + 9 :]
+    path = tmp_path / f"p.jsonl{suffix}"
+    path.write_bytes({"cut": packed[:-15], "flipped": flipped, "not compressed": b'{"prompt": "a"}\n'}[damage])
+    with pytest.raises(UserError) as caught:
+        read_prompts(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\n')
+    assert len(read_prompts(tmp_path / "p.jsonl")) == 1
+
+
+def test_a_file_that_is_missing_a_directory_or_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    for name, reason in (("nothing.jsonl", "No such file"), (".", "directory"), ("binary", "decode")):
+        with pytest.raises(UserError, match=rf"cannot be read \(.*{reason}") as caught:
+            read_prompts(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+@pytest.mark.parametrize("rows", [(), ("", "   ")], ids=["empty", "blank"])
+def test_a_file_without_prompts_is_refused(write: Callable[..., Path], rows: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="holds no prompts"):
+        read_prompts(write(*rows))
+
+
+# ---- malformed rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{half", "not valid JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ({"answer": "a"}, "none of messages, turns, question, prompt, text, instruction"),
+        ({"prompt": None}, "none of messages"),
+        ({"prompt": 5}, "malformed row"),
+        ({"text": 5}, "malformed row"),
+        ({"question": 5}, "malformed row"),
+        ({"instruction": 5}, "malformed row"),
+        ({"instruction": "a", "input": 4}, "malformed row"),
+        ({"text": "a", "test_list": 5}, "malformed row"),
+        ({"prompt": "a", "response": 7}, "malformed row"),
+        ({"turns": []}, "malformed row"),
+        ({"turns": "abc"}, "malformed row"),
+        ({"turns": [None]}, "malformed row"),
+        ({"messages": "abc"}, "malformed row"),
+        ({"messages": None}, "malformed row"),
+        ({"messages": [{"role": "user"}]}, "malformed row"),
+        ({"messages": [user("a") | {"content": [{"type": "text"}]}]}, "malformed row"),
+        ({"messages": []}, "the prompt is empty"),
+        ({"messages": [assistant("a"), user("b")]}, "the prompt is empty"),
+        ({"messages": [user("  ")]}, "the prompt is empty"),
+        ({"prompt": " \n"}, "the prompt is empty"),
+        ({"turns": [" "]}, "the prompt is empty"),
+        ({"instruction": "", "input": ""}, "the prompt is empty"),
+    ],
+    ids=lambda value: str(value)[:40] if not isinstance(value, str) or value[0] in "{[" else "",
+)
+def test_a_malformed_row_is_named_with_its_line(write: Callable[..., Path], row: Any, message: str) -> None:
+    path = write({"prompt": "fine"}, "", row)
+    with pytest.raises(UserError) as caught:
+        read_prompts(path)
+    assert str(caught.value).startswith(f"{path}, line 3: {message}")
+    assert "\n" not in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+KEYS = [
+    "messages", "turns", "question", "prompt", "entry_point", "text", "test_list", "instruction", "input",
+    "output", "response", "id",
+]  # fmt: skip
+
+
+@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_row_is_a_prompt_or_a_user_error(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "row.jsonl"
+    path.write_text(json.dumps(row))
+    try:
+        (prompt,) = read_prompts(path)
+    except UserError:
+        return
+    assert prompt.messages and all(isinstance(m["content"], str) for m in prompt.messages)
+    assert prompt.answer is None or isinstance(prompt.answer, str)
+
+
+# ---- chats -----------------------------------------------------------------------------------------
+
+
+def test_split_messages_cuts_before_the_first_answer() -> None:
+    chat = [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")]
+    assert split_messages(chat) == ([SYSTEM, user("a")], "b")
+    assert split_messages(chat[:2]) == (chat[:2], None)
+    assert split_messages([]) == ([], None)
+    with pytest.raises(TypeError):
+        split_messages([{"role": "user", "content": 5}])
+
+
+def test_encode_chat_renders_the_template_up_to_the_first_token_of_the_answer() -> None:
+    tokenizer = make_tokenizer()
+    ids = encode_chat(tokenizer, [SYSTEM, user("Hi")])
+    assert all(type(i) is int for i in ids)
+    assert tokenizer.decode(ids) == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(("thinking", "tail"), [(None, "unset"), (True, "on"), (False, "off")])
+def test_thinking_reaches_the_template_only_when_it_is_set(thinking: bool | None, tail: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}"
+        "{% if enable_thinking is not defined %}unset{% elif enable_thinking %}on{% else %}off{% endif %}"
+    )
+    assert tokenizer.decode(encode_chat(tokenizer, (user("a "),), thinking)) == f"a {tail}"
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template; use an instruction-tuned target"):
+        encode_chat(tokenizer, [user("Hi")])
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}"])
+def test_a_template_that_refuses_the_messages_is_a_user_error(template: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template refuses these messages"):
+        encode_chat(tokenizer, [user("Hi")])
+
+
+# ---- hashes ----------------------------------------------------------------------------------------
+
+
+def test_the_template_hash_is_that_of_the_template_text() -> None:
+    tokenizer = make_tokenizer()
+    assert template_hash(tokenizer) == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    before = template_hash(tokenizer)
+    tokenizer.chat_template += " "
+    assert template_hash(tokenizer) != before
+
+
+def test_the_file_hash_is_that_of_the_contents_in_order(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_bytes(b"x" * 3_000_000)
+    second.write_bytes(b"y")
+    expected = hashlib.sha256(b"x" * 3_000_000 + b"y").hexdigest()
+    assert file_hash([str(first), str(second)]) == expected
+    assert file_hash([str(second), str(first)]) != expected
+    with pytest.raises(UserError, match=r"nothing: cannot be read \(No such file"):
+        file_hash([str(tmp_path / "nothing")])

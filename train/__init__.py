@@ -1,0 +1,1 @@
+"""dflash-train: from a target model to a drafter checkpoint."""

@@ -1,0 +1,161 @@
+"""From features to training blocks: anchors, block inputs, labels, and who may see whom.
+
+A block is `[anchor, MASK, ...]`. Slot k stands at position anchor + k and predicts the token AT that position. The
+block sees the context strictly before its anchor, and itself; nothing else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+PADDING = -1  # document id of padding
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What one forward of the target leaves for the drafter: a batch of rows, padded on the right."""
+
+    tokens: Tensor  # [B, T] long
+    hidden: Tensor  # [B, T, K*D] tapped layers, concatenated
+    supervised: Tensor  # [B, T] bool, the target's own answer
+    document: Tensor  # [B, T] long, which text a token belongs to; PADDING for none
+    positions: Tensor  # [B, T] long, position inside its document
+
+    def __post_init__(self) -> None:
+        if not self.tokens.shape == self.supervised.shape == self.document.shape == self.positions.shape:
+            raise ValueError("tokens, supervised, document and positions must share one shape [B, T]")
+        if self.hidden.shape[:2] != self.tokens.shape:
+            raise ValueError(f"hidden {tuple(self.hidden.shape)} does not cover tokens {tuple(self.tokens.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sampled blocks of a batch. Block a of row b occupies query slots a*S .. a*S + S - 1."""
+
+    anchor: Tensor  # [B, A] long, index of the anchor in its row (0 where the block is not valid)
+    valid: Tensor  # [B, A] bool, false for blocks that only fill the shape
+    inputs: Tensor  # [B, A, S] long, anchor token then masks
+    positions: Tensor  # [B, A, S] long
+    labels: Tensor  # [B, A, S] long, the token at each slot's own position (0 where there is none)
+    supervised: Tensor  # [B, A, S] bool, slots that have a loss; never slot 0
+
+    @property
+    def size(self) -> int:
+        return self.inputs.shape[2]
+
+
+def sample_blocks(
+    features: Features, anchors: int, block_size: int, mask_token_id: int, generator: torch.Generator
+) -> Blocks:
+    """Draw anchors uniformly without replacement from supervised positions, sorted by position.
+
+    An anchor is a supervised token whose successor in the same document is supervised too: the first token of an
+    answer is the earliest bonus token there is at inference. Blocks may run past the end of their document; those
+    slots have no loss.
+
+    Args:
+        anchors: at most this many blocks a row; rows with fewer candidates get invalid blocks.
+        generator: a CPU generator, so that the draw is the same on every device.
+    """
+    candidates = anchor_candidates(features)
+    count = min(anchors, int(candidates.sum(1).max()))
+    scores = torch.rand(candidates.shape, generator=generator).to(candidates.device)
+    scores = scores.masked_fill(~candidates, -1.0)
+    best, anchor = scores.topk(max(count, 1), dim=1)
+    valid = best >= 0
+    anchor, order = anchor.masked_fill(~valid, features.tokens.shape[1]).sort(dim=1)  # invalid blocks go last
+    valid = valid.gather(1, order)
+    anchor = anchor.masked_fill(~valid, 0)
+
+    index = anchor[:, :, None] + torch.arange(block_size, device=anchor.device)  # [B, A, S] into the row
+    inside = index < features.tokens.shape[1]
+    index = index.clamp(max=features.tokens.shape[1] - 1)
+
+    def at(values: Tensor) -> Tensor:
+        return values.gather(1, index.flatten(1)).view_as(index)
+
+    same_document = at(features.document) == features.document.gather(1, anchor)[:, :, None]
+    supervised = inside & same_document & at(features.supervised) & valid[:, :, None]
+    supervised[:, :, 0] = False
+    labels = at(features.tokens).masked_fill(~supervised, 0)
+    inputs = torch.full_like(labels, mask_token_id)
+    inputs[:, :, 0] = features.tokens.gather(1, anchor)
+    positions = features.positions.gather(1, anchor)[:, :, None] + torch.arange(block_size, device=anchor.device)
+    return Blocks(anchor, valid, inputs, positions, labels, supervised)
+
+
+def anchor_candidates(features: Features) -> Tensor:
+    """Positions [B, T] that may be an anchor: supervised, and so is the next token of the same document."""
+    following = torch.zeros_like(features.supervised)
+    following[:, :-1] = features.supervised[:, 1:] & (features.document[:, 1:] == features.document[:, :-1])
+    return features.supervised & following
+
+
+# ---- who may see whom: one pair of predicates for the dense mask, the flex mask and the tests -------------------
+#
+#              kv = | context 0..T-1 | block 0 | block 1 | ...
+#   q = block 0     |   < anchor 0   |   all   |         |
+#       block 1     |   < anchor 1   |         |   all   |
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def context_before_anchor(features: Features, blocks: Blocks) -> MaskMod:
+    """A query sees context of its own document strictly before its anchor.
+
+    Strictly: at inference the anchor's own feature does not exist yet. Training that lets it through gives perfect
+    offline numbers and no acceptance when served.
+    """
+    document, anchor, size, context = features.document, blocks.anchor, blocks.size, features.tokens.shape[1]
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        at = anchor[b, q // size]
+        same_document = document[b, kv.clamp(max=context - 1)] == document[b, at]
+        return (kv < context) & (kv < at) & same_document
+
+    return predicate
+
+
+def same_block(features: Features, blocks: Blocks) -> MaskMod:
+    """A query sees every slot of its own block, earlier and later, and of no other."""
+    size, context = blocks.size, features.tokens.shape[1]
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv >= context) & ((kv - context) // size == q // size)
+
+    return predicate
+
+
+def block_mask_mod(features: Features, blocks: Blocks) -> MaskMod:
+    """The whole rule: `context_before_anchor` or `same_block`."""
+    before, same = context_before_anchor(features, blocks), same_block(features, blocks)
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return before(b, h, q, kv) | same(b, h, q, kv)
+
+    return predicate
+
+
+def dense_mask(features: Features, blocks: Blocks) -> Tensor:
+    """The rule as a bool tensor [B, 1, A*S, T + A*S] for SDPA."""
+    device = features.tokens.device
+    rows, context = features.tokens.shape
+    queries = blocks.anchor.shape[1] * blocks.size
+    b = torch.arange(rows, device=device)[:, None, None]
+    q = torch.arange(queries, device=device)[None, :, None]
+    kv = torch.arange(context + queries, device=device)[None, None, :]
+    return block_mask_mod(features, blocks)(b, torch.zeros_like(b), q, kv)[:, None]
+
+
+def flex_mask(features: Features, blocks: Blocks) -> BlockMask:
+    """The rule as a FlexAttention block mask over the same axes; empty tiles are skipped."""
+    rows, context = features.tokens.shape
+    queries = blocks.anchor.shape[1] * blocks.size
+    device = features.tokens.device
+    return create_block_mask(
+        block_mask_mod(features, blocks), rows, None, queries, context + queries, device=device,
+        _compile=device.type == "cuda",  # uncompiled, it materialises the dense grid
+    )  # fmt: skip

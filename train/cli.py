@@ -1,0 +1,238 @@
+"""dflash-train: prompts -> the target's own answers -> a trained drafter -> a checkpoint every server loads."""
+
+import datetime
+import json
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import dflash_toolkit
+from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, save_drafter
+from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_commands
+from dflash_toolkit.config import parse_cli, run_command, to_mapping
+from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.prompts import template_hash
+from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
+
+from .answers import Row, regenerate
+from .config import TrainConfig
+from .data import PromptData, load_prompts, rows_from_answers, with_anchors
+from .loop import Outcome, train, use_flex
+from .state import first_difference
+
+WORK = "work"  # inside the output directory: answers, metrics, resume point
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
+    description = "Distil a DFlash drafter for TARGET from its own answers and export it for vLLM, SGLang and z-lab."
+    return run_command(lambda: run(parse_cli(TrainConfig, argv, "dflash-train", description)))
+
+
+def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
+    """The drafter's shape: the knobs given, the target's own values for the rest.
+
+    Raises:
+        UserError: an impossible combination, or no unused row for the mask token.
+    """
+    knobs = config.drafter
+    layers = int(target.num_hidden_layers)
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    mask = choose_mask_token(tokenizer, int(target.vocab_size)) if knobs.mask_token_id is None else knobs.mask_token_id
+    if mask in {tokenizer.eos_token_id, tokenizer.pad_token_id}:
+        raise UserError(f"drafter.mask_token_id {mask} is the end-of-sequence or padding token; choose an unused one")
+    try:
+        return DrafterConfig(
+            hidden_size=target.hidden_size,
+            num_layers=knobs.layers,
+            num_heads=knobs.num_heads or target.num_attention_heads,
+            num_kv_heads=knobs.num_kv_heads or target.num_key_value_heads,
+            head_dim=knobs.head_dim or head_dim,
+            intermediate_size=knobs.intermediate_size or target.intermediate_size,
+            vocab_size=target.vocab_size,
+            num_target_layers=layers,
+            target_layer_ids=knobs.target_layer_ids or default_target_layer_ids(layers, knobs.taps),
+            mask_token_id=mask,
+            block_size=knobs.block_size,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=float(target.rope_parameters["rope_theta"]),
+            max_position_embeddings=target.max_position_embeddings,
+        )
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from error
+
+
+def run(config: TrainConfig) -> None:
+    """One training run from configuration to checkpoint; continues where an earlier one stopped."""
+    output = Path(config.output_dir)
+    target_config = load_config(config.target)
+    tokenizer = load_tokenizer(config.target)
+    shape = drafter_config(config, target_config, tokenizer)
+    data = load_prompts(config, tokenizer)
+    work = _work_directory(output)
+    record = _provenance(config, shape, data, template_hash(tokenizer))
+    if _finished(output, record):
+        print(f"{output} holds this run, finished; give another --output to train again", file=sys.stderr)
+        return
+
+    target = Target.load(config.target, config.run.device, config.run.dtype)
+    check_fits(shape, target.config, target.embedding.num_embeddings)
+    rows = _rows(config, target, data, work, record)
+    drafter = Drafter(shape)
+    drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
+    drafter.to(target.device).train()
+    parameters = sum(p.numel() for p in drafter.parameters())
+    answers = sum(len(r.tokens) - r.prompt_tokens for r in rows)
+    attention = "flex" if use_flex(config.run.attention, target.device) else "sdpa"
+    print(
+        f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
+        f"{shape.mask_token_id}; {len(rows)} answers, {answers} tokens; {attention} attention on {target.device}",
+        file=sys.stderr,
+    )
+
+    def export(trained: Drafter, acceptance_length: float) -> None:
+        measured = None if math.isnan(acceptance_length) else round(acceptance_length, 4)
+        note = {"acceptance_length": measured, "num_target_layers": shape.num_target_layers} | _origin(record)
+        save_drafter(trained, output, note)
+        if config.run.speculators:
+            save_speculators(
+                trained, output / "speculators", target.config, target.embedding.weight, target.head_weight
+            )
+
+    outcome = train(config, target, drafter, rows, data.held_out, work, _fingerprint(record), export)
+    _write_json(output / "run.json", record | {"finished": _now(), "result": _result(outcome, rows)})
+    print(f"\n{output}: drafter exported", file=sys.stderr)
+    if outcome.last:
+        print(f"acceptance length {outcome.best:.3f} on {len(data.held_out)} held-out prompts", file=sys.stderr)
+    print(serving_commands(config.target, str(output), shape.block_size))
+
+
+def _rows(config: TrainConfig, target: Target, data: PromptData, work: Path, record: dict[str, Any]) -> list[Row]:
+    if config.answers.regenerate:
+        wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
+        wanted |= {"answers": record["config"]["answers"], "max_length": config.prompts.max_length}
+        meta = work / "answers.json"
+        if meta.exists():
+            if difference := first_difference(json.loads(meta.read_text()), wanted):
+                raise UserError(
+                    f"{work} holds answers of another run ({difference}); choose another --output or remove it"
+                )
+        else:
+            _write_json(meta, wanted)
+        rows = regenerate(target, data.training, work / "answers.jsonl", config.answers, config.prompts.max_length)
+    else:
+        stop = target.stop_token_ids[0] if target.stop_token_ids else None
+        rows = rows_from_answers(data, target.tokenizer, stop, config.prompts.max_length)
+    kept = with_anchors(rows)
+    if not kept:
+        raise UserError(f"none of {len(rows)} answers has two supervised tokens; there is nothing to train on")
+    if len(kept) < len(rows):
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} answers: too short for a block", file=sys.stderr)
+    return kept
+
+
+def _work_directory(output: Path) -> Path:
+    work = output / WORK
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output}: cannot be created ({error.strerror})") from error
+    return work
+
+
+# ---- provenance ------------------------------------------------------------------------------------------------
+
+# knobs that may change between a run and its resumption without changing a single weight
+FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
+              "feature_cache_gb", "wandb", "speculators")  # fmt: skip
+
+
+def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
+    return {
+        "target": config.target,
+        "config": to_mapping(config),
+        "drafter": to_mapping(shape),
+        "data_hash": data.digest,
+        "template_hash": template,
+        "argv": sys.argv,
+        "versions": {
+            "dflash_toolkit": dflash_toolkit.__version__,
+            "git": _git_revision(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "started": _now(),
+    }
+
+
+def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
+    """What must not change for a resumed run to be the same run."""
+    config = {k: v for k, v in record["config"].items() if k not in ("output", "data", "held_out")}
+    config["run"] = {k: v for k, v in config["run"].items() if k not in FREE_KNOBS}
+    return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")}
+
+
+def _origin(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of the record that travels in the checkpoint's config.json."""
+    return {
+        "version": record["versions"]["dflash_toolkit"],
+        "git": record["versions"]["git"],
+        "target": record["target"],
+        "template_hash": record["template_hash"],
+        "data_hash": record["data_hash"],
+        "answers": record["config"]["answers"],
+    }
+
+
+def _finished(output: Path, record: dict[str, Any]) -> bool:
+    try:
+        old = json.loads((output / "run.json").read_text())
+    except (OSError, ValueError):
+        return False
+    # round trip: JSON has no tuples
+    same = first_difference(_fingerprint(old), json.loads(json.dumps(_fingerprint(record)))) is None
+    return bool(old.get("finished")) and same and (output / "model.safetensors").exists()
+
+
+def _result(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
+    return {
+        "steps": outcome.steps,
+        "answers": len(rows),
+        "answer_tokens": sum(len(r.tokens) - r.prompt_tokens for r in rows),
+        "acceptance_length": outcome.best if math.isfinite(outcome.best) else None,
+        "training_seconds": round(outcome.elapsed_s, 1),
+    }
+
+
+def _git_revision() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None  # not a checkout
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(values, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,148 @@
+"""Every knob of a training run, with its default. The defaults are a complete run for an 8B target on one large GPU."""
+
+from dataclasses import dataclass
+
+from dflash_toolkit.config import group, knob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterKnobs:
+    """Shape of the drafter; what is not given is the target's own."""
+
+    layers: int = knob(5, "draft layers")
+    taps: int = knob(5, "tapped target layers, evenly spaced")
+    target_layer_ids: tuple[int, ...] = knob((), "tap exactly these 0-based layers instead")
+    block_size: int = knob(16, "one anchor plus block_size - 1 drafted tokens")
+    mask_token_id: int | None = knob(None, "row of the target's embedding for masked slots (default: an unused one)")
+    num_heads: int | None = knob(None, "query heads")
+    num_kv_heads: int | None = knob(None, "key/value heads")
+    head_dim: int | None = knob(None, "head dimension")
+    intermediate_size: int | None = knob(None, "FFN width")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataKnobs:
+    """Where prompts come from when no files are given, and how much of them is used."""
+
+    dataset: str = knob("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
+    split: str = knob("train", "its split")
+    max_prompts: int = knob(100_000, "prompts to use; 0 is all")
+    held_out: int = knob(64, "prompts kept out of training to measure acceptance on")
+    max_length: int = knob(3072, "tokens of prompt and answer together; longer rows are cut")
+
+    def __post_init__(self) -> None:
+        if self.max_prompts < 0 or self.held_out < 0:
+            raise ValueError("data.max_prompts and data.held_out must be >= 0")
+        if self.max_length < 8:
+            raise ValueError(f"data.max_length is {self.max_length}; it must be >= 8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerKnobs:
+    """How the target answers the prompts. A drafter must see the target's own words."""
+
+    regenerate: bool = knob(True, "false trains on the answers the data holds (only right if this target wrote them)")
+    batch_size: int = knob(32, "prompts answered at a time")
+    max_new_tokens: int = knob(2048, "longest answer")
+    temperature: float = knob(0.0, "0 is greedy")
+    top_p: float = knob(1.0, "nucleus sampling")
+    thinking: bool | None = knob(None, "for templates with a thinking mode; serve with the same")
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.max_new_tokens < 2:
+            raise ValueError("answers.batch_size must be >= 1 and answers.max_new_tokens >= 2")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError("answers.temperature must be >= 0 and answers.top_p in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossKnobs:
+    """Which slots count how much (contract, "Training recipe")."""
+
+    weights: str = knob("decay", "slot weights", choices=("decay", "dpace"))
+    gamma: float | None = knob(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
+    alpha: float = knob(0.5, "dpace: smoothing of the slots' probabilities")
+    anchors: int = knob(512, "blocks per sequence and step")
+    head_rows: int = knob(1024, "rows whose logits exist at one time")
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1 or self.head_rows < 1:
+            raise ValueError("loss.anchors and loss.head_rows must be >= 1")
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"loss.gamma is {self.gamma}; it must be > 0")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"loss.alpha is {self.alpha}; it must be in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimKnobs:
+    """AdamW on fp32 master weights, linear warm-up, cosine decay to zero."""
+
+    epochs: int = knob(6, "passes over the answers")
+    steps: int = knob(0, "stop after this many optimiser steps instead; 0 goes by epochs")
+    batch_size: int = knob(8, "sequences per step")
+    learning_rate: float = knob(6e-4, "peak")
+    warmup: float = knob(0.04, "share of the steps")
+    weight_decay: float = knob(0.0, "on matrices only")
+    clip: float = knob(1.0, "gradient norm")
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.epochs < 1 or self.batch_size < 1:
+            raise ValueError("optim.steps must be >= 0, optim.epochs and optim.batch_size >= 1")
+        if self.learning_rate <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1:
+            raise ValueError("optim.learning_rate and optim.clip must be > 0, optim.warmup in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunKnobs:
+    """Device, logging, saving, and how often acceptance is measured by real decoding."""
+
+    device: str = knob("auto", "auto, cpu, cuda, cuda:1, ...")
+    dtype: str = knob("auto", "the target's", choices=("auto", "bfloat16", "float16", "float32"))
+    attention: str = knob("auto", "auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa"))
+    feature_cache_gb: float = knob(0.0, "keep the target's features in host memory after the first epoch, up to this")
+    seed: int = knob(0, "weights, data order, anchors")
+    log_every: int = knob(10, "steps between lines in metrics.jsonl")
+    save_every: int = knob(200, "steps between resume points")
+    evaluate_every: int = knob(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
+    evaluate_prompts: int = knob(16, "held-out prompts decoded each time")
+    evaluate_tokens: int = knob(256, "longest answer then")
+    wandb: str | None = knob(None, "Weights & Biases project to log to")
+    speculators: bool = knob(False, "also export the speculators form, to OUTPUT/speculators")
+
+    def __post_init__(self) -> None:
+        if min(self.log_every, self.save_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
+            raise ValueError("run.log_every, save_every, evaluate_prompts and evaluate_tokens must be >= 1")
+        if self.evaluate_every < 0 or self.feature_cache_gb < 0:
+            raise ValueError("run.evaluate_every and run.feature_cache_gb must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training run."""
+
+    target: str = knob(help="Hugging Face id or directory of the model to speed up")
+    data: tuple[str, ...] = knob((), "JSONL prompt files; without them a public dataset is loaded")
+    held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
+    output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
+    drafter: DrafterKnobs = group(DrafterKnobs)
+    prompts: DataKnobs = group(DataKnobs)
+    answers: AnswerKnobs = group(AnswerKnobs)
+    loss: LossKnobs = group(LossKnobs)
+    optim: OptimKnobs = group(OptimKnobs)
+    run: RunKnobs = group(RunKnobs)
+
+    def __post_init__(self) -> None:
+        if self.drafter.block_size < 2:
+            raise ValueError(
+                f"drafter.block_size is {self.drafter.block_size}; a block needs an anchor and a mask (>= 2)"
+            )
+
+    @property
+    def output_dir(self) -> str:
+        return self.output or "out/dflash-" + self.target.rstrip("/").split("/")[-1]
+
+    @property
+    def gamma(self) -> float:
+        """The decay constant; the paper's 7, 5, 4 for block sizes 16, 10, 8, and in between by size."""
+        return self.loss.gamma or {16: 7.0, 10: 5.0, 8: 4.0}.get(self.drafter.block_size, self.drafter.block_size / 2.2)

@@ -1,0 +1,216 @@
+"""The training loop: features -> blocks -> drafter -> loss -> step, with resume points and real decoding."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.evaluation.measure import Acceptance, held_out_acceptance
+from dflash_toolkit.progress import Progress
+from dflash_toolkit.target import Target
+
+from .answers import Row
+from .blocks import Blocks, Features, dense_mask, flex_mask, sample_blocks
+from .config import TrainConfig
+from .features import FeatureSource
+from .losses import DraftLoss, draft_loss
+from .metrics import MetricsLog
+from .state import RunState, load_state, save_state
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    best: float  # acceptance length of the exported drafter on the held-out prompts
+    last: Acceptance | None
+    elapsed_s: float
+
+
+class Schedule:
+    """Which rows a step sees: a fresh permutation per epoch, a function of the seed and the step alone."""
+
+    def __init__(self, rows: int, batch_size: int, epochs: int, steps: int, seed: int) -> None:
+        self.per_epoch = math.ceil(rows / batch_size)
+        self.total = steps or self.per_epoch * epochs
+        self._rows, self._batch_size, self._seed = rows, batch_size, seed
+
+    def indices(self, step: int) -> list[int]:
+        """Row indices of 0-based `step`."""
+        epoch, within = divmod(step, self.per_epoch)
+        order = torch.randperm(self._rows, generator=_generator(self._seed, 1, epoch))
+        return order[within * self._batch_size : (within + 1) * self._batch_size].tolist()
+
+
+def _generator(seed: int, stream: int, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(((seed * 4 + stream) << 40) + index)
+
+
+def learning_rate_factor(step: int, total: int, warmup: float) -> float:
+    """Linear warm-up over `warmup * total` steps, then cosine to zero; `step` is 0-based."""
+    ramp = max(1, round(warmup * total))
+    if step < ramp:
+        return (step + 1) / ramp
+    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, total - ramp)))
+
+
+def use_flex(attention: str, device: torch.device) -> bool:
+    """FlexAttention skips empty tiles but has no backward on a CPU."""
+    return device.type == "cuda" if attention == "auto" else attention == "flex"
+
+
+def compute_loss(
+    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool
+) -> DraftLoss:
+    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
+    with _autocast(target.device):
+        context = drafter.context_kv(features.hidden.to(target.dtype), features.positions)
+        mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
+        embedded = target.embed(blocks.inputs.flatten(1))
+        hidden = drafter(embedded, blocks.positions.flatten(1), context, mask)
+        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma)
+
+
+def _autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    # fp32 master weights, bf16 compute; CPUs mostly lack bf16 units and compute in fp32
+    if device.type == "cuda":
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def train(
+    config: TrainConfig,
+    target: Target,
+    drafter: Drafter,
+    rows: list[Row],
+    held_out: list[list[int]],
+    work: Path,
+    fingerprint: dict[str, Any],
+    export: Callable[[Drafter, float], None],
+) -> Outcome:
+    """Train `drafter` (fp32, on the target's device) and call `export` whenever its measured acceptance is the best.
+
+    Args:
+        rows: texts with at least one anchor each.
+        held_out: prompts (token ids) that are decoded to measure acceptance; may be empty, then the last is exported.
+        work: directory for the resume point and metrics.
+
+    Raises:
+        UserError: disk full, or `work` holds another run.
+    """
+    run, optim = config.run, config.optim
+    flex = use_flex(run.attention, target.device)
+    schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
+    source = FeatureSource(
+        target, drafter.config.target_layer_ids, config.prompts.max_length, run.feature_cache_gb, 128 if flex else 1
+    )
+    optimizer = make_optimizer(drafter, config)
+    state_file = work / "state.pt"
+    step, best, elapsed = 0, -math.inf, 0.0
+    if state := load_state(state_file, fingerprint):
+        drafter.load_state_dict(state.drafter)
+        optimizer.load_state_dict(state.optimizer)
+        step, best, elapsed = state.step, state.best, state.elapsed_s
+    metrics = MetricsLog(work / "metrics.jsonl", step, run.wandb, fingerprint)
+    started = time.perf_counter() - elapsed
+    acceptance: Acceptance | None = None
+
+    def save() -> None:
+        save_state(
+            RunState(
+                step, fingerprint, drafter.state_dict(), optimizer.state_dict(), best, time.perf_counter() - started
+            ),
+            state_file,
+        )
+
+    with _closing(metrics), Progress("training", schedule.total, unit="tok") as progress:
+        progress.advance(step, units=0)
+        while step < schedule.total:
+            features = source([rows[i] for i in schedule.indices(step)])
+            blocks = sample_blocks(
+                features, config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
+                _generator(run.seed, 2, step),
+            )  # fmt: skip
+            for group in optimizer.param_groups:
+                group["lr"] = optim.learning_rate * learning_rate_factor(step, schedule.total, optim.warmup)
+            result = compute_loss(drafter, target, features, blocks, config, flex)
+            result.loss.backward()
+            norm = nn.utils.clip_grad_norm_(drafter.parameters(), optim.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+
+            tokens = int((features.document >= 0).sum())
+            if step % run.log_every == 0 or step == schedule.total:
+                values = log_values(result, norm, optimizer, tokens, step / schedule.per_epoch)
+                metrics.write(step, values)
+                note = f"loss {values['loss']:.3f}  est. tau {values['estimated_acceptance_length']:.2f}"
+                progress.advance(1, units=tokens, note=note)
+            else:
+                progress.advance(1, units=tokens)
+
+            last = step == schedule.total
+            if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
+                acceptance = decode_held_out(target, drafter, held_out, config)
+                metrics.write(step, {"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
+                progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f} on {len(held_out)} prompts")
+                if acceptance.tau_pooled > best:
+                    best = acceptance.tau_pooled
+                    export(drafter, best)
+            elif last:
+                export(drafter, math.nan)
+            if last or step % run.save_every == 0:
+                save()
+    return Outcome(step, best, acceptance, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _closing(metrics: MetricsLog) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        metrics.close()
+
+
+def make_optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the fp32 weights; norms are never decayed."""
+    matrices = [p for p in drafter.parameters() if p.dim() >= 2]
+    vectors = [p for p in drafter.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.optim.learning_rate, fused=drafter.device.type == "cuda")
+
+
+def log_values(
+    result: DraftLoss, norm: Tensor, optimizer: torch.optim.Optimizer, tokens: int, epoch: float
+) -> dict[str, Any]:
+    """What a line of metrics.jsonl holds."""
+    return {
+        "loss": float(result.loss),
+        "slot_accuracy": [float(a) for a in result.slot_accuracy],
+        "estimated_acceptance_length": float(result.acceptance_length),
+        "rows": result.rows,
+        "tokens": tokens,
+        "gradient_norm": float(norm),
+        "learning_rate": optimizer.param_groups[0]["lr"],
+        "epoch": round(epoch, 4),
+    }
+
+
+def decode_held_out(target: Target, drafter: Drafter, prompts: list[list[int]], config: TrainConfig) -> Acceptance:
+    """Real greedy decoding in the target's dtype, as it will be served."""
+    drafter.eval()
+    served = Drafter(drafter.config).to(target.device)
+    served.load_state_dict({n: p.detach().bfloat16() for n, p in drafter.state_dict().items()})  # as exported
+    served = served.to(target.dtype).eval()
+    acceptance = held_out_acceptance(target, served, prompts, SamplingParams(max_new_tokens=config.run.evaluate_tokens))
+    drafter.train()
+    return acceptance
