@@ -107,8 +107,10 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
     features = torch.randn(1, 5, config.feature_size, generator=generator)
     block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
     positions = torch.arange(5 + config.block_size)[None]
-    outputs = [m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())]
-    if not torch.allclose(*outputs, rtol=1e-5, atol=1e-5):
+    before, after = (
+        m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())
+    )
+    if not torch.allclose(before, after, rtol=1e-5, atol=1e-5):
         raise RuntimeError("the exported drafter computes other hidden states than the trained one")
 
 
@@ -343,7 +345,12 @@ def save_speculators(
     if len(causal) > 1:
         raise UserError(f"{path}: the speculators form cannot hold both causal and bidirectional layers")
     flat = config_json(drafter.config)
-    layer_keys = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "attention_bias", "attention_dropout", "model_type", "tie_word_embeddings"]
+    layer_keys = [
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta",
+        "rope_parameters", "layer_types", "sliding_window", "attention_bias", "attention_dropout", "model_type",
+        "tie_word_embeddings",
+    ]  # fmt: skip
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.block_size - 1}
     config = {
         "architectures": ["DFlashSpeculator"],

@@ -125,7 +125,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     if num_taps < 1:
         raise ValueError(f"{num_taps} taps: a drafter needs at least one")
     if num_taps == 1:
-        ids = (num_target_layers // 2,)
+        ids: tuple[int, ...] = (num_target_layers // 2,)
     else:
         span = num_target_layers - 4
         ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))

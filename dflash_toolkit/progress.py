@@ -1,7 +1,7 @@
 """One progress bar for every long stage: done/total, rate in the stage's own unit, time left."""
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 
@@ -13,12 +13,11 @@ class Progress:
         self._units = 0.0
         self._bar = RichProgress(
             TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[note]}"),
             console=rich.console.Console(stderr=True),
         )
@@ -36,8 +35,9 @@ class Progress:
         self._units += done if units is None else units
         elapsed = self._bar.tasks[self._task].elapsed or 0.0
         rate = f"{self._units / elapsed:.1f} {self._unit}/s" if elapsed > 0 else ""
-        fields = {"rate": rate} if note is None else {"rate": rate, "note": note}
-        self._bar.update(self._task, advance=done, **fields)
+        if note is not None:
+            self._bar.update(self._task, note=note)
+        self._bar.update(self._task, advance=done, rate=rate)
 
     def print(self, message: str) -> None:
         """A line above the bar."""

@@ -30,9 +30,10 @@ class Prompt:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a JSONL file (plain, .gz or .xz) with one prompt a line.
 
-    A row holds one of: `messages` (what precedes the first assistant turn is the prompt), `turns` (the first), `question`
-    (asked to reason step by step, as gsm8k and math500 are evaluated), `prompt` (with `entry_point`: a HumanEval row, asked to be
-    solved; else verbatim), `text` (MBPP) or `instruction` with an optional `input`. `id` or `task_id` names the row.
+    A row holds one of: `messages` (what precedes the first assistant turn is the prompt), `turns` (the first),
+    `question` (asked to reason step by step, as gsm8k and math500 are evaluated), `prompt` (with `entry_point`: a
+    HumanEval row, asked to be solved; else verbatim), `text` (MBPP) or `instruction` with an optional `input`.
+    `id` or `task_id` names the row.
 
     Raises:
         UserError: no such file, an empty one, or a malformed row (with its line number).
@@ -103,7 +104,7 @@ def _messages(row: dict[str, Any]) -> tuple[list[Message] | None, str | None]:
 
 
 def split_messages(messages: list[Message]) -> tuple[list[Message], str | None]:
-    """What precedes the first assistant turn, and that turn's content. Raises TypeError for contents that are no text."""
+    """What precedes the first assistant turn, and that turn's content. Raises TypeError for contents not text."""
     if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
         raise TypeError("role and content must be text")
     for i, message in enumerate(messages):

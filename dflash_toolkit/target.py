@@ -142,9 +142,10 @@ class Target:
         load_config(name)
         where = resolve_device(device)
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=resolve_dtype(dtype, where), output_loading_info=True, ignore_mismatched_sizes=True
             )
+            model, info = loaded
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
         # transformers would fill the tensors named here with random numbers and go on
@@ -169,16 +170,16 @@ class Target:
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.model.model.layers  # type: ignore[union-attr, return-value]
+        return self.model.model.layers
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()  # type: ignore[return-value]
+        return self.model.get_input_embeddings()
 
     @property
     def head_weight(self) -> Tensor:
         """The LM head's matrix [V, D]: the embedding's own when they are tied."""
-        return self.model.get_output_embeddings().weight  # type: ignore[union-attr, return-value]
+        return self.model.get_output_embeddings().weight
 
     @property
     def context_limit(self) -> int:

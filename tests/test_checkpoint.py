@@ -65,7 +65,8 @@ def refusal(path: Path) -> str:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    """Everything below `path`; a folder counts as an empty file."""
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"" for p in path.rglob("*")}
 
 
 def check_same(reread: Drafter, drafter: Drafter) -> None:

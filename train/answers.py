@@ -98,7 +98,7 @@ def _answer(target: Target, batch: list[Question], knobs: AnswerKnobs, max_lengt
         attention[i, longest - len(question.tokens) :] = 1
     torch.manual_seed(batch[0].index)  # what is sampled does not depend on what an earlier run left to do
     sampling = {"temperature": knobs.temperature, "top_p": knobs.top_p} if knobs.temperature else {}
-    out = target.model.generate(  # type: ignore[operator]
+    out = target.model.generate(
         input_ids=ids,
         attention_mask=attention,
         generation_config=GenerationConfig(

@@ -110,7 +110,8 @@ def run(config: TrainConfig) -> None:
     _write_json(output / "run.json", record | {"finished": _now(), "result": _result(outcome, rows)})
     print(f"\n{output}: drafter exported", file=sys.stderr)
     if outcome.last:
-        print(f"acceptance length {outcome.best:.3f} on {len(data.held_out)} held-out prompts", file=sys.stderr)
+        prompts = min(len(data.held_out), config.run.evaluate_prompts)
+        print(f"acceptance length {outcome.best:.3f} on {prompts} held-out prompts", file=sys.stderr)
     print(serving_commands(config.target, str(output), shape.block_size))
 
 

@@ -153,17 +153,17 @@ def train(
             if step % run.log_every == 0 or step == schedule.total:
                 values = log_values(result, norm, optimizer, tokens, step / schedule.per_epoch)
                 metrics.write(step, values)
-                note = f"loss {values['loss']:.3f}  est. tau {values['estimated_acceptance_length']:.2f}"
+                note = f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}"
                 progress.advance(1, units=tokens, note=note)
             else:
                 progress.advance(1, units=tokens)
 
             last = step == schedule.total
             if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
-                acceptance = decode_held_out(target, drafter, held_out, config)
+                acceptance = decode_held_out(target, drafter, held_out[: run.evaluate_prompts], config)
                 metrics.write(step, {"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
-                progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f} on {len(held_out)} prompts")
-                if acceptance.tau_pooled > best:
+                progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f}")
+                if not acceptance.tau_pooled <= best:  # also when no answer was long enough to measure
                     best = acceptance.tau_pooled
                     export(drafter, best)
             elif last:
@@ -194,7 +194,7 @@ def log_values(
 ) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     return {
-        "loss": float(result.loss),
+        "loss": float(result.loss.detach()),
         "slot_accuracy": [float(a) for a in result.slot_accuracy],
         "estimated_acceptance_length": float(result.acceptance_length),
         "rows": result.rows,

@@ -17,7 +17,7 @@ class MetricsLog:
         partial.write_text("".join(kept))
         partial.replace(path)
         self._path = path
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(wandb_project, path, config) if wandb_project else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ class RowLoss:
 
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def, override]
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         loss = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
@@ -107,7 +107,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return loss, correct
 
     @staticmethod
-    def backward(ctx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
         (d_hidden,) = ctx.saved_tensors
         return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None
 

@@ -1,0 +1,49 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make their environment in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 -c constraints.txt
+
+.PHONY: help demo test check format test-gpu test-peers bench clean
+
+help:            ## what there is
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
+
+# torch first and alone, pinned: a range would let pip look for another build of it
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	for try in 1 2 3; do $(PIP) $$(grep '^torch==' constraints.txt) && break; test $$try -lt 3 || exit 1; sleep 5; done
+	for try in 1 2 3; do $(PIP) -e '.[demo,dev]' && break; test $$try -lt 3 || exit 1; sleep 5; done
+	touch $(READY)
+
+demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (about 6 minutes, CPU)
+	$(BIN)/python scripts/demo.py
+
+test: $(READY)   ## the whole suite, CPU
+	$(BIN)/python -m pytest -q
+
+check: $(READY)  ## ruff, ruff format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu: $(READY) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(READY)  ## time of a training step and of decoding on this machine's device
+	$(BIN)/python scripts/bench.py
+
+# z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
+test-peers: $(READY) ## the demo's checkpoint in z-lab's own client must decode the same (run `make demo` first)
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
+	.venv-peers/bin/python -m pip install --quiet dflash==0.1.0
+	DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
+
+clean:           ## remove what the commands above made
+	rm -rf $(VENV) .venv-peers demo out build dist *.egg-info

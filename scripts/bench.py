@@ -1,0 +1,152 @@
+"""Time of a training step and of a decoding step of the plain (Hugging Face) path, on random weights of a named shape.
+
+usage: python scripts/bench.py [--shape smollm2|qwen3-8b] [--length 512] [--rows 4] [--anchors 64] [--output FILE]
+
+Prints a table and, with --output, writes JSON with device, versions, shapes and command. Speeds do not depend on the
+weights' values; acceptance does, so none is reported.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+import dflash_toolkit
+from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, generate
+from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.target import resolve_device, resolve_dtype
+from train.answers import Row
+from train.blocks import sample_blocks
+from train.config import LossKnobs, TrainConfig
+from train.features import FeatureSource
+from train.loop import compute_loss, make_optimizer, use_flex
+
+
+def shape_config(name: str) -> PreTrainedConfig:
+    """The published configuration's sizes."""
+    if name == "smollm2":
+        return LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
+            eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        )  # fmt: skip
+    return Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False,
+        eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+
+
+def build(name: str, device: torch.device) -> tuple[Target, Drafter]:
+    """A random target and a random drafter of the default form (5 layers, 5 taps, block 16)."""
+    config = shape_config(name)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype("auto", device))
+    drafter = Drafter(
+        DrafterConfig(
+            hidden_size=config.hidden_size, num_layers=5, num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size, vocab_size=config.vocab_size,
+            num_target_layers=config.num_hidden_layers,
+            target_layer_ids=default_target_layer_ids(config.num_hidden_layers, 5),
+            mask_token_id=config.vocab_size - 1, rope_theta=config.rope_parameters["rope_theta"],
+        )
+    )  # fmt: skip
+    drafter.init_weights()
+    return Target(model, name=f"random {name}"), drafter.to(device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_training(target: Target, drafter: Drafter, length: int, rows: int, anchors: int, repeats: int) -> dict:
+    """Median seconds of target forward and of the drafter's step (forward, backward, AdamW)."""
+    knobs = TrainConfig(target=target.name, loss=LossKnobs(anchors=anchors, head_rows=4096))
+    flex = use_flex("auto", target.device)
+    source = FeatureSource(target, drafter.config.target_layer_ids, length, 0.0, 128 if flex else 1)
+    optimizer = make_optimizer(drafter.train(), knobs)
+    generator = torch.Generator().manual_seed(0)
+    batch = [
+        Row(i, length // 4, torch.randint(0, drafter.config.vocab_size, (length,), generator=generator).tolist())
+        for i in range(rows)
+    ]
+    features_s, step_s = [], []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        features = source(batch)
+        synchronize(target.device)
+        features_s.append(time.perf_counter() - started)
+        blocks = sample_blocks(features, anchors, 16, drafter.config.mask_token_id, generator)
+        started = time.perf_counter()
+        compute_loss(drafter, target, features, blocks, knobs, flex).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(target.device)
+        step_s.append(time.perf_counter() - started)
+    target_s, draft_s = statistics.median(features_s[2:]), statistics.median(step_s[2:])
+    return {
+        "rows": rows, "length": length, "anchors": anchors, "target_seconds": round(target_s, 4),
+        "drafter_step_seconds": round(draft_s, 4), "sequences_per_second": round(rows / (target_s + draft_s), 2),
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if flex else None,
+    }  # fmt: skip
+
+
+def time_decoding(target: Target, drafter: Drafter, prompt: int, tokens: int) -> dict:
+    """Milliseconds per step, plain and with the drafter (which, being random, is hardly ever accepted)."""
+    served = drafter.to(target.dtype).eval()
+    ids = torch.randint(0, 1000, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    result: dict = {"prompt": prompt}
+    for name, with_drafter in (("plain", None), ("dflash", served)):
+        generate(target, with_drafter, ids, SamplingParams(max_new_tokens=4, ignore_eos=True))
+        run = generate(target, with_drafter, ids, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+        result[f"{name}_ms_per_step"] = round(1e3 * run.decode_s / len(run.steps), 2)
+    return result
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("smollm2", "qwen3-8b"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--anchors", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    device = resolve_device(arguments.device)
+    shape = arguments.shape or ("qwen3-8b" if device.type == "cuda" else "smollm2")
+    target, drafter = build(shape, device)
+    result = {
+        "shape": shape,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": {
+            "dflash_toolkit": dflash_toolkit.__version__, "torch": torch.__version__,
+            "transformers": transformers.__version__, "python": platform.python_version(),
+        },
+        "command": "python " + " ".join(sys.argv),
+        "training": time_training(
+            target, drafter, arguments.length, arguments.rows, arguments.anchors, arguments.repeats
+        ),
+        "decoding": time_decoding(target, drafter, 512, 32),
+    }  # fmt: skip
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{shape} on {result['device']}, {result['dtype']}")
+    for part in ("training", "decoding"):
+        for key, value in result[part].items():
+            print(f"  {part:<10}{key:<24}{value}")
+
+
+if __name__ == "__main__":
+    main()
