@@ -5,7 +5,10 @@ same two calls: `context_kv` turns tapped features into every layer's context ke
 `forward` runs blocks against them. Contract: DFlash (arXiv 2602.06036) section 4.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -196,17 +199,14 @@ class DraftAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-_compiled_flex = None
-
-
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
-    # eager flex_attention materialises the scores: compile it once, on the first use on a GPU
-    global _compiled_flex
-    if not q.is_cuda:
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-    if _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention, dynamic=True)
-    return _compiled_flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+    attention: Any = _compiled_flex_attention() if q.is_cuda else flex_attention
+    return attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)  # eager, it materialises the scores
 
 
 class DraftLayer(nn.Module):

@@ -69,7 +69,8 @@ def make_drafter(target: Target, *, taps: int = 3, layers: int = 2, block_size: 
     """A random drafter that fits `target`."""
     values: dict[str, object] = {
         "hidden_size": target.config.hidden_size, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB, "num_target_layers": target.config.num_hidden_layers,
+        "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB,
+        "num_target_layers": target.config.num_hidden_layers,
         "target_layer_ids": default_target_layer_ids(target.config.num_hidden_layers, taps),
         "mask_token_id": MASK,
         "block_size": block_size, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 512,

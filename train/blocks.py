@@ -4,6 +4,7 @@ A block is `[anchor, MASK, ...]`. Slot k stands at position anchor + k and predi
 block sees the context strictly before its anchor, and itself; nothing else.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -155,7 +156,10 @@ def flex_mask(features: Features, blocks: Blocks) -> BlockMask:
     rows, context = features.tokens.shape
     queries = blocks.anchor.shape[1] * blocks.size
     device = features.tokens.device
-    return create_block_mask(
-        block_mask_mod(features, blocks), rows, None, queries, context + queries, device=device,
-        _compile=device.type == "cuda",  # uncompiled, it materialises the dense grid
-    )  # fmt: skip
+    build = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
+    return build(block_mask_mod(features, blocks), rows, None, queries, context + queries, device=device)
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)  # uncompiled, it materialises the dense grid

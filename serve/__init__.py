@@ -1,0 +1,1 @@
+"""dflash-serve: a target and its drafter behind an OpenAI-compatible endpoint."""
