@@ -122,6 +122,7 @@ def train(
         step, best, elapsed = state.step, state.best, state.elapsed_s
     metrics = MetricsLog(work / "metrics.jsonl", step, run.wandb, fingerprint)
     started = time.perf_counter() - elapsed
+    speed = _Speed()
     acceptance: Acceptance | None = None
 
     def save() -> None:
@@ -150,9 +151,10 @@ def train(
             step += 1
 
             tokens = int((features.document >= 0).sum())
+            speed.count(tokens)
             if step % run.log_every == 0 or step == schedule.total:
-                values = log_values(result, norm, optimizer, tokens, step / schedule.per_epoch)
-                metrics.write(step, values)
+                values = log_values(result, norm, optimizer, step / schedule.per_epoch)
+                metrics.write(step, values | {"tokens_per_second": speed.take()})
                 note = f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}"
                 progress.advance(1, units=tokens, note=note)
             else:
@@ -181,6 +183,22 @@ def _closing(metrics: MetricsLog) -> Iterator[None]:
         metrics.close()
 
 
+class _Speed:
+    """Context tokens per second since the last line of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self._tokens, self._since = 0, time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def take(self) -> float:
+        now = time.perf_counter()
+        rate = self._tokens / (now - self._since)
+        self._tokens, self._since = 0, now
+        return rate
+
+
 def make_optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the fp32 weights; norms are never decayed."""
     matrices = [p for p in drafter.parameters() if p.dim() >= 2]
@@ -190,7 +208,7 @@ def make_optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def log_values(
-    result: DraftLoss, norm: Tensor, optimizer: torch.optim.Optimizer, tokens: int, epoch: float
+    result: DraftLoss, norm: Tensor, optimizer: torch.optim.Optimizer, epoch: float
 ) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     return {
@@ -198,7 +216,6 @@ def log_values(
         "slot_accuracy": [float(a) for a in result.slot_accuracy],
         "estimated_acceptance_length": float(result.acceptance_length),
         "rows": result.rows,
-        "tokens": tokens,
         "gradient_norm": float(norm),
         "learning_rate": optimizer.param_groups[0]["lr"],
         "epoch": round(epoch, 4),

@@ -1,0 +1,145 @@
+"""dflash-train from the outside: what a run leaves, the target's own answers, and every mistake as one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_train_loop import argv
+
+from dflash_toolkit import SamplingParams, Target, generate, load_drafter
+from train.answers import Question, read_rows, regenerate
+from train.cli import main
+from train.config import AnswerKnobs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"word {i}"}, {"role": "assistant", "content": f"reply {i}"}]}
+            for i in range(8)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_run_leaves_a_checkpoint_its_record_and_its_metrics(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "drafter"
+    assert main(argv(target_dir, data, output, "run.speculators=true")) == 0
+    assert '"num_speculative_tokens": 3' in capsys.readouterr().out
+    drafter = load_drafter(str(output))
+    assert load_drafter(str(output / "speculators")).config == drafter.config
+    record = json.loads((output / "run.json").read_text())
+    assert record["config"]["optim"]["steps"] == 24 and record["drafter"]["block_size"] == 4
+    assert set(record["versions"]) == {"dflash_toolkit", "git", "python", "torch", "transformers"}
+    assert len(record["data_hash"]) == len(record["template_hash"]) == 64
+    assert record["argv"] and record["finished"] and record["result"]["steps"] == 24
+    lines = [json.loads(line) for line in (output / "work/metrics.jsonl").read_text().splitlines()]
+    assert {"loss", "slot_accuracy", "estimated_acceptance_length", "tokens_per_second"} <= lines[0].keys()
+    measured = [line["acceptance_length"] for line in lines if "acceptance_length" in line]
+    assert len(measured) == 3 and record["result"]["acceptance_length"] == pytest.approx(max(measured), abs=1e-5)
+    assert not list(output.rglob("*.partial*"))
+
+    assert main(argv(target_dir, data, output, "run.speculators=true")) == 0
+    assert "finished" in capsys.readouterr().err
+
+
+def test_answers_are_the_target_s_own_and_survive_a_torn_line(target: Target, tmp_path: Path) -> None:
+    questions = [Question(i, list(range(20 + i, 24 + 3 * i))) for i in range(5)]
+    knobs = AnswerKnobs(batch_size=2, max_new_tokens=20)
+    path = tmp_path / "answers.jsonl"
+    whole = regenerate(target, questions, path, knobs, 64)
+    for question, row in zip(questions, whole, strict=True):
+        answer = generate(target, None, question.tokens, SamplingParams(max_new_tokens=20)).tokens
+        assert row.tokens == question.tokens + answer and row.prompt_tokens == len(question.tokens)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - 9])
+    assert regenerate(target, questions, path, knobs, 64) == whole
+    assert sorted(row.index for row in read_rows(path)) == [0, 1, 2, 3, 4]
+
+
+def test_the_data_s_own_answers_are_used_when_asked(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    assert main(argv(target_dir, data, tmp_path / "run", "answers.regenerate=false", "optim.steps=2")) == 0
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["result"]["answer_tokens"] == 6 * len("reply 0") + 6  # the end-of-sequence token too
+
+
+def broken(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--target", "/no/such/model"], "/no/such/model"),
+        (["drafter.block_size=1"], "block_size"),
+        (["drafter.target_layer_ids=[1,5]"], "layer 5, the target's last"),
+        (["drafter.target_layer_ids=[1,9]"], "layer id 9"),
+        (["drafter.mask_token_id=5000"], "mask_token_id 5000"),
+        (["drafter.mask_token_id=256"], "256 is the end-of-sequence"),
+        (["drafter.blok_size=8"], "did you mean `block_size`"),
+        (["optim.batch_size=many"], "expected int"),
+        (["loss.weights=cubic"], "not one of decay, dpace"),
+        (["optim.warmup=1.5"], "optim.warmup"),
+        (["run.device=cuda:9"], "cuda:9"),
+        (["prompts.max_length=12"], "prompts.max_length"),
+        (["--data", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["--data", "MALFORMED"], "line 2"),
+        (["--data", "EMPTY"], "holds no prompts"),
+        (["--data", "BARE", "answers.regenerate=false"], "has no answer"),
+        (["--data", "SHORT", "answers.regenerate=false"], "two supervised tokens"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    change: list[str], named: str, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "MALFORMED": '{"prompt": "a"}\n{nope\n',
+        "EMPTY": "\n",
+        "BARE": '{"prompt": "a"}\n{"prompt": "b"}\n',
+        "SHORT": '{"prompt": "a", "response": ""}\n{"prompt": "b", "response": ""}\n',
+    }
+    arguments = argv(target_dir, data, tmp_path / "run")
+    for name, text in texts.items():
+        change = [broken(tmp_path, text) if c == name else c for c in change]
+    if change[0] == "--target":
+        arguments[1] = change[1]
+    elif change[0] == "--data":
+        arguments[3], arguments = change[1], [*arguments, *change[2:]]
+    else:
+        arguments = [*arguments, *change]
+    assert main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and named in lines[0]
+    assert not (tmp_path / "run" / "config.json").exists() and not list(tmp_path.rglob("*.partial*"))
+
+
+def test_without_a_network_the_default_dataset_asks_for_data(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--target", str(target_dir), "--output", str(tmp_path / "run"), "drafter.taps=2"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: dataset mlabonne/open-perfectblend") and "give --data FILE" in error
+
+
+def test_an_unsupported_architecture_is_named(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert main(["--target", str(tmp_path), "--data", str(data)]) == 2
+    assert "'gpt2' is not supported" in capsys.readouterr().err
+
+
+def test_held_out_prompts_are_never_trained_on(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    from dflash_toolkit.target import load_tokenizer
+    from train.config import DataKnobs, TrainConfig
+    from train.data import load_prompts
+
+    config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=3))
+    tokenizer = load_tokenizer(str(target_dir))
+    first, again = load_prompts(config, tokenizer), load_prompts(config, tokenizer)
+    assert len(first.training) == 5 and len(first.held_out) == 3
+    assert not {tuple(q.tokens) for q in first.training} & {tuple(p) for p in first.held_out}
+    assert first.held_out == again.held_out and torch.is_tensor(torch.tensor(first.held_out[0]))

@@ -1,0 +1,201 @@
+"""The loop: golden losses, exact resume after kill -9, a full disk, other settings, W&B."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from safetensors.torch import load_file
+
+from dflash_toolkit import UserError
+from train.answers import Row
+from train.cli import main
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.loop import Schedule, learning_rate_factor, train
+from train.state import RunState, first_difference, load_state, save_state
+
+GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
+
+
+def rows(count: int) -> list[Row]:
+    g = torch.Generator().manual_seed(9)
+    lengths = torch.randint(20, 50, (count,), generator=g).tolist()
+    # answers that repeat themselves, so there is something to learn
+    return [Row(i, 6, (torch.randint(0, 250, (7,), generator=g).tolist() * 8)[:n]) for i, n in enumerate(lengths)]
+
+
+def losses(path: Path) -> list[float]:
+    return [v["loss"] for v in map(json.loads, path.read_text().splitlines()) if "loss" in v]
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
+    """To set the golden values anew after a change that should move them: GOLDEN=write pytest tests/test_train_loop.py"""
+    target = make_target()
+    config = TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8, weights=weights),
+        optim=OptimKnobs(steps=40, batch_size=4, learning_rate=3e-3), run=RunKnobs(log_every=4),
+    )  # fmt: skip
+    train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda trained, tau: None)
+    curve = losses(tmp_path / "metrics.jsonl")
+    assert len(curve) == 10 and curve[-1] < curve[0] - 1
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("GOLDEN") == "write":
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(json.dumps(golden | {weights: curve}, indent=1) + "\n")
+        golden = json.loads(GOLDEN.read_text())
+    assert curve == pytest.approx(golden[weights], rel=1e-3)
+
+
+def test_every_epoch_sees_every_row_once_in_its_own_order() -> None:
+    schedule = Schedule(rows=10, batch_size=4, epochs=3, steps=0, seed=1)
+    assert schedule.total == 9
+    epochs = [[i for step in range(3 * e, 3 * e + 3) for i in schedule.indices(step)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert schedule.indices(4) == Schedule(10, 4, 3, 0, seed=1).indices(4) != Schedule(10, 4, 3, 0, seed=2).indices(4)
+
+
+def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() -> None:
+    factors = [learning_rate_factor(step, 100, 0.1) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[55] == pytest.approx(0.5) and factors[100] == pytest.approx(0.0)
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+
+
+def lines_without_speed(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------
+
+SETTINGS = [
+    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "answers.max_new_tokens=24", "loss.anchors=4",
+    "optim.steps=24", "optim.batch_size=2", "run.save_every=4", "run.log_every=1", "run.evaluate_prompts=2",
+    "run.evaluate_every=10", "run.evaluate_tokens=8", "prompts.held_out=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(10)))
+    return path
+
+
+def argv(target_dir: Path, data: Path, output: Path, *more: str) -> list[str]:
+    return ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
+
+
+def run_killed_after(lines: int, arguments: list[str], metrics: Path) -> None:
+    """A real process, killed with SIGKILL once metrics.jsonl has so many lines."""
+    code = "import torch, sys; torch.set_num_threads(1); from train.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=Path(__file__).parent.parent)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
+
+
+@pytest.mark.slow
+def test_a_run_killed_twice_ends_bit_identical_to_one_that_was_not(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main(argv(target_dir, data, whole)) == 0
+    for lines in (6, 15):
+        run_killed_after(lines, argv(target_dir, data, killed), killed / "work" / "metrics.jsonl")
+    assert main(argv(target_dir, data, killed)) == 0
+    kept = [lines_without_speed(run / "work" / "metrics.jsonl") for run in (whole, killed)]
+    assert len(kept[0]) == 27 and kept[0] == kept[1]
+    a, b = (load_file(run / "model.safetensors") for run in (whole, killed))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_cached_features_change_nothing(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    for name, gigabytes in (("off", 0), ("on", 1)):
+        assert main(argv(target_dir, data, tmp_path / name, f"run.feature_cache_gb={gigabytes}")) == 0
+    assert losses(tmp_path / "off/work/metrics.jsonl") == losses(tmp_path / "on/work/metrics.jsonl")
+
+
+def test_other_settings_in_the_same_output_are_refused_by_name(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert main(argv(target_dir, data, output)) == 0
+    for change, named in (
+        ("optim.learning_rate=1e-3", "learning_rate"),
+        ("answers.max_new_tokens=9", "max_new_tokens"),
+    ):
+        capsys.readouterr()
+        assert main(argv(target_dir, data, output, change)) == 2
+        assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def state(step: int) -> RunState:
+    return RunState(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+def test_a_full_disk_leaves_the_last_resume_point(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.pt"
+    save_state(state(3), path)
+
+    def half(value: Any, handle: Any) -> None:
+        handle.write(b"half")
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half)
+        with pytest.raises(UserError, match="cannot save the run"):
+            save_state(state(4), path)
+    loaded = load_state(path, {"a": 1})
+    assert loaded is not None and loaded.step == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_corrupt_resume_point_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "state.pt").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="not a resume point"):
+        load_state(tmp_path / "state.pt", {})
+
+
+def test_the_first_difference_is_named_by_its_path() -> None:
+    assert first_difference({"a": {"b": 1}}, {"a": {"b": 2}}) == "a.b: 1, now 2"
+    assert first_difference({"a": 1}, {"a": 1, "c": 3}) == "c: None, now 3"
+    assert first_difference({"a": [1]}, {"a": [1]}) is None
+
+
+# ---- W&B -------------------------------------------------------------------------------------------------------
+
+
+def test_wandb_logs_offline_when_asked(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny", "optim.steps=2")) == 0
+    assert list((tmp_path / "run/work/wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_missing_wandb_names_its_extra(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny")) == 2
+    assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,86 @@
+"""Slot weights and the weighted, frozen-head loss against plain float64 formulas."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from train.blocks import Blocks
+from train.config import LossKnobs
+from train.losses import decay_weights, dpace_weights, draft_loss
+
+B, A, S, D, V = 2, 3, 5, 8, 37
+
+
+def blocks(seed: int = 0) -> Blocks:
+    g = torch.Generator().manual_seed(seed)
+    supervised = torch.ones(B, A, S, dtype=torch.bool)
+    supervised[:, :, 0] = False
+    supervised[0, 1, 3:] = False
+    supervised[1, 2] = False
+    valid = torch.ones(B, A, dtype=torch.bool)
+    valid[1, 2] = False
+    labels = torch.randint(0, V, (B, A, S), generator=g).masked_fill(~supervised, 0)
+    return Blocks(torch.zeros(B, A, dtype=torch.long), valid, labels.clone(), labels.clone(), labels, supervised)
+
+
+def test_decay_weights_are_the_paper_s() -> None:
+    assert decay_weights(4, 7.0).tolist() == pytest.approx([math.exp(-k / 7) for k in range(4)])
+
+
+def test_dpace_is_the_sum_of_the_chances_to_get_that_far() -> None:
+    losses = torch.rand(6, 4) * 3
+    supervised = torch.ones(6, 4, dtype=torch.bool)
+    supervised[2, 2:] = False
+    weights = dpace_weights(losses, supervised, alpha=0.5)
+    for row in range(6):
+        n = int(supervised[row].sum())
+        q = [0.5 * math.exp(-losses[row, i].item()) + 0.5 for i in range(n)]
+        for j in range(n):
+            assert weights[row, j].item() == pytest.approx(sum(math.prod(q[: m + 1]) for m in range(j, n)), rel=1e-5)
+        assert not weights[row, n:].any()
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_the_loss_and_its_gradient_are_the_weighted_mean_over_supervised_slots(kind: str) -> None:
+    b = blocks()
+    head = torch.randn(V, D)
+    hidden = torch.randn(B, A * S, D, requires_grad=True)
+    knobs = LossKnobs(weights=kind, head_rows=3)
+    result = draft_loss(hidden, b, head, knobs, gamma=2.0)
+    result.loss.backward()
+
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ head.double().T
+    ce = F.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), reduction="none").view(B, A, S)[:, :, 1:]
+    supervised = b.supervised[:, :, 1:]
+    if kind == "decay":
+        weights = decay_weights(S - 1, 2.0).double().expand(B, A, -1) * supervised
+    else:
+        weights = dpace_weights(ce, supervised, 0.5).double()
+    expected = (weights * ce).sum() / weights.sum()
+    expected.backward()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(hidden.grad.double(), exact.grad, atol=1e-6)
+    assert result.rows == int(supervised.sum())
+    slot_zero = hidden.grad.view(B, A, S, D)[:, :, 0]
+    assert not slot_zero.any(), "the anchor slot's output is discarded"
+
+
+def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> None:
+    b = blocks()
+    head = torch.eye(V)
+    hidden = F.one_hot(b.labels, V).float() * 9  # every slot right
+    hidden[0, 0, 2] = -hidden[0, 0, 2]  # wrong at slot 2: one accepted
+    result = draft_loss(hidden.view(B, A * S, V), b, head, LossKnobs(), 4.0)
+    # blocks of row 0 accept 1, 2 (cut by its end) and 4; of row 1 4, 4 and none that is valid
+    assert result.acceptance_length.item() == pytest.approx(1 + (1 + 2 + 4 + 4 + 4) / 5)
+    assert result.slot_accuracy.tolist() == pytest.approx([1.0, 4 / 5, 1.0, 1.0])
+
+
+def test_a_batch_without_supervision_is_an_error() -> None:
+    b = blocks()
+    with pytest.raises(ValueError, match="no supervised slot"):
+        draft_loss(torch.randn(B, A * S, D), Blocks(b.anchor, b.valid, b.inputs, b.positions, b.labels,
+                                                    torch.zeros_like(b.supervised)), torch.randn(V, D), LossKnobs(), 4.0)  # fmt: skip
