@@ -85,7 +85,7 @@ def broken(tmp_path: Path, text: str) -> str:
         (["loss.weights=cubic"], "not one of decay, dpace"),
         (["optim.warmup=1.5"], "optim.warmup"),
         (["run.device=cuda:9"], "cuda:9"),
-        (["prompts.max_length=12"], "prompts.max_length"),
+        (["prompts.max_length=9"], "prompts.max_length"),
         (["--data", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
         (["--data", "MALFORMED"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
@@ -109,7 +109,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     if change[0] == "--target":
         arguments[1] = change[1]
     elif change[0] == "--data":
-        arguments[3], arguments = change[1], [*arguments, *change[2:]]
+        arguments[3] = change[1]
+        arguments += change[2:]
     else:
         arguments = [*arguments, *change]
     assert main(arguments) == 2

@@ -81,6 +81,6 @@ def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> No
 
 def test_a_batch_without_supervision_is_an_error() -> None:
     b = blocks()
+    nothing = Blocks(b.anchor, b.valid, b.inputs, b.positions, b.labels, torch.zeros_like(b.supervised))
     with pytest.raises(ValueError, match="no supervised slot"):
-        draft_loss(torch.randn(B, A * S, D), Blocks(b.anchor, b.valid, b.inputs, b.positions, b.labels,
-                                                    torch.zeros_like(b.supervised)), torch.randn(V, D), LossKnobs(), 4.0)  # fmt: skip
+        draft_loss(torch.randn(B, A * S, D), nothing, torch.randn(V, D), LossKnobs(), 4.0)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,8 @@ class Schedule:
 
 
 def _generator(seed: int, stream: int, index: int) -> torch.Generator:
-    return torch.Generator().manual_seed(((seed * 4 + stream) << 40) + index)
+    # hashed to 32 bits: the generator ignores the rest of a seed
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{stream}/{index}".encode()))
 
 
 def learning_rate_factor(step: int, total: int, warmup: float) -> float:
@@ -207,9 +209,7 @@ def make_optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.optim.learning_rate, fused=drafter.device.type == "cuda")
 
 
-def log_values(
-    result: DraftLoss, norm: Tensor, optimizer: torch.optim.Optimizer, epoch: float
-) -> dict[str, Any]:
+def log_values(result: DraftLoss, norm: Tensor, optimizer: torch.optim.Optimizer, epoch: float) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     return {
         "loss": float(result.loss.detach()),
