@@ -1,16 +1,21 @@
 """One progress bar for every long stage: done/total, rate in the stage's own unit, time left."""
 
+import time
+
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+PLAIN_EVERY_S = 10.0  # how often a stage speaks up where no bar can be drawn
+
 
 class Progress:
-    """A context manager around one bar on stderr. `advance` moves it; `note` shows a running figure beside it."""
+    """A context manager around one bar on stderr; in a log file, a plain line every few seconds instead."""
 
     def __init__(self, stage: str, total: int, unit: str = "it") -> None:
         self._unit = unit
         self._units = 0.0
+        self._console = rich.console.Console(stderr=True)
         self._bar = RichProgress(
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=20),
@@ -19,9 +24,10 @@ class Progress:
             TimeRemainingColumn(),
             TextColumn("left"),
             TextColumn("{task.fields[note]}"),
-            console=rich.console.Console(stderr=True),
+            console=self._console,
         )
         self._task = self._bar.add_task(stage, total=total, rate="", note="")
+        self._spoke = time.monotonic()
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -33,12 +39,18 @@ class Progress:
     def advance(self, done: int = 1, units: float | None = None, note: str | None = None) -> None:
         """Move by `done`; `units` is how much work that was in the bar's unit (default: `done`)."""
         self._units += done if units is None else units
-        elapsed = self._bar.tasks[self._task].elapsed or 0.0
-        rate = f"{self._units / elapsed:.1f} {self._unit}/s" if elapsed > 0 else ""
+        task = self._bar.tasks[self._task]
+        rate = f"{self._units / task.elapsed:.1f} {self._unit}/s" if task.elapsed else ""
         if note is not None:
             self._bar.update(self._task, note=note)
         self._bar.update(self._task, advance=done, rate=rate)
+        if not self._console.is_terminal and time.monotonic() - self._spoke > PLAIN_EVERY_S and not task.finished:
+            self._spoke = time.monotonic()
+            left = "?" if task.time_remaining is None else f"{task.time_remaining:.0f} s"
+            self.print(
+                f"{task.description} {task.completed:.0f}/{task.total:.0f} {rate} {left} left {task.fields['note']}"
+            )
 
     def print(self, message: str) -> None:
         """A line above the bar."""
-        self._bar.console.print(message, markup=False, highlight=False)
+        self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
