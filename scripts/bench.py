@@ -134,7 +134,7 @@ def main() -> None:
             "dflash_toolkit": dflash_toolkit.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__, "python": platform.python_version(),
         },
-        "command": "python " + " ".join(sys.argv),
+        "command": "python scripts/bench.py " + " ".join(sys.argv[1:]).partition(" --output")[0],
         "training": time_training(
             target, drafter, arguments.length, arguments.rows, arguments.anchors, arguments.repeats
         ),
