@@ -42,7 +42,7 @@ bench: $(READY)  ## time of a training step and of decoding on this machine's de
 test-peers: $(READY) ## the demo's checkpoint in z-lab's own client must decode the same (run `make demo` first)
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
-	.venv-peers/bin/python -m pip install --quiet dflash==0.1.0
+	.venv-peers/bin/python -m pip install --quiet 'dflash[local]==0.1.0'
 	DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
 
 clean:           ## remove what the commands above made

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 PEER = os.environ.get("DFLASH_PEERS_PYTHON")
 TARGET = Path(os.environ.get("DFLASH_PEERS_TARGET", ROOT / "demo/target"))
 DRAFTER = Path(os.environ.get("DFLASH_PEERS_DRAFTER", ROOT / "demo/drafter"))
-PROMPTS, MAX_NEW_TOKENS = 8, 64
+PROMPTS, MAX_NEW_TOKENS = 8, 80  # with the demo, two answers end by the stop token and six at the limit
 
 
 @dataclass(frozen=True, slots=True)
