@@ -1,1 +1,1 @@
-"""dflash-serve: a target and its drafter behind an OpenAI-compatible endpoint."""
+"""dflash-serve: an OpenAI-compatible server for a target and its drafter."""

@@ -1,273 +1,244 @@
-"""The HTTP side: OpenAI's routes over an `Engine`. Everything that fails leaves in OpenAI's error form."""
+"""The HTTP side: routes, who may use them, and every error in OpenAI's form."""
 
-import contextlib
+import asyncio
 import hmac
-import json
+import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from dflash_toolkit import UserError
+from dflash_toolkit.config import UserError
+from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.prompts import encode_chat
 
-from .engine import Chunk, Engine
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
-from .text import Detokenizer, StopScanner
+from .answer import Answer
+from .engine import Engine, EngineClosedError
+from .metrics import CONTENT_TYPE, Metrics
+from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from .replies import DONE, Replies, event
 
-BODY_LIMIT = 4 * 2**20  # bytes
-
-
-@dataclass(slots=True)
-class Answer:
-    """One request on its way: what to decode, and what has been decoded."""
-
-    id: str
-    prompt_ids: list[int]
-    request: GenerationRequest
-    max_new_tokens: int
-    chat: bool
-    created: int = field(default_factory=lambda: int(time.time()))
-    completion_tokens: int = 0
-    finish_reason: str | None = None
-    last: Chunk | None = None
-
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object, and what the drafter brought."""
-        last = self.last or Chunk([], None)
-        return {
-            "prompt_tokens": len(self.prompt_ids),
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": len(self.prompt_ids) + self.completion_tokens,
-            "dflash": {
-                "verify_steps": last.verify_steps,
-                "drafted": last.drafted,
-                "accepted": last.accepted,
-                "acceptance_length": round(last.committed / last.verify_steps, 4) if last.verify_steps else None,
-            },
-        }
+MAX_BODY = 4 * 1024 * 1024  # bytes
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for an answer that nobody waits for
+T = TypeVar("T")
+log = logging.getLogger("dflash_toolkit.serve")
 
 
-class Metrics:
-    """Prometheus counters of one app."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"dflash_{name}", text, registry=self.registry)
-
-        self.requests = counter("requests", "Requests answered, completely or not")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
-        self.generated_tokens = counter("generated_tokens", "Tokens generated")
-        self.verify_steps = counter("verify_steps", "Verification steps")
-        self.accepted_tokens = counter("accepted_tokens", "Drafted tokens accepted")
-
-    def count(self, answer: Answer) -> None:
-        """Add a request that has ended."""
-        last = answer.last or Chunk([], None)
-        self.requests.inc()
-        self.prompt_tokens.inc(len(answer.prompt_ids))
-        self.generated_tokens.inc(answer.completion_tokens)
-        self.verify_steps.inc(last.verify_steps)
-        self.accepted_tokens.inc(last.accepted)
-
-
-def create_app(engine: Engine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """The application; `model_name` is the only model it answers for."""
-    app = FastAPI(title="dflash-serve", docs_url=None, redoc_url=None, openapi_url=None)
+def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAPI:
+    """The application that serves `engine` as `model`; with `api_key` every route but /health asks for it."""
     metrics = Metrics()
-    card = {"id": model_name, "object": "model", "created": int(time.time()), "owned_by": "dflash-toolkit"}
+    service = _Service(engine, model, metrics)
+    card = {
+        "id": model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "dflash-toolkit",
+        "max_model_len": engine.context_limit,
+    }
 
     def authorise(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if api_key is not None and not hmac.compare_digest(given, api_key.encode()):
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
 
-    def check_model(name: str) -> None:
-        if name != model_name:
-            raise ApiError(
-                404, f"model {name!r} does not exist; this server has {model_name!r}", "model", "model_not_found"
-            )
+    open_routes, routes = APIRouter(), APIRouter(dependencies=[Depends(authorise)])
 
-    def start(request: GenerationRequest, prompt_ids: list[int], wanted: int | None, chat: bool) -> Answer:
-        limit = engine.target.context_limit
-        if not prompt_ids:
-            raise ApiError(400, "the prompt is empty", "messages" if chat else "prompt")
-        if len(prompt_ids) >= limit:
-            raise ApiError(
-                400, f"the prompt has {len(prompt_ids)} tokens; the context limit is {limit} and an answer needs one",
-                "messages" if chat else "prompt", "context_length_exceeded",
-            )  # fmt: skip
-        room = limit - len(prompt_ids)
-        prefix = "chatcmpl-" if chat else "cmpl-"
-        return Answer(prefix + uuid.uuid4().hex, prompt_ids, request, min(wanted or room, room), chat)
+    @open_routes.get("/health")
+    async def health() -> Response:
+        return Response()
 
-    async def pieces(answer: Answer) -> AsyncGenerator[str, None]:
-        """Text as it becomes safe to send; fills the answer's counts and finish reason."""
-        tokenizer, request = engine.target.tokenizer, answer.request
-        text, scanner = Detokenizer(tokenizer), StopScanner(request.stops())
-        chunks = engine.generate(answer.prompt_ids, request.sampling(answer.max_new_tokens))
+    @routes.get("/metrics")
+    async def render_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @routes.get("/v1/models/{name:path}")  # names like `Qwen/Qwen3-8B`
+    async def one_model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(card)
+
+    @routes.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = ChatRequest.parse(await read_body(request))
+        service.check_model(body.model)
+        thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
         try:
-            async for chunk in chunks:
-                answer.last = chunk
-                answer.completion_tokens += len(chunk.tokens)
-                answer.finish_reason = chunk.finish_reason
-                piece = scanner.push(text.push(chunk.tokens))
-                if not scanner.stopped and chunk.finish_reason is not None:
-                    piece += scanner.push(text.flush(), last=True)
-                if scanner.stopped:
-                    answer.finish_reason = "stop"
-                yield piece  # empty too: each one is a chance to notice that the client has gone
-                if scanner.stopped:
-                    return
-        finally:
-            await chunks.aclose()
-            metrics.count(answer)
-
-    async def respond(http: Request, answer: Answer) -> Response:
-        answer.request.stops(), answer.request.sampling(answer.max_new_tokens)  # refuse before the first byte
-        if answer.request.stream:
-            return StreamingResponse(events(answer, model_name, pieces(answer)), media_type="text/event-stream")
-        text = []
-        async with contextlib.aclosing(pieces(answer)) as parts:  # closing it stops the decoding
-            async for piece in parts:
-                text.append(piece)
-                if await http.is_disconnected():
-                    break
-        return JSONResponse(whole(answer, model_name, "".join(text)))
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(http: Request) -> Response:
-        authorise(http)
-        request: ChatRequest = parse(ChatRequest, await read_json(http))
-        check_model(request.model)
-        try:
-            prompt_ids = encode_chat(engine.target.tokenizer, [m.plain() for m in request.messages])
+            ids = encode_chat(engine.tokenizer, [message.plain() for message in body.messages], thinking)
         except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
-        wanted = request.max_completion_tokens or request.max_tokens
-        return await respond(http, start(request, prompt_ids, wanted, chat=True))
+            raise ApiError(400, str(error), param="messages") from error
+        return await service.respond(request, body, ids, Replies("chat", model, body.include_usage))
 
-    @app.post("/v1/completions")
-    async def completions(http: Request) -> Response:
-        authorise(http)
-        request: CompletionRequest = parse(CompletionRequest, await read_json(http))
-        check_model(request.model)
-        prompt = request.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            if len(prompt) > 1:
-                raise ApiError(400, "this server takes one prompt a request", "prompt", "unsupported_parameter")
-            prompt = prompt[0]
-        prompt_ids = list(engine.target.tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt
-        rows = engine.target.embedding.num_embeddings
-        if any(not 0 <= int(token) < rows for token in prompt_ids):
-            raise ApiError(400, f"a token id of the prompt is outside 0..{rows - 1}", "prompt")
-        return await respond(http, start(request, prompt_ids, request.max_tokens or 16, chat=False))  # type: ignore[arg-type]
+    @routes.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = CompletionRequest.parse(await read_body(request))
+        service.check_model(body.model)
+        ids = list(engine.tokenizer.encode(body.prompt)) if isinstance(body.prompt, str) else body.prompt
+        return await service.respond(request, body, ids, Replies("text", model, body.include_usage))
 
-    @app.get("/v1/models")
-    async def models(http: Request) -> dict[str, Any]:
-        authorise(http)
-        return {"object": "list", "data": [card]}
+    async def refuse(request: Request, error: Any) -> Response:
+        metrics.refused()
+        return _error_response(error)
 
-    @app.get("/v1/models/{name:path}")
-    async def model(http: Request, name: str) -> dict[str, Any]:
-        authorise(http)
-        check_model(name)
-        return card
+    async def no_such_route(request: Request, error: Any) -> Response:
+        message = f"no such path: {request.url.path}"
+        return await refuse(request, ApiError(404, message, code="not_found"))
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def wrong_method(request: Request, error: Any) -> Response:
+        message = f"{request.method} is not allowed for {request.url.path}"
+        response = await refuse(request, ApiError(405, message, code="method_not_allowed"))
+        response.headers.update(error.headers or {})  # Allow
+        return response
 
-    @app.get("/metrics")
-    async def prometheus(http: Request) -> Response:
-        authorise(http)
-        return PlainTextResponse(generate_latest(metrics.registry))
+    async def failed(request: Request, error: Exception) -> Response:
+        return _error_response(_as_api_error(error))
 
-    _install_error_forms(app)
+    # no schema routes, so that every path that is not listed above is a 404 in OpenAI's form
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.include_router(open_routes)
+    app.include_router(routes)
+    app.add_exception_handler(ApiError, refuse)
+    app.add_exception_handler(404, no_such_route)
+    app.add_exception_handler(405, wrong_method)
+    app.add_exception_handler(EngineClosedError, failed)
+    app.add_exception_handler(Exception, failed)  # starlette raises it again, so the traceback is logged
     return app
 
 
-def _install_error_forms(app: FastAPI) -> None:
-    def as_response(error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, status_code=error.status)
+class _Service:
+    """What both endpoints do once they have token ids."""
 
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return as_response(error)
+    def __init__(self, engine: Engine, model: str, metrics: Metrics) -> None:
+        self._engine, self._model, self._metrics = engine, model, metrics
 
-    @app.exception_handler(404)
-    async def unknown_path(http: Request, _: Exception) -> JSONResponse:
-        return as_response(ApiError(404, f"no such path: {http.url.path}", code="unknown_url"))
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) for a name that is not served."""
+        if name != self._model:
+            message = f"the model {name!r} does not exist; this server has {self._model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    @app.exception_handler(405)
-    async def wrong_method(http: Request, _: Exception) -> JSONResponse:
-        return as_response(
-            ApiError(405, f"{http.method} is not allowed for {http.url.path}", code="method_not_allowed")
-        )
+    async def respond(self, request: Request, body: GenerationRequest, ids: list[int], replies: Replies) -> Response:
+        """Decode `ids` and answer, at once or as events. Raises ApiError (400) for a prompt that cannot be."""
+        param = "messages" if replies.kind == "chat" else "prompt"
+        room = self._engine.context_limit - len(ids)
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param=param)
+        if room < 1:
+            message = (
+                f"the prompt has {len(ids)} tokens; the context limit is {self._engine.context_limit} tokens "
+                f"and an answer needs at least one"
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        if not 0 <= min(ids) <= max(ids) < self._engine.vocabulary:
+            raise ApiError(400, f"token ids must be in 0..{self._engine.vocabulary - 1}", param=param)
 
-    @app.exception_handler(Exception)
-    async def internal(_: Request, error: Exception) -> JSONResponse:
-        return as_response(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+        answer = Answer(self._engine.tokenizer, len(ids), body.stop or ())
+        pieces = self._pieces(answer, ids, body.sampling(room))
+        if body.stream:
+            return EventResponse(self._events(pieces, answer, replies))
+        text = await _unless_disconnected(request, _join(pieces))
+        if text is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(replies.whole(text, answer.finish_reason, answer.usage()))
+
+    async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[str]:
+        """The answer's text as it comes, counted however it ends."""
+        outcome = "disconnected"
+        try:
+            with self._metrics.waiting.track_inprogress():
+                async with aclosing(self._engine.decode(ids, params)) as steps:
+                    async for progress in steps:
+                        if piece := answer.add(progress):
+                            yield piece
+                        if answer.finish_reason is not None:
+                            outcome = answer.finish_reason
+                            break
+        except Exception:
+            outcome = "error"
+            raise
+        finally:
+            self._metrics.ended(answer, outcome)
+
+    async def _events(self, pieces: AsyncGenerator[str], answer: Answer, replies: Replies) -> AsyncGenerator[bytes]:
+        try:
+            for chunk in replies.opening():
+                yield event(chunk)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield event(replies.piece(piece))
+            for chunk in replies.closing(answer.finish_reason, answer.usage()):
+                yield event(chunk)
+            yield DONE
+        except Exception as error:  # the status has been sent, so the error can only be an event
+            if not isinstance(error, EngineClosedError):
+                log.exception("a streamed answer failed")
+            yield event(_as_api_error(error).body())
 
 
-async def read_json(http: Request) -> Any:
-    """The body as JSON. Raises ApiError: too long (by its header or by counting), or not JSON."""
-    too_long = ApiError(413, f"the request body is longer than {BODY_LIMIT} bytes", code="request_too_large")
-    length = http.headers.get("content-length", "")
-    if length.isdigit() and int(length) > BODY_LIMIT:
+class EventResponse(StreamingResponse):
+    """A streaming response that ends its generator, and so the decoding, when it is over for any reason."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()  # a response cancelled while it sends leaves its generator suspended
+
+
+async def read_body(request: Request) -> bytes:
+    """The request body. Raises ApiError as soon as it is longer than MAX_BODY bytes, or when the client leaves."""
+    too_long = ApiError(413, f"the request body is longer than {MAX_BODY} bytes", code="request_too_large")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY:
         raise too_long
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > BODY_LIMIT:
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before it had sent its request")
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY:  # a chunked body does not announce its length
             raise too_long
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def _join(pieces: AsyncGenerator[str]) -> str:
+    return "".join([piece async for piece in pieces])
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None when the client left first; `work` is then cancelled."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the request body is not valid JSON: {error}") from error
-
-
-def whole(answer: Answer, model: str, text: str) -> dict[str, Any]:
-    """A response that is not streamed."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
-    choice |= {"message": {"role": "assistant", "content": text}} if answer.chat else {"text": text}
-    kind = "chat.completion" if answer.chat else "text_completion"
-    head = {"id": answer.id, "object": kind, "created": answer.created, "model": model}
-    return head | {"choices": [choice], "usage": answer.usage()}
-
-
-async def events(answer: Answer, model: str, pieces: AsyncGenerator[str, None]) -> AsyncGenerator[str]:
-    """Server-sent events: text, the finish reason, usage when asked for, `[DONE]`."""
-    kind = "chat.completion.chunk" if answer.chat else "text_completion"
-    head = {"id": answer.id, "object": kind, "created": answer.created, "model": model}
-
-    def event(text: str | None, finish: str | None = None, role: bool = False) -> str:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        if answer.chat:
-            choice["delta"] = ({"role": "assistant"} if role else {}) | ({} if text is None else {"content": text})
-        else:
-            choice["text"] = text or ""
-        return f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
-
-    try:
-        if answer.chat:
-            yield event("", role=True)
-        async for piece in pieces:
-            if piece:
-                yield event(piece)
-        yield event(None, finish=answer.finish_reason)
-        options = answer.request.stream_options
-        if options is not None and options.include_usage:
-            yield f"data: {json.dumps(head | {'choices': [], 'usage': answer.usage()})}\n\n"
-        yield "data: [DONE]\n\n"
-    except Exception as error:  # the status line is out: the error becomes the last event
-        yield f"data: {json.dumps(ApiError(500, f'internal error: {type(error).__name__}').body)}\n\n"
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
-        await pieces.aclose()
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, "the server is shutting down", code="server_shutting_down")
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
+
+
+def _error_response(error: ApiError) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return JSONResponse(error.body(), error.status, headers)

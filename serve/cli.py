@@ -1,80 +1,91 @@
-"""dflash-serve: put a target and its drafter behind an OpenAI-compatible endpoint."""
+"""dflash-serve: an OpenAI-compatible server for a target and its drafter."""
 
-import socket
-import sys
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from dflash_toolkit import Target, UserError, load_drafter
-from dflash_toolkit.checkpoint import check_fits
-from dflash_toolkit.config import knob, parse_cli, run_command
+import transformers
+
+from dflash_toolkit.checkpoint import check_fits, load_drafter
+from dflash_toolkit.config import UserError, knob, parse_cli, run_command
+from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.target import Target, load_config
+
+PROG = "dflash-serve"
+DESCRIPTION = """\
+Serve a target over OpenAI's API, with a drafter that makes it faster and changes nothing else. Without a drafter
+the same server decodes plainly. Requests are answered one at a time, in the order of arrival."""
+EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client")  # what `dflash-toolkit[serve]` installs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
-    """One server."""
+    """The knobs of `dflash-serve`."""
 
-    target: str = knob(help="Hugging Face id or directory of the model to serve")
-    drafter: str | None = knob(None, "its DFlash drafter; without one the target decodes plainly")
-    host: str = knob("127.0.0.1", "address to listen on")
-    port: int = knob(8000, "port; 0 takes a free one")
-    device: str = knob("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: str = knob("auto", "compute type", choices=("auto", "bfloat16", "float16", "float32"))
-    api_key: str | None = knob(None, "clients must send it as a bearer token")
-    served_model_name: str | None = knob(None, "the name clients use (default: the target's)")
+    target: str = knob(help="the target: Hugging Face id or directory")
+    drafter: str | None = knob(None, "the drafter: Hugging Face id or directory (default: decode plainly)")
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface")
+    port: int = knob(8000, "port to listen on; 0 takes a free one")
+    device: str = knob("auto", "auto, cpu or cuda")
+    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
+    served_model_name: str | None = knob(None, "name for clients (default: the id, or the directory's name)")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
+        for name in ("host", "api_key", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty")
+
+    @property
+    def model(self) -> str:
+        """The name clients ask for."""
+        directory = Path(self.target)
+        return self.served_model_name or (directory.resolve().name if directory.is_dir() else self.target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program. Exit codes: 0 stopped, 2 a mistake (one line)."""
-    description = "Serve TARGET, drafted by DRAFTER, behind OpenAI's API. The output is the target's own."
-    return run_command(lambda: serve(parse_cli(ServeConfig, argv, "dflash-serve", description)))
+    """Run the command; returns its exit code."""
+    transformers.utils.logging.disable_progress_bar()  # errors are one line
+    return run_command(lambda: _run(parse_cli(ServeConfig, argv, PROG, DESCRIPTION)))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises UserError: port in use, no such host, not allowed."""
+def _run(config: ServeConfig) -> None:
+    _require_extra()
+    from .app import create_app
+    from .engine import Engine
+    from .server import Server, listen, url_of
+
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
-        ) from error
-    return listener
-
-
-def serve(config: ServeConfig) -> int:
-    """Bind, load, serve until interrupted."""
-    try:
-        import uvicorn
-
-        from .app import create_app
-        from .engine import Engine
-    except ImportError as error:
-        raise UserError(f"dflash-serve needs {error.name}: pip install 'dflash-toolkit[serve]'") from error
-
-    listener = bind(config.host, config.port)  # before the weights: a port in use should not cost a minute
-    target = Target.load(config.target, config.device, config.dtype)
-    drafter = None
-    if config.drafter is not None:
-        drafter = load_drafter(config.drafter, target.device, target.dtype)
-        check_fits(drafter.config, target.config, target.embedding.num_embeddings)
-    name = config.served_model_name or config.target
-    app = create_app(Engine(target, drafter), name, config.api_key)
-    host, port = listener.getsockname()[:2]
-    block = f"drafter {config.drafter}, block {drafter.config.block_size}" if drafter else "no drafter"
-    dtype = str(target.dtype).removeprefix("torch.")
-    print(f"serving {name} on http://{host}:{port}/v1 ({target.device}, {dtype}, {block})", file=sys.stderr, flush=True)
-    try:
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run(sockets=[listener])
+        # what can be wrong is looked at before the target's weights, which take longest
+        with listen(config.host, config.port) as listener:
+            target, drafter = _load(config)
+            engine = Engine(target, drafter)
+            drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
+            place = f"{str(target.dtype).removeprefix('torch.')} on {target.device}"
+            line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
+            app = create_app(engine, config.model, config.api_key)
+            Server(app, ready=lambda: print(line, flush=True), stop=engine.close).run(sockets=[listener])
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-    return 0
+        pass  # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again
+
+
+def _require_extra() -> None:
+    """Raises UserError unless everything that only the server needs is installed."""
+    for package in EXTRA:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{package} is not installed; install it with: pip install 'dflash-toolkit[serve]'")
+
+
+def _load(config: ServeConfig) -> tuple[Target, Drafter | None]:
+    if config.drafter is None:
+        return Target.load(config.target, config.device, config.dtype), None
+    drafter = load_drafter(config.drafter)
+    check_fits(drafter.config, load_config(config.target))
+    target = Target.load(config.target, config.device, config.dtype)
+    return target, drafter.to(target.device, target.dtype)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The seam between the endpoint and whatever decodes: one async method that yields tokens as they are committed.
+"""The seam between HTTP and decoding: one request at a time, in the order of arrival, on one worker thread.
 
-This engine runs one request at a time, in order of arrival, on one worker thread over `decode.stream`. A batched
-runtime replaces it behind the same method.
+This is the part that a batched runtime replaces. The server uses the names of `Engine` below and nothing else of
+the model, so a replacement offers the same four and may run as many requests together as it likes.
 """
 
 import asyncio
@@ -9,82 +9,97 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-from dflash_toolkit import Drafter, SamplingParams, Target, stream
-from dflash_toolkit.decode import FinishReason
+from dflash_toolkit.decode import FinishReason, SamplingParams, Step, stream
+from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.target import Target
+
+
+class EngineClosedError(Exception):
+    """The server is shutting down; the answer will not be finished."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one step (or the prefill) committed, and the request's totals so far."""
+class Progress:
+    """What one call of the model added to an answer."""
 
-    tokens: list[int]
+    tokens: tuple[int, ...]  # the stop token included
+    step: Step | None  # None: the prefill, which verifies nothing
     finish_reason: FinishReason | None
-    verify_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    committed: int = 0  # tokens committed by verify steps, without the prefill's
 
 
 class Engine:
-    """A target, its drafter and the thread they run on."""
+    """Decodes prompts with a target and, unless it is None, a drafter on the same device.
+
+    Attributes:
+        tokenizer: the target's.
+        context_limit: prompt and answer together, in tokens.
+        vocabulary: prompt ids must be below this.
+    """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
-        self.target = target
-        self.drafter = drafter
-        # one thread: requests wait in its queue first come first served, the event loop stays free
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self.tokenizer: Any = target.tokenizer
+        self.context_limit = target.context_limit
+        self.vocabulary = target.embedding.num_embeddings
+        self._target, self._drafter = target, drafter
+        self._closed = threading.Event()
+        # one thread, so its queue is the order of requests and the model never runs twice at once
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> AsyncGenerator[Chunk, None]:
-        """Decode one request; closing the iterator stops it at the next step.
+    async def decode(self, prompt_ids: list[int], params: SamplingParams) -> AsyncGenerator[Progress]:
+        """Decode one prompt, yielding after every call of the model until one carries a `finish_reason`.
+
+        Decoding does not wait for the consumer, so a client that reads slowly holds up nobody. A consumer that
+        leaves (`aclose`, or its task is cancelled) stops it at the next step, or before it began.
 
         Raises:
-            UserError: whatever `decode.stream` refuses.
+            EngineClosedError: `close` was called before the answer was finished.
+            Exception: whatever the model raised.
         """
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
-        cancelled = threading.Event()
+        news: asyncio.Queue[Progress | Exception] = asyncio.Queue()
+        abandoned = threading.Event()
 
-        def publish(item: Chunk | BaseException) -> None:
-            loop.call_soon_threadsafe(chunks.put_nowait, item)
+        def tell(item: Progress | Exception) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, item)
 
-        job = self._worker.submit(self._decode, prompt_ids, params, cancelled, publish)
+        job = self._worker.submit(self._run, prompt_ids, params, tell, abandoned)
         try:
             while True:
-                item = await chunks.get()
-                if isinstance(item, BaseException):
+                item = await news.get()
+                if isinstance(item, Exception):
                     raise item
                 yield item
                 if item.finish_reason is not None:
                     return
         finally:
-            cancelled.set()
-            job.cancel()  # if it is still waiting in the queue
+            abandoned.set()
+            job.cancel()  # does nothing to a job that has begun
 
-    def _decode(
+    def close(self) -> None:
+        """End every answer, running or queued, with EngineClosedError at the next step."""
+        self._closed.set()
+
+    def _run(
         self,
         prompt_ids: list[int],
         params: SamplingParams,
-        cancelled: threading.Event,
-        publish: Callable[[Chunk | BaseException], None],
+        tell: Callable[[Progress | Exception], None],
+        abandoned: threading.Event,
     ) -> None:
-        sent = drafted = accepted = committed = 0
+        """In the worker thread, from the first step to the last: `stream` is bound to the thread that runs it."""
+        told = 0
         try:
-            for generation in stream(self.target, self.drafter, prompt_ids, params):
-                if cancelled.is_set():
+            if self._closed.is_set():
+                raise EngineClosedError
+            for generation in stream(self._target, self._drafter, prompt_ids, params):
+                if abandoned.is_set():
                     return
-                if generation.steps:
-                    step = generation.steps[-1]
-                    drafted += step.drafted
-                    accepted += step.accepted
-                    committed += len(step.tokens)
-                tokens = generation.tokens[sent:]
-                sent += len(tokens)
-                steps = len(generation.steps)
-                publish(Chunk(tokens, generation.finish_reason, steps, drafted, accepted, committed))
-        except BaseException as error:
-            publish(error)  # raised where the request is awaited
-
-    def close(self) -> None:
-        """Let the worker go; a request in progress ends at its next step because its iterator is closed."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+                if self._closed.is_set():
+                    raise EngineClosedError
+                step = generation.steps[-1] if generation.steps else None
+                tell(Progress(tuple(generation.tokens[told:]), step, generation.finish_reason))
+                told = len(generation.tokens)
+        except Exception as error:  # it belongs to whoever waits for this answer
+            tell(error)

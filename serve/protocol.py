@@ -1,138 +1,219 @@
-"""OpenAI's request bodies, as far as this server honours them, and OpenAI's form of an error."""
+"""What a client may send: the OpenAI request bodies, and the one error form in which everything else is refused.
+
+Types are strict (`"max_tokens": "5"` is an error). A parameter that would change the answer and that this server
+does not implement is refused by name; one that would not (`user`, `metadata`, ...) is ignored.
+"""
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from dflash_toolkit import SamplingParams
+from dflash_toolkit.decode import SamplingParams
 
-# parameters that would change the answer, and the values at which they do not; anything else is refused by name
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "modalities": (["text"],),
-    "audio": (),
-}
+COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
+GREEDY_BELOW = 1e-5  # colder than this is greedy: logits / temperature would leave the range of fp32
 
 
 class ApiError(Exception):
-    """Leaves a handler as `{"error": {...}}` with an HTTP status."""
+    """An error the client sees as `{"error": {"message", "type", "param", "code"}}` with HTTP `status`."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
-        self.status = status
-        self.body = {
-            "error": {
-                "message": message,
-                "type": kinds.get(status, "invalid_request_error"),
-                "param": param,
-                "code": code,
-            }
-        }
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-class GenerationRequest(BaseModel):
-    """What both endpoints share. Unknown harmless keys (`user`, `metadata`, ...) are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    model: str
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    min_p: float | None = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = False
-
-    def stops(self) -> list[str]:
-        """Stop strings. Raises ApiError for an empty one or more than four."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > 4 or any(not s for s in stops):
-            raise ApiError(400, "stop takes at most 4 strings, none of them empty", "stop")
-        return stops
-
-    def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """Sampling parameters with OpenAI's defaults. Raises ApiError for a value outside its range."""
-        try:
-            return SamplingParams(
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=1.0 if self.top_p is None else self.top_p,
-                top_k=max(self.top_k or 0, 0),  # -1 also means all
-                min_p=self.min_p or 0.0,
-                seed=secrets.randbits(63) if self.seed is None else self.seed,
-                max_new_tokens=max_new_tokens,
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                ignore_eos=bool(self.ignore_eos),
-            )
-        except ValueError as error:
-            raise ApiError(400, str(error), str(error).split()[0]) from error
+class StreamOptions(_Strict):
+    include_usage: bool | None = False
 
 
-class TextPart(BaseModel):
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+class ChatMessage(_Strict):
+    """One turn. `developer` is OpenAI's newer word for `system`; chat templates know the older one."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: list[TextPart]
+    tool_calls: None = None  # refused, not dropped: without them the conversation would read differently
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_parts(cls, content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise ValueError("must be a string or a list of text parts")
+        return content
 
     def plain(self) -> dict[str, str]:
-        """The message as the chat template reads it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        """The message as chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class TemplateOptions(_Strict):
+    """`chat_template_kwargs`: only the switch of templates with a thinking mode."""
+
+    model_config = ConfigDict(extra="forbid")
+    enable_thinking: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What both endpoints share. `null` means the default, as it does for OpenAI."""
+
+    model_config = ConfigDict(extra="allow")  # what is not declared is looked up in `unsupported`
+
+    # parameter -> the values that ask for nothing; any other value is refused
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "n": (1,),
+        "presence_penalty": (0, 0.0),
+        "frequency_penalty": (0, 0.0),
+        "repetition_penalty": (1, 1.0),
+        "min_tokens": (0,),
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "prompt_logprobs": (),
+    }
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0 keep every token
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: list[str] | None = Field(None, max_length=4)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, stop: list[str] | None) -> list[str] | None:
+        if stop and "" in stop:
+            raise ValueError("a stop string must not be empty")
+        return stop
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Read a request body. Raises ApiError (400) that names the first parameter at fault."""
+        try:
+            request = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise _describe(error) from error
+        for name, harmless in cls.unsupported.items():
+            value = (request.model_extra or {}).get(name)
+            # by type too: for /v1/completions `logprobs: 0` asks for something and `false` does not
+            if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
+                message = f"`{name}` is not supported by this server; leave it out"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        return request
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def length(self, room: int) -> int:
+        """The most tokens of an answer, when the context has `room` for so many."""
+        return min(self.max_tokens or room, room)
+
+    def sampling(self, room: int) -> SamplingParams:
+        """How to decode; without a seed a random one is drawn."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            max_new_tokens=self.length(room),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    """The body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def length(self, room: int) -> int:
+        return min(self.max_completion_tokens or self.max_tokens or room, room)
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int]
+    """The body of POST /v1/completions: one prompt, as text or as token ids."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
+        "logprobs": (),
+        "echo": (False,),
+        "best_of": (1,),
+        "suffix": ("",),
+    }
+
+    prompt: str | list[int]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        token_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+        if not isinstance(prompt, str) and not token_ids:
+            raise ValueError("must be a string, a list of one string or a list of token ids")
+        if not prompt:
+            raise ValueError("must not be empty")
+        return prompt
+
+    def length(self, room: int) -> int:
+        return min(self.max_tokens or COMPLETION_TOKENS, room)
 
 
-def parse(model: type[Any], body: Any) -> Any:
-    """Validate a decoded JSON body. Raises ApiError that names the parameter."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the request body must be a JSON object")
-    for name, neutral in NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and not any(value == n and type(value) in (type(n), int, float) for n in neutral):
-            raise ApiError(400, f"{name}={value!r} is not supported by this server", name, "unsupported_parameter")
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        where = ".".join(str(part) for part in first["loc"])
-        raise ApiError(400, f"{where}: {first['msg']}", param) from error
+def _describe(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, with the parameter's place in OpenAI's notation."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON ({first['msg']})", code="invalid_json")
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{place}: {message}" if place else f"the body: {message}", param=place or None)

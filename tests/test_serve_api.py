@@ -1,250 +1,396 @@
-"""The endpoint over a real socket with the real OpenAI client."""
+"""The server as its clients see it: the real `openai` client over a real socket, on tiny models."""
 
+import concurrent.futures
+import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
-import openai
 import pytest
-import uvicorn
-from conftest import make_drafter, make_target
+from openai import APIError, APIStatusError, OpenAI
+from test_serve_engine import SlowSteps
 
+import serve.engine
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
+from dflash_toolkit.decode import Generation, stream
 from dflash_toolkit.prompts import encode_chat
-from serve.app import BODY_LIMIT, create_app
-from serve.cli import bind, main
+from serve.app import MAX_BODY, create_app
 from serve.engine import Engine
+from serve.server import Server, listen, url_of
 
-MESSAGES = [{"role": "user", "content": "hello"}]
-KEY = "secret"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[SimpleNamespace]:
-    target = make_target(limit=256)
-    drafter = make_drafter(target)
-    listener = bind("127.0.0.1", 0)
-    app = create_app(Engine(target, drafter), "tiny", KEY)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    yield SimpleNamespace(url=url, target=target, drafter=drafter)
-    server.should_exit = True
-    thread.join(timeout=10)
+MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
+LONG = {"ignore_eos": True}
 
 
-@pytest.fixture
-def client(served: SimpleNamespace) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0)
+@contextlib.contextmanager
+def serving(engine: Engine, **options: Any) -> Iterator[str]:
+    """The URL of a server that runs in a thread."""
+    ready = threading.Event()
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        url = url_of(listener)
+        thread.start()
+        try:
+            assert ready.wait(10)
+            yield url
+        finally:
+            server.should_exit = True
+            thread.join(10)
+    assert not thread.is_alive()
 
 
-def expected(target: Target, drafter: Drafter, ids: list[int], **params: object) -> tuple[str, object]:
-    result = generate(target, drafter, ids, SamplingParams(**params))  # type: ignore[arg-type]
-    return target.tokenizer.decode(result.tokens, skip_special_tokens=True), result
+@pytest.fixture(scope="session")
+def url(target: Target, drafter: Drafter) -> Iterator[str]:
+    with serving(Engine(target, drafter)) as url:
+        yield url
 
 
-def test_a_greedy_chat_answer_is_the_library_s_own(served: SimpleNamespace, client: openai.OpenAI) -> None:
-    ids = encode_chat(served.target.tokenizer, MESSAGES)
-    text, result = expected(served.target, served.drafter, ids, max_new_tokens=40)
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=40)
-    assert answer.choices[0].message.content == text
-    assert answer.choices[0].finish_reason == result.finish_reason
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), len(result.tokens))
-    dflash = answer.usage.model_dump()["dflash"]
-    assert dflash["verify_steps"] == len(result.steps)
-    assert dflash["drafted"] == sum(s.drafted for s in result.steps)
-    assert dflash["acceptance_length"] == pytest.approx(result.acceptance_length, abs=1e-4)
+def client_of(url: str, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
 
 
-def test_a_streamed_answer_joins_to_the_whole_one(client: openai.OpenAI) -> None:
-    ask = {"model": "tiny", "messages": MESSAGES, "temperature": 0.9, "seed": 5, "max_completion_tokens": 50}
-    whole = client.chat.completions.create(**ask)
-    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
-    assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
+@pytest.fixture(scope="session")
+def client(url: str) -> OpenAI:
+    return client_of(url)
 
 
-def test_a_seed_reproduces_and_no_seed_varies(client: openai.OpenAI) -> None:
-    def ask(**extra: int) -> str:
-        answer = client.completions.create(model="tiny", prompt="abc", temperature=1.5, max_tokens=24, **extra)
-        return answer.choices[0].text
-
-    assert ask(seed=3) == ask(seed=3)
-    assert len({ask() for _ in range(4)}) > 1
+def chat(client: OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "org/tiny", "messages": MESSAGES, "max_tokens": 40} | options)
 
 
-def test_completions_take_text_a_list_and_token_ids(served: SimpleNamespace, client: openai.OpenAI) -> None:
-    ids = served.target.tokenizer("abc").input_ids
-    text, _ = expected(served.target, served.drafter, ids, max_new_tokens=16)
-    for prompt in ("abc", ["abc"], ids):
-        answer = client.completions.create(model="tiny", prompt=prompt, temperature=0)
-        assert answer.choices[0].text == text
-    streamed = client.completions.create(model="tiny", prompt="abc", temperature=0, stream=True)
-    assert "".join(c.choices[0].text for c in streamed) == text
+def complete(client: OpenAI, **options: Any) -> Any:
+    return client.completions.create(**{"model": "org/tiny", "prompt": "The sky", "max_tokens": 40} | options)
 
 
-def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
-    ask = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 60}
-    full = client.completions.create(**ask).choices[0].text
-    stop = full[11:14]
-    cut = client.completions.create(**ask, stop=["never so", stop])
-    assert cut.choices[0].text == full[: full.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
-    pieces = client.completions.create(**ask, stop=stop, stream=True)
-    assert "".join(c.choices[0].text for c in pieces) == full[: full.index(stop)]
+def joined(chunks: Any) -> tuple[str, str | None, Any]:
+    """Text, finish reason and usage of a stream, of either endpoint."""
+    text, reason, usage = "", None, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert reason is None, "text after the finish reason"
+            text += (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+            reason = choice.finish_reason
+    return text, reason, usage
 
 
-def test_stop_token_ids_and_ignore_eos_are_honoured(served: SimpleNamespace, client: openai.OpenAI) -> None:
-    ids = served.target.tokenizer("abc").input_ids
-    _, result = expected(served.target, None, ids, max_new_tokens=30, ignore_eos=True)
-    extra = {"ignore_eos": True, "stop_token_ids": [result.tokens[9]]}
-    answer = client.completions.create(model="tiny", prompt=ids, temperature=0, max_tokens=30, extra_body=extra)
-    assert answer.usage.completion_tokens == result.tokens.index(result.tokens[9]) + 1
-    assert answer.choices[0].finish_reason == "stop"
+def text_of(target: Target, generation: Generation) -> str:
+    tokens = generation.tokens[:-1] if generation.finish_reason == "stop" else generation.tokens
+    return target.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_requests_sent_together_each_get_their_own_answer(served: SimpleNamespace, client: openai.OpenAI) -> None:
-    prompts = [f"prompt {i}" for i in range(6)]
-    with ThreadPoolExecutor(6) as pool:
-        asked = pool.map(lambda p: client.completions.create(model="tiny", prompt=p, temperature=0), prompts)
-    for prompt, answer in zip(prompts, asked, strict=True):
-        ids = served.target.tokenizer(prompt).input_ids
-        assert answer.choices[0].text == expected(served.target, served.drafter, ids, max_new_tokens=16)[0]
+# ---- answers -------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_stops_its_decoding(served: SimpleNamespace, client: openai.OpenAI) -> None:
-    def generated() -> float:
-        text = httpx.get(f"{served.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
-        return float(next(x for x in text.splitlines() if x.startswith("dflash_generated_tokens_total")).split()[1])
+def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, drafter: Drafter) -> None:
+    ids = encode_chat(target.tokenizer, MESSAGES)
+    expected = generate(target, drafter, ids, SamplingParams(max_new_tokens=40))
+    answer = chat(client, temperature=0)
+    assert answer.object == "chat.completion" and answer.model == "org/tiny" and answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == text_of(target, expected)
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(expected.tokens),
+        "total_tokens": len(ids) + len(expected.tokens),
+        "dflash": {
+            "verify_steps": len(expected.steps),
+            "drafted": sum(step.drafted for step in expected.steps),
+            "accepted": sum(step.accepted for step in expected.steps),
+            "acceptance_length": expected.acceptance_length,
+        },
+    }
 
-    before = generated()
-    extra = {"ignore_eos": True}
-    with client.completions.create(
-        model="tiny", prompt="leave", temperature=0, max_tokens=240, stream=True, extra_body=extra
-    ) as stream:
-        next(iter(stream))
-    client.completions.create(model="tiny", prompt="after", temperature=0, max_tokens=1)
-    assert generated() - before < 200
+
+def test_a_prompt_as_text_list_or_tokens_gives_the_same(client: OpenAI, target: Target, drafter: Drafter) -> None:
+    ids = target.tokenizer.encode("The sky")
+    expected = text_of(target, generate(target, drafter, ids, SamplingParams(max_new_tokens=16)))
+    for prompt in ("The sky", ["The sky"], ids):
+        answer = client.completions.create(model="org/tiny", prompt=prompt, temperature=0)
+        assert answer.object == "text_completion"
+        assert answer.choices[0].text == expected, "16 tokens is OpenAI's default"
 
 
-def test_models_health_and_metrics(served: SimpleNamespace, client: openai.OpenAI) -> None:
-    assert [m.id for m in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
-    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    assert (
-        "dflash_verify_steps_total"
-        in httpx.get(f"{served.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+def test_the_drafter_changes_the_statistics_only(client: OpenAI, target: Target) -> None:
+    drafted = chat(client, seed=3, max_tokens=24)
+    with serving(Engine(target, None)) as url:
+        plain = chat(client_of(url), seed=3, max_tokens=24)
+    assert plain.choices[0] == drafted.choices[0]
+    assert plain.usage.completion_tokens == drafted.usage.completion_tokens
+    assert plain.usage.dflash["drafted"] == 0 < drafted.usage.dflash["drafted"]
+    assert plain.usage.dflash["acceptance_length"] == 1.0
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, ask: Callable[..., Any], seed: int) -> None:
+    answer = ask(client, seed=seed)
+    choice = answer.choices[0]
+    whole = choice.message.content if ask is chat else choice.text
+    text, reason, usage = joined(ask(client, seed=seed, stream=True, stream_options={"include_usage": True}))
+    assert (text, reason, usage) == (whole, choice.finish_reason, answer.usage)
+    assert joined(ask(client, seed=seed, stream=True))[2] is None
+
+
+def test_sampling_parameters_reach_the_sampler(client: OpenAI, target: Target, drafter: Drafter) -> None:
+    ids = encode_chat(target.tokenizer, MESSAGES)
+    common = {"temperature": 1.0, "seed": 7, "max_new_tokens": 24}
+    plain = generate(target, drafter, ids, SamplingParams(**common))
+    stop = {"stop_token_ids": [plain.tokens[9]]}
+    for options in ({"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.4}, {"temperature": 0.5}, stop):
+        expected = text_of(target, generate(target, drafter, ids, SamplingParams(**common | options)))
+        assert expected != text_of(target, plain)
+        answer = chat(client, seed=7, max_tokens=24, extra_body=options)
+        assert answer.choices[0].message.content == expected, options
+
+
+def test_a_seed_repeats_an_answer_and_none_does_not(client: OpenAI) -> None:
+    first, again, *others = (chat(client, seed=seed).choices[0].message.content for seed in (5, 5, None, None))
+    assert first == again
+    assert len({first, *others}) == 3
+
+
+def test_colder_than_fp32_can_divide_is_greedy(client: OpenAI) -> None:
+    assert chat(client, temperature=1e-40).choices[0] == chat(client, temperature=0).choices[0]
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
+    whole = chat(client, temperature=0).choices[0].message.content
+    stop = whole[9:12]  # three characters, so at least two tokens
+    stopped = chat(client, temperature=0, stop=[stop, "never said"])
+    assert stopped.choices[0].message.content == whole[: whole.find(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    assert 0 < stopped.usage.completion_tokens < 40
+    text, reason, usage = joined(
+        chat(client, temperature=0, stop=stop, stream=True, stream_options={"include_usage": True})
     )
+    assert (text, reason, usage) == (whole[: whole.find(stop)], "stop", stopped.usage)
 
 
-CHAT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
+def test_ignore_eos_and_the_two_names_of_the_limit(client: OpenAI) -> None:
+    answer = chat(client, max_tokens=3, max_completion_tokens=60, extra_body=LONG)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (60, "length")
+    whole_context = complete(client, prompt="a" * 480, max_tokens=10**6, extra_body=LONG)
+    assert whole_context.usage.total_tokens == 512
+
+
+def test_content_parts_developer_role_and_harmless_extras(client: OpenAI) -> None:
+    parts = [{"type": "text", "text": "Why is "}, {"type": "text", "text": "the sky blue?"}]
+    plain = chat(client, temperature=0, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES])
+    other = chat(
+        client,
+        temperature=0,
+        messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": "me"}],
+        user="someone", metadata={"a": "b"}, store=False, service_tier="auto", n=1, logprobs=False,
+        presence_penalty=0, frequency_penalty=0.0, tools=[], response_format={"type": "text"}, seed=None,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )  # fmt: skip
+    assert other.choices[0] == plain.choices[0]
+
+
+def test_models_health_and_metrics(url: str, client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["org/tiny"]
+    assert client.models.retrieve("org/tiny").to_dict()["max_model_len"] == 512
+    assert httpx.get(f"{url}/health").status_code == 200
+
+    before = counters(url)
+    usage = chat(client, temperature=0).usage
+    after = counters(url)
+    assert after["dflash_completion_tokens_total"] - before["dflash_completion_tokens_total"] == 40
+    assert after["dflash_prompt_tokens_total"] - before["dflash_prompt_tokens_total"] == usage.prompt_tokens
+    for name, key in (("verify_steps", "verify_steps"), ("accepted_tokens", "accepted"), ("drafted_tokens", "drafted")):
+        assert after[f"dflash_{name}_total"] - before[f"dflash_{name}_total"] == usage.dflash[key]
+    assert after['dflash_requests_total{outcome="length"}'] > before.get('dflash_requests_total{outcome="length"}', 0)
+
+
+def counters(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return {name: float(value) for name, value in (x.split() for x in lines if not x.startswith("#"))}
+
+
+# ---- many clients --------------------------------------------------------------------------------------------
+
+
+def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
+    def ask(i: int) -> str:
+        options = {"prompt": f"Prompt {i}", "temperature": 0, "max_tokens": 24}
+        if i % 2:
+            return joined(complete(client, **options, stream=True))[0]
+        return complete(client, **options).choices[0].text
+
+    alone = [ask(i) for i in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert len(set(alone)) == 8
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_stops_its_decoding(
+    url: str, client: OpenAI, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowSteps()
+    monkeypatch.setattr(serve.engine, "stream", slow)
+    before = counters(url).get('dflash_requests_total{outcome="disconnected"}', 0)
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=0.4) as http_client:
+        body = {"model": "org/tiny", "prompt": "a", "max_tokens": 400, "stream": streamed, **LONG}
+        with http_client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number == 4:
+                    break
+    assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
+    steps = slow.done
+    assert 3 <= steps < 100
+    time.sleep(0.1)
+    assert slow.done == steps
+    assert counters(url)['dflash_requests_total{outcome="disconnected"}'] == before + 1
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, in OpenAI's form and no other."""
+    body = json.loads(response.read())
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "param", "code"),
+    ("options", "param"),
     [
-        (CHAT | {"model": "other"}, 404, "model", "model_not_found"),
-        (CHAT | {"messages": []}, 400, "messages", None),
-        (CHAT | {"messages": [{"role": "user", "content": 7}]}, 400, "messages", None),
-        (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", None),
-        (CHAT | {"messages": [{"role": "user", "content": "x" * 400}]}, 400, "messages", "context_length_exceeded"),
-        (CHAT | {"temperature": "hot"}, 400, "temperature", None),
-        (CHAT | {"temperature": -1}, 400, "temperature", None),
-        (CHAT | {"top_p": 0}, 400, "top_p", None),
-        (CHAT | {"max_tokens": 0}, 400, "max_tokens", None),
-        (CHAT | {"n": 2}, 400, "n", "unsupported_parameter"),
-        (CHAT | {"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
-        (CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
-        (CHAT | {"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
-        (CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
-        (CHAT | {"stop": ["a", "b", "c", "d", "e"]}, 400, "stop", None),
-        ({"messages": MESSAGES}, 400, "model", None),
-        ([1, 2], 400, None, None),
+        ({"n": 2}, "n"), ({"logprobs": True}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 0.5}, "presence_penalty"), ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"), ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
+        ({"extra_body": {"top_k": 1.5}}, "top_k"), ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
+        ({"seed": 2**64}, "seed"), ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"),
+        ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "chat_template_kwargs.x"),
     ],
-    ids=lambda value: None if isinstance(value, dict | list) else str(value),
-)
-def test_a_bad_request_gets_openai_s_error_form(
-    served: SimpleNamespace, body: object, status: int, param: str | None, code: str | None
-) -> None:
-    answer = post(served, json.dumps(body).encode())
-    assert answer.status_code == status
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (param, code)
-    assert error["message"] and error["type"]
-
-
-def post(served: SimpleNamespace, body: object, path: str = "/v1/chat/completions", key: str = KEY) -> httpx.Response:
-    return httpx.post(served.url + path, content=body, headers={"authorization": f"Bearer {key}"})  # type: ignore[arg-type]
-
-
-def test_neutral_values_of_unsupported_parameters_and_harmless_extras_are_accepted(served: SimpleNamespace) -> None:
-    extras = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "user": "me", "metadata": {}, "tools": None}
-    assert post(served, json.dumps(CHAT | extras).encode()).status_code == 200
-
-
-def test_malformed_json_an_empty_prompt_and_a_bad_token_id_are_refused(served: SimpleNamespace) -> None:
-    assert post(served, b"{nope").status_code == 400
-    for prompt in ("", [], [99999], ["a", "b"]):
-        answer = post(served, json.dumps({"model": "tiny", "prompt": prompt}).encode(), "/v1/completions")
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
-
-
-def test_an_over_long_body_is_refused_by_its_header_and_by_counting(served: SimpleNamespace) -> None:
-    assert post(served, b" " * (BODY_LIMIT + 1)).status_code == 413
-
-    def parts() -> Iterator[bytes]:  # chunked: no Content-Length
-        for _ in range(BODY_LIMIT // 65536 + 2):
-            yield b" " * 65536
-
-    assert post(served, parts()).status_code == 413
-
-
-def test_a_wrong_key_an_unknown_path_and_a_wrong_method_are_refused(served: SimpleNamespace) -> None:
-    wrong = post(served, json.dumps(CHAT).encode(), key="other")
-    assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
-    unknown = httpx.get(f"{served.url}/v1/nothing")
-    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_url"
-    method = httpx.get(f"{served.url}/v1/chat/completions")
-    assert method.status_code == 405 and method.json()["error"]["code"] == "method_not_allowed"
-
-
-def test_a_port_in_use_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["--target", "/no/such/target", "--port", str(taken.getsockname()[1])]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: cannot listen on 127.0.0.1") and error.count("\n") == 1
+)  # fmt: skip
+def test_what_a_chat_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        chat(client, **options)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+    assert error_of(caught.value.response)["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("options", "param"),
     [
-        (["--port", "70000"], "70000"),
-        (["--host", "no.such.host.invalid", "--port", "0"], "no.such.host.invalid"),
-        (["--port", "0", "--target", "/no/such/dir"], "/no/such/dir"),
-        (["--port", "0", "--drafter", "/no/such/drafter"], "/no/such/drafter"),
-        (["--prot", "1"], None),
+        ({"best_of": 2}, "best_of"), ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [300]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+        ({"prompt": None}, "prompt"),
     ],
-)
-def test_bad_arguments_are_one_line_and_exit_code_2(
-    arguments: list[str], named: str | None, target_dir: object, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_what_a_completion_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        complete(client, **options)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+    error_of(caught.value.response)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"", b'{"model": "\\ud800"}', b"[" * 100_000])
+def test_a_body_that_is_no_request_is_a_400(url: str, body: bytes) -> None:
+    response = httpx.post(f"{url}/v1/chat/completions", content=body)
+    assert response.status_code == 400
+    error_of(response)
+
+
+def test_a_prompt_longer_than_the_context(client: OpenAI) -> None:
+    for ask, options, param in (
+        (complete, {"prompt": "a" * 512}, "prompt"),
+        (chat, {"messages": [{"role": "user", "content": "a" * 600}], "stream": True}, "messages"),
+    ):
+        with pytest.raises(APIStatusError) as caught:
+            ask(client, **options)
+        assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
+        assert caught.value.param == param
+    assert complete(client, prompt="a" * 511, max_tokens=5, extra_body=LONG).usage.completion_tokens == 1
+
+
+def test_a_model_that_is_not_served(client: OpenAI) -> None:
+    for ask in (lambda: chat(client, model="other"), lambda: client.models.retrieve("other")):
+        with pytest.raises(APIStatusError) as caught:
+            ask()
+        assert (caught.value.status_code, caught.value.code) == (404, "model_not_found")
+
+
+def test_unknown_paths_and_wrong_methods(url: str) -> None:
+    for path in ("/", "/v2", "/v1/chat/completions/", "/docs"):
+        response = httpx.get(f"{url}{path}")
+        assert response.status_code == 404 and path in error_of(response)["message"]
+    response = httpx.get(f"{url}/v1/chat/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    error_of(response)
+
+
+def test_a_body_over_the_limit(url: str, client: OpenAI) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        complete(client, prompt="a" * MAX_BODY)
+    assert (caught.value.status_code, caught.value.code) == (413, "request_too_large")
+
+    response = httpx.post(f"{url}/v1/completions", content=(b" " * 65536 for _ in range(MAX_BODY // 65536 + 1)))
+    assert response.status_code == 413
+    error_of(response)
+
+
+def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    name = 'dflash_requests_total{outcome="refused"}'
+    before = counters(url).get(name, 0)
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.1)  # let the server take the request up
+    deadline = time.monotonic() + 5
+    while counters(url).get(name, 0) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert caplog.records == []
+
+
+def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
+    with serving(Engine(target, None), api_key="sécret") as url:
+        for given in ("Bearer wrong", "Bearer sécre", "Bearer", "Basic sécret"):
+            headers = {"Authorization": given.encode()}
+            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):
+                response = httpx.request(method, f"{url}{path}", headers=headers)
+                assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
+        right = httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer sécret".encode()})
+        assert right.status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_failure_inside_is_an_error_the_client_can_read(
+    url: str, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = arguments if "--target" in arguments else ["--target", str(target_dir), *arguments]
-    if named is None:
-        with pytest.raises(SystemExit) as stop:
-            main(argv)
-        assert stop.value.code == 2
-        return
-    assert main(argv) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and named in lines[0]
+    def fail_later(*args: Any) -> Iterator[Generation]:
+        yield next(iter(stream(*args)))
+        raise RuntimeError("secret details")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serve.engine, "stream", fail_later)
+        with pytest.raises(APIStatusError) as caught:
+            chat(client, extra_body=LONG)
+        assert caught.value.status_code == 500
+        assert "secret" not in str(error_of(caught.value.response))
+        with pytest.raises(APIError, match="internal error"):
+            joined(chat(client, stream=True, extra_body=LONG))
+    assert chat(client, max_tokens=1, extra_body=LONG).usage.completion_tokens == 1, "the next request is served"

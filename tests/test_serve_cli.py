@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_drafter, make_target
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 from dflash_toolkit import save_drafter
 from serve import cli
@@ -103,6 +103,8 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
             )
             next(iter(answer))
             process.send_signal(signal.SIGINT)
+            with pytest.raises(APIError, match="shutting down"):
+                list(answer)
             out, err = process.communicate(timeout=20)
         finally:
             process.kill()

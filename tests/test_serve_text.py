@@ -1,5 +1,6 @@
 """Incremental text: whatever the pieces, the result is that of decoding everything at once."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def encode(text: str) -> list[int]:
 def cut(items: Any, cuts: list[int]) -> list[Any]:
     """`items` in pieces that end at the given places (modulo the length)."""
     places = sorted({0, len(items), *(c % (len(items) + 1) for c in cuts)})
-    return [items[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [items[a:b] for a, b in itertools.pairwise(places)]
 
 
 texts = st.text(alphabet="ab é→😀\ufffd", max_size=12)

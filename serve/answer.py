@@ -1,0 +1,64 @@
+"""One answer in the making: the text that may be sent, why it ended, and what it cost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_toolkit.decode import FinishReason
+
+from .engine import Progress
+from .text import Detokenizer, StopScanner
+
+
+class Answer:
+    """Turns an engine's progress into text.
+
+    The result does not depend on how many tokens a step brought: a drafter changes the statistics, never the text,
+    the finish reason or the number of tokens.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_tokens: int, stops: Sequence[str]) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0  # up to the one that ended the answer, which counts
+        self.verify_steps = self.drafted = self.accepted = 0
+        self.finish_reason: FinishReason | None = None
+        self._committed = 0  # by verify steps; tokens after a stop string in the last step count here only
+        self._detokenizer = Detokenizer(tokenizer)
+        self._scanner = StopScanner(stops)
+
+    def add(self, progress: Progress) -> str:
+        """The text that may be sent now; sets `finish_reason` when it is the last."""
+        if progress.step is not None:
+            self.verify_steps += 1
+            self.drafted += progress.step.drafted
+            self.accepted += progress.step.accepted
+            self._committed += len(progress.step.tokens)
+
+        text = ""
+        spoken = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
+        for token in spoken:  # one by one, to know which of them completed a stop string
+            self.completion_tokens += 1
+            text += self._scanner.add(self._detokenizer.add([token]))
+            if self._scanner.stopped:
+                self.finish_reason = "stop"
+                return text
+        if progress.finish_reason is not None:
+            self.completion_tokens += len(progress.tokens) - len(spoken)
+            text += self._scanner.add(self._detokenizer.finish())
+            text += self._scanner.finish()
+            self.finish_reason = "stop" if self._scanner.stopped else progress.finish_reason
+        return text
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`, with the acceptance statistics under `dflash`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "dflash": {
+                "verify_steps": self.verify_steps,
+                "drafted": self.drafted,
+                "accepted": self.accepted,
+                # committed tokens per verify step, bonus included; none before the first step
+                "acceptance_length": self._committed / self.verify_steps if self.verify_steps else None,
+            },
+        }
