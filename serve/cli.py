@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import transformers
 
@@ -30,7 +29,7 @@ class ServeConfig:
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
     api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
-    served_model_name: str | None = knob(None, "name for clients (default: the id, or the directory's name)")
+    served_model_name: str | None = knob(None, "the name clients ask for (default: the target, as given)")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -42,8 +41,7 @@ class ServeConfig:
     @property
     def model(self) -> str:
         """The name clients ask for."""
-        directory = Path(self.target)
-        return self.served_model_name or (directory.resolve().name if directory.is_dir() else self.target)
+        return self.served_model_name or self.target
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
 
 SUMMARY_KEYS = {
-    "num_requests", "generated_tokens", "verify_steps", "tau_pooled", "tau_mean", "accepted_per_position",
+    "requests", "generated_tokens", "verify_steps", "tau_pooled", "tau_mean", "accepted_per_position",
     "accepted_given_previous", "accepted_lengths", "prefill_seconds", "decode_seconds", "tokens_per_second",
     "plain_prefill_seconds", "plain_decode_seconds", "plain_tokens_per_second", "speedup",
     "identical_to_plain",
@@ -81,14 +81,14 @@ def test_report_json(finished: Path) -> None:
     assert set(report["sets"]) == {"sky", "<b>"}
     assert set(report["overall"]) == SUMMARY_KEYS
     for result in report["sets"].values():
-        assert set(result) == SUMMARY_KEYS | {"requests", "differences"}
-        assert len(result["requests"]) == result["num_requests"]
+        assert set(result) == SUMMARY_KEYS | {"per_request", "differences"}
+        assert len(result["per_request"]) == result["requests"]
         assert (len(result["accepted_per_position"]), len(result["accepted_lengths"])) == (7, 8)
         # fp32 on a CPU: greedy answers are the plain ones, token for token
         assert (result["identical_to_plain"], result["differences"]) == (1.0, [])
         assert sum(result["accepted_lengths"]) == result["verify_steps"]
         assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["plain_tokens_per_second"])
-    first = report["sets"]["sky"]["requests"][0]
+    first = report["sets"]["sky"]["per_request"][0]
     assert first["id"] == "q0"
     assert first["tokens"] <= 24
     assert first["tau"] == pytest.approx((first["tokens"] - 1) / first["steps"])
@@ -97,7 +97,7 @@ def test_report_json(finished: Path) -> None:
 
 def test_overall_pools_the_sets(finished: Path) -> None:
     report = load(finished)
-    for key in ("num_requests", "generated_tokens", "verify_steps", "prefill_seconds", "decode_seconds"):
+    for key in ("requests", "generated_tokens", "verify_steps", "prefill_seconds", "decode_seconds"):
         assert report["overall"][key] == pytest.approx(sum(s[key] for s in report["sets"].values()))
 
 
@@ -126,7 +126,7 @@ def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.C
     assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "block_size=3"]) == 0
     report = load(tmp_path)
     overall = report["overall"]
-    assert overall["num_requests"] == 2
+    assert overall["requests"] == 2
     assert len(overall["accepted_lengths"]) == report["arguments"]["block_size"] == 3
     for key in ("identical_to_plain", "speedup", "plain_tokens_per_second", "plain_decode_seconds"):
         assert overall[key] is None
@@ -200,7 +200,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
     assert decoded == ["q1", "q0"]  # the torn one of `sky` and the one of `<b>`
     report = load(tmp_path)
     assert untimed(report) == untimed(load(finished))
-    assert report["sets"]["sky"]["requests"][0]["seconds"] == kept["prefill_s"] + kept["decode_s"]
+    assert report["sets"]["sky"]["per_request"][0]["seconds"] == kept["prefill_s"] + kept["decode_s"]
     assert {f.name for f in tmp_path.iterdir()} == REPORT_FILES
 
 

@@ -70,14 +70,9 @@ def test_a_missing_package_names_the_extra(
     assert line == f"{package} is not installed; install it with: pip install 'dflash-toolkit[serve]'"
 
 
-@pytest.mark.parametrize(
-    ("target", "name", "model"),
-    [("Qwen/Qwen3-8B", None, "Qwen/Qwen3-8B"), ("Qwen/Qwen3-8B", "mine", "mine"), ("DIRECTORY", None, "weights")],
-)
-def test_the_name_of_the_model(target: str, name: str | None, model: str, tmp_path: Path) -> None:
-    (tmp_path / "weights").mkdir()
-    target = target.replace("DIRECTORY", f"{tmp_path}/weights/")
-    assert cli.ServeConfig(target=target, served_model_name=name).model == model
+def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
+    assert cli.ServeConfig(target="demo/target").model == "demo/target"
+    assert cli.ServeConfig(target="demo/target", served_model_name="mine").model == "mine"
 
 
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path) -> None:

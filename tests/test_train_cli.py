@@ -144,3 +144,21 @@ def test_held_out_prompts_are_never_trained_on(target_dir: Path, data: Path, tmp
     assert len(first.training) == 5 and len(first.held_out) == 3
     assert not {tuple(q.tokens) for q in first.training} & {tuple(p) for p in first.held_out}
     assert first.held_out == again.held_out and torch.is_tensor(torch.tensor(first.held_out[0]))
+
+
+def test_rows_of_a_public_dataset_become_prompts_or_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, target_dir: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    from dflash_toolkit.target import load_tokenizer
+    from train.config import DataKnobs, TrainConfig
+    from train.data import load_prompts
+
+    chats = [[{"from": "human", "value": f"ask {i}"}, {"from": "gpt", "value": "answer"}] for i in range(6)]
+    odd = [[{"from": "tool", "value": "x"}], [{"from": "human", "value": "long " * 40}], []]
+    made = datasets.Dataset.from_dict({"conversations": chats + odd})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made)
+    config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=2, max_length=64))
+    data = load_prompts(config, load_tokenizer(str(target_dir)))
+    assert len(data.training) + len(data.held_out) == 6
+    assert all(len(question.tokens) <= 62 for question in data.training)

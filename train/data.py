@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import Prompt, encode_chat, file_hash, read_prompts, split_messages
 
 from .answers import Question, Row
@@ -45,18 +46,34 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
         held_out = [p for i, p in enumerate(prompts) if i in chosen]
         prompts = [p for i, p in enumerate(prompts) if i not in chosen]
 
-    def render(prompt: Prompt) -> list[int]:
-        ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking)
-        if len(ids) > config.prompts.max_length - 2:
-            raise UserError(
-                f"prompt {prompt.id} has {len(ids)} tokens, prompts.max_length is {config.prompts.max_length}: "
-                f"no room for an answer; raise it or shorten the prompt"
-            )
-        return ids
-
-    questions = [Question(i, render(p)) for i, p in enumerate(prompts)]
+    # in a public dataset a few prompts will not fit; in the user's own file that is a mistake
+    strict = bool(config.data)
+    rendered = _render(prompts, config, tokenizer, strict)
+    questions = [Question(i, ids) for i, ids in enumerate(rendered) if ids]
+    if not questions:
+        raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
     answers = {i: p.answer for i, p in enumerate(prompts) if p.answer is not None}
-    return PromptData(questions, answers, [render(p) for p in held_out], digest)
+    asked = [ids for ids in _render(held_out, config, tokenizer, strict or bool(config.held_out)) if ids]
+    return PromptData(questions, answers, asked, digest)
+
+
+def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: bool) -> list[list[int]]:
+    """Token ids of every prompt; an empty list for one that does not fit, unless `strict` makes that an error."""
+    room = config.prompts.max_length - 2
+    rendered = []
+    with Progress("prompts", len(prompts)) as progress:
+        for prompt in prompts:
+            ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking)
+            if len(ids) > room and strict:
+                raise UserError(
+                    f"prompt {prompt.id} has {len(ids)} tokens, prompts.max_length is {config.prompts.max_length}: "
+                    f"no room for an answer; raise it or shorten the prompt"
+                )
+            rendered.append(ids if len(ids) <= room else [])
+            progress.advance()
+        if dropped := sum(not ids for ids in rendered):
+            progress.print(f"dropped {dropped} of {len(prompts)} prompts: longer than prompts.max_length allows")
+    return rendered
 
 
 def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
@@ -94,7 +111,9 @@ def _from_row(row: dict[str, Any], index: int) -> Prompt | None:
         role = turn.get("role", turn.get("from"))
         messages.append({"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value")) or ""})
     asked, answer = split_messages(messages)
-    return Prompt(str(index), tuple(asked), answer) if asked and asked[-1]["content"].strip() else None
+    roles = [message["role"] for message in asked]
+    usable = roles in (["user"], ["system", "user"]) and asked[-1]["content"].strip()
+    return Prompt(str(index), tuple(asked), answer) if usable else None
 
 
 def rows_from_answers(data: PromptData, tokenizer: Any, stop_id: int | None, max_length: int) -> list[Row]:

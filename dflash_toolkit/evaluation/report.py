@@ -93,7 +93,7 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         drafted, plain = self.drafted, self.plain
         return {
-            "num_requests": drafted.answers,
+            "requests": drafted.answers,
             "generated_tokens": drafted.tokens,
             "verify_steps": drafted.steps,
             "tau_pooled": drafted.tau_pooled,
@@ -128,7 +128,7 @@ class SetReport:
         return {
             **self.summary.to_json(),
             "differences": [{"id": request, **asdict(difference)} for request, difference in self.differences],
-            "requests": [_request(m) for m in self.measurements],
+            "per_request": [_request(m) for m in self.measurements],
         }
 
 
