@@ -8,6 +8,7 @@ import torch
 from conftest import MASK, make_drafter, make_target
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
+from dflash_toolkit.decode import propose
 from train.answers import Row
 from train.blocks import Blocks, Features, dense_mask, sample_blocks
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
@@ -74,6 +75,25 @@ def test_a_block_in_training_is_the_block_that_decoding_drafts(pair: tuple[Targe
 
 
 @torch.no_grad()
+def test_documents_packed_into_one_row_draft_as_they_do_alone(pair: tuple[Target, Drafter]) -> None:
+    target, drafter = pair
+    alone = [FeatureSource(target, drafter.config.target_layer_ids, 100, 0.0)([row]) for row in ROWS]
+    packed = Features(
+        *(torch.cat([getattr(f, name) for f in alone], 1) for name in ("tokens", "hidden", "supervised")),
+        document=torch.cat([alone[0].document, alone[1].document + 1], 1),
+        positions=torch.cat([f.positions for f in alone], 1),
+    )
+    config = drafter.config
+    blocks = sample_blocks(packed, 60, config.block_size, config.mask_token_id, torch.Generator())
+    hidden = trained_hidden(target, drafter, packed, blocks, dense_mask(packed, blocks))
+    first = len(ROWS[0].tokens)
+    assert 0 < int((blocks.anchor < first).sum()) < blocks.anchor.shape[1] == 39 + 21
+    for a, anchor in enumerate(blocks.anchor[0].tolist()):
+        tokens, at = (ROWS[0].tokens, anchor) if anchor < first else (ROWS[1].tokens, anchor - first)
+        assert torch.allclose(hidden[0, a], served_hidden(target, drafter, tokens, at), atol=1e-4)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     "fault", ["anchor visible", "blocks mixed", "shifted positions", "layer id", "theta", "mask row"]
 )
@@ -135,12 +155,29 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafte
     return target, drafter.eval()
 
 
+@torch.no_grad()
+def test_training_and_decoding_draft_the_same_tokens(overfitted: tuple[Target, Drafter]) -> None:
+    target, drafter = overfitted
+    f, blocks = batch(target, drafter)
+    drafted = target.head(trained_hidden(target, drafter, f, blocks, dense_mask(f, blocks))[:, :, 1:]).argmax(-1)
+    seen = set()
+    for r, row in enumerate(ROWS):
+        for anchor, tokens in zip(blocks.anchor[r].tolist(), drafted[r].tolist(), strict=True):
+            taps = drafter.config.target_layer_ids
+            features = target.forward(torch.tensor([row.tokens[:anchor]]), taps=taps).features
+            assert features is not None
+            context = drafter.context_kv(features.clone(), torch.arange(anchor)[None])
+            assert propose(target, drafter, context, row.tokens[anchor], anchor) == tokens
+            seen.add(tuple(tokens))
+    assert blocks.valid.all() and len(seen) > 10, "a drafter that drafts the same everywhere proves nothing"
+
+
 def tau(target: Target, drafter: Drafter) -> float:
     return generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=64, ignore_eos=True)).acceptance_length
 
 
 def test_a_sample_learnt_by_heart_is_accepted_almost_entirely(overfitted: tuple[Target, Drafter]) -> None:
-    assert tau(*overfitted) > 0.85 * 63 / 8  # 63 tokens after the prefill's, at most 8 a step
+    assert tau(*overfitted) >= 0.9 * 63 / 8  # 63 tokens after the prefill's, at most 8 a step
 
 
 @pytest.mark.parametrize(

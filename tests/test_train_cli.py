@@ -1,16 +1,23 @@
 """dflash-train from the outside: what a run leaves, the target's own answers, and every mistake as one line."""
 
 import json
+import shutil
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from test_train_loop import argv
 
+import train.loop
+import train.state
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
+from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.target import load_tokenizer
 from train.answers import Question, read_rows, regenerate
 from train.cli import main
-from train.config import AnswerKnobs
+from train.config import AnswerKnobs, DataKnobs, TrainConfig
+from train.data import load_prompts
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +48,95 @@ def test_a_run_leaves_a_checkpoint_its_record_and_its_metrics(
     assert len(measured) == 3 and record["result"]["acceptance_length"] == pytest.approx(max(measured), abs=1e-5)
     assert not list(output.rglob("*.partial*"))
 
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert main(argv(target_dir, data, output, "run.speculators=true")) == 0
     assert "finished" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+def test_the_speculators_form_can_be_asked_for_later_and_holds_the_exported_weights(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "drafter"
+    assert main(argv(target_dir, data, output)) == 0
+    assert not (output / "speculators").exists()
+    exported = (output / "model.safetensors").read_bytes()
+    assert main(argv(target_dir, data, output, "run.speculators=true")) == 0
+    assert (output / "model.safetensors").read_bytes() == exported, "nothing was trained again"
+    a, b = (dict(load_drafter(str(path)).named_parameters()) for path in (output, output / "speculators"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_exported_drafter_is_the_one_with_the_best_measured_acceptance(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "drafter"
+    assert main(argv(target_dir, data, output, "run.evaluate_every=2", "optim.learning_rate=3e-2")) == 0
+    lines = [json.loads(line) for line in (output / "work/metrics.jsonl").read_text().splitlines()]
+    measured = [line["acceptance_length"] for line in lines if "acceptance_length" in line]
+    assert len(measured) == 12 and max(measured) > min(measured), "there is something to choose"
+    target, drafter = Target.load(str(target_dir)), load_drafter(str(output), dtype=torch.float32)
+    asked = load_prompts(
+        TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2)), target.tokenizer
+    ).held_out
+    again = held_out_acceptance(target, drafter, asked, SamplingParams(max_new_tokens=8))
+    assert again.tau_pooled == pytest.approx(max(measured), abs=1e-5)
+    provenance = json.loads((output / "config.json").read_text())["dflash_toolkit"]
+    assert provenance["acceptance_length"] == pytest.approx(max(measured), abs=1e-3)
+
+
+def test_the_record_resolves_every_knob(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    assert main(argv(target_dir, data, tmp_path / "run", "optim.steps=1")) == 0
+    recorded = json.loads((tmp_path / "run/run.json").read_text())["config"]
+    for field in fields(TrainConfig):
+        assert field.name in recorded
+        if is_dataclass(field.type):
+            assert set(recorded[field.name]) == {knob.name for knob in fields(field.type)}
+
+
+def test_answers_stay_within_the_target_s_context(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    small = Path(shutil.copytree(target_dir, tmp_path / "small"))
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    assert main(argv(small, data, tmp_path / "run", "optim.steps=1", "answers.max_new_tokens=90")) == 0
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["config"]["prompts"]["max_length"] == 40, "not the default: the record says what was used"
+    target = Target.load(str(small))
+    rows = read_rows(tmp_path / "run/work/answers.jsonl")
+    assert max(len(row.tokens) for row in rows) == 40
+    for row in rows:
+        prompt, answer = row.tokens[: row.prompt_tokens], row.tokens[row.prompt_tokens :]
+        assert generate(target, None, prompt, SamplingParams(max_new_tokens=90)).tokens == answer
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"finished": true}', '{"finished": "x", "config": 3}'])
+def test_a_run_json_of_something_else_is_no_finished_run(
+    text: str, target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(text)
+    assert main(argv(target_dir, data, tmp_path / "run", "optim.steps=1")) == 0
+    assert json.loads((tmp_path / "run/run.json").read_text())["result"]["steps"] == 1
+
+
+def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        real, calls = train.loop.save_state, []
+
+        def interrupted(state: train.state.RunState, path: Path) -> None:
+            real(state, path)
+            calls.append(state.step)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+
+        patch.setattr(train.loop, "save_state", interrupted)
+        assert main(argv(target_dir, data, tmp_path / "run")) == 130
+    assert "run the same command again" in capsys.readouterr().err.splitlines()[-1]
+    assert main(argv(target_dir, data, tmp_path / "run")) == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/work/metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and len(set(steps)) == 24
 
 
 def test_answers_are_the_target_s_own_and_survive_a_torn_line(target: Target, tmp_path: Path) -> None:
@@ -71,11 +165,25 @@ def broken(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+def without_weights(target_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(target_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (["--target", "/no/such/model"], "/no/such/model"),
+        (["--target", "NOT-THERE/at-all"], "NOT-THERE/at-all"),
+        (["--target", "NO WEIGHTS"], "cannot load its weights"),
         (["drafter.block_size=1"], "block_size"),
+        (["drafter.layers=0"], "at least one layer"),
+        (["drafter.taps=5"], "no 5 distinct layers"),
+        (["drafter.target_layer_ids=[1,1]"], "names a layer twice"),
+        (["drafter.num_heads=3"], "num_heads 3 is not a multiple of num_kv_heads 2"),
+        (["drafter.num_heads=0"], "num_heads is 0"),
+        (["drafter.head_dim=7"], "head_dim is 7"),
+        (["drafter.mask_token_id=-1"], "mask_token_id -1"),
+        (["drafter.mask_token_id=257"], "257 is the end-of-sequence or padding token"),
         (["drafter.target_layer_ids=[1,5]"], "layer 5, the target's last"),
         (["drafter.target_layer_ids=[1,9]"], "layer id 9"),
         (["drafter.mask_token_id=5000"], "mask_token_id 5000"),
@@ -84,11 +192,20 @@ def broken(tmp_path: Path, text: str) -> str:
         (["optim.batch_size=many"], "expected int"),
         (["loss.weights=cubic"], "not one of decay, dpace"),
         (["optim.warmup=1.5"], "optim.warmup"),
+        (["optim.steps=2.5"], "expected int"),
+        (["optim.nested.deep=1"], "unknown key"),
+        (["prompts.max_length=4"], "prompts.max_length is 4"),
+        (["prompts.held_out=-1"], "prompts.held_out must be >= 0"),
+        (["answers.top_p=0"], "answers.top_p"),
+        (["loss.alpha=2"], "loss.alpha is 2"),
+        (["run.save_every=0"], "save_every"),
+        (["no-equals-sign"], "expected key=value"),
         (["run.device=cuda:9"], "cuda:9"),
         (["prompts.max_length=9"], "prompts.max_length"),
         (["--data", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
         (["--data", "MALFORMED"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
+        (["--data", "NO QUESTION"], "line 3"),
         (["--data", "BARE", "answers.regenerate=false"], "has no answer"),
         (["--data", "SHORT", "answers.regenerate=false"], "two supervised tokens"),
     ],
@@ -100,6 +217,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     texts = {
         "MALFORMED": '{"prompt": "a"}\n{nope\n',
         "EMPTY": "\n",
+        "NO QUESTION": '{"prompt": "a"}\n\n{"reply": "b"}\n',
         "BARE": '{"prompt": "a"}\n{"prompt": "b"}\n',
         "SHORT": '{"prompt": "a", "response": ""}\n{"prompt": "b", "response": ""}\n',
     }
@@ -107,7 +225,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     for name, text in texts.items():
         change = [broken(tmp_path, text) if c == name else c for c in change]
     if change[0] == "--target":
-        arguments[1] = change[1]
+        arguments[1] = str(without_weights(target_dir, tmp_path)) if change[1] == "NO WEIGHTS" else change[1]
     elif change[0] == "--data":
         arguments[3] = change[1]
         arguments += change[2:]
@@ -116,7 +234,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert main(arguments) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and named in lines[0]
-    assert not (tmp_path / "run" / "config.json").exists() and not list(tmp_path.rglob("*.partial*"))
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()], "nothing was begun"
 
 
 def test_without_a_network_the_default_dataset_asks_for_data(
@@ -134,10 +252,6 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path, data: Path, capsys
 
 
 def test_held_out_prompts_are_never_trained_on(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    from dflash_toolkit.target import load_tokenizer
-    from train.config import DataKnobs, TrainConfig
-    from train.data import load_prompts
-
     config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=3))
     tokenizer = load_tokenizer(str(target_dir))
     first, again = load_prompts(config, tokenizer), load_prompts(config, tokenizer)
@@ -150,10 +264,6 @@ def test_rows_of_a_public_dataset_become_prompts_or_are_left_out(
     monkeypatch: pytest.MonkeyPatch, target_dir: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    from dflash_toolkit.target import load_tokenizer
-    from train.config import DataKnobs, TrainConfig
-    from train.data import load_prompts
-
     chats = [[{"from": "human", "value": f"ask {i}"}, {"from": "gpt", "value": "answer"}] for i in range(6)]
     odd = [[{"from": "tool", "value": "x"}], [{"from": "human", "value": "long " * 40}], []]
     made = datasets.Dataset.from_dict({"conversations": chats + odd})

@@ -1,13 +1,16 @@
 """The loop: golden losses, exact resume after kill -9, a full disk, other settings, W&B."""
 
+import contextlib
 import errno
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from train.answers import Row
 from train.cli import main
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from train.loop import Schedule, learning_rate_factor, train
+from train.metrics import MetricsLog
 from train.state import RunState, first_difference, load_state, save_state
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
@@ -53,7 +57,7 @@ def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(json.dumps(golden | {weights: curve}, indent=1) + "\n")
         golden = json.loads(GOLDEN.read_text())
-    assert curve == pytest.approx(golden[weights], rel=1e-3)
+    assert curve == pytest.approx(golden[weights], rel=1e-4)
 
 
 def test_every_epoch_sees_every_row_once_in_its_own_order() -> None:
@@ -110,25 +114,35 @@ def run_killed_after(lines: int, arguments: list[str], metrics: Path) -> None:
     assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
 
 
+def weights(run: Path) -> list[tuple[str, bytes]]:
+    tensors = load_file(run / "model.safetensors") | torch.load(run / "work" / "state.pt")["drafter"]
+    return sorted((name, bytes(tensor.view(torch.uint8).numpy())) for name, tensor in tensors.items())
+
+
 @pytest.mark.slow
-def test_a_run_killed_twice_ends_bit_identical_to_one_that_was_not(
+def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
     target_dir: Path, data: Path, tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main(argv(target_dir, data, whole)) == 0
-    for lines in (6, 15):
-        run_killed_after(lines, argv(target_dir, data, killed), killed / "work" / "metrics.jsonl")
-    assert main(argv(target_dir, data, killed)) == 0
+    assert main(argv(target_dir, data, whole, "answers.batch_size=1")) == 0
+    # while answering; before the first resume point; between two, after an evaluation, with another speed
+    work = killed / "work"
+    run_killed_after(1, argv(target_dir, data, killed, "answers.batch_size=1"), work / "answers.jsonl")
+    for lines, cache in ((2, 0), (6, 1), (15, 0)):
+        arguments = argv(target_dir, data, killed, "answers.batch_size=1", f"run.feature_cache_gb={cache}")
+        run_killed_after(lines, arguments, work / "metrics.jsonl")
+    assert main(argv(target_dir, data, killed, "answers.batch_size=1")) == 0
     kept = [lines_without_speed(run / "work" / "metrics.jsonl") for run in (whole, killed)]
     assert len(kept[0]) == 27 and kept[0] == kept[1]
-    a, b = (load_file(run / "model.safetensors") for run in (whole, killed))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert weights(whole) == weights(killed)
 
 
 def test_cached_features_change_nothing(target_dir: Path, data: Path, tmp_path: Path) -> None:
     for name, gigabytes in (("off", 0), ("on", 1)):
         assert main(argv(target_dir, data, tmp_path / name, f"run.feature_cache_gb={gigabytes}")) == 0
-    assert losses(tmp_path / "off/work/metrics.jsonl") == losses(tmp_path / "on/work/metrics.jsonl")
+    off, on = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("off", "on"))
+    assert len(off) == 27 and off == on
+    assert weights(tmp_path / "off") == weights(tmp_path / "on")
 
 
 def test_other_settings_in_the_same_output_are_refused_by_name(
@@ -139,7 +153,67 @@ def test_other_settings_in_the_same_output_are_refused_by_name(
     for change in ("optim.learning_rate=1e-3", "answers.max_new_tokens=9", "run.seed=3"):
         capsys.readouterr()
         assert main(argv(target_dir, data, output, change)) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("error:") and change.partition("=")[0].partition(".")[2] in last
+
+
+def test_answers_are_not_reused_for_another_split(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index of the answers file names a prompt of one split; in another, it would be a held-out one."""
+    output = tmp_path / "run"
+    assert main(argv(target_dir, data, output, "optim.steps=1")) == 0
+    for name in ("run.json", "work/state.pt"):  # as after a kill before the first resume point
+        (output / name).unlink()
+    for change in ("prompts.held_out=3", "run.seed=1", "prompts.max_prompts=9"):
+        capsys.readouterr()
+        assert main(argv(target_dir, data, output, "optim.steps=1", change)) == 2
         assert change.partition("=")[0].partition(".")[2] in capsys.readouterr().err.splitlines()[-1]
+    assert main(argv(target_dir, data, output, "optim.steps=1")) == 0
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing past `size` bytes of any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_anywhere_is_one_line_and_the_run_goes_on_later(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, starved = tmp_path / "whole", tmp_path / "starved"
+    assert main(argv(target_dir, data, whole)) == 0
+    failed = set()
+    for size in (100, 1000, 2000, 4000, 40_000, 70_000):
+        capsys.readouterr()
+        with largest_file(size):
+            assert main(argv(target_dir, data, starved)) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and "free some space" in errors[0]
+        failed.add(Path(errors[0].split()[1].rstrip(":")).name)
+        assert not list(starved.rglob("*.partial*"))
+    assert failed == {"answers.json", "answers.jsonl", "state.pt"}, "each in turn"
+    assert main(argv(target_dir, data, starved)) == 0
+    assert weights(whole) == weights(starved)
+
+
+def test_a_metrics_file_that_cannot_grow_is_one_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, None, {})
+    log.write(1, {"loss": 1.0})
+    with largest_file(30), pytest.raises(UserError, match=r"metrics.jsonl: cannot be written .* free some space"):
+        log.write(2, {"loss": 2.0})
+    log.close()
+    again = MetricsLog(tmp_path / "metrics.jsonl", 1, None, {})  # the torn line goes
+    again.write(2, {"loss": float("nan")})
+    assert lines_without_speed(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}]
+    with largest_file(3), pytest.raises(UserError, match="cannot be written"):
+        MetricsLog(tmp_path / "metrics.jsonl", 1, None, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def state(step: int) -> RunState:
@@ -197,3 +271,17 @@ def test_a_missing_wandb_names_its_extra(
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny")) == 2
     assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists(), "said before anything is computed"
+
+
+def test_wandb_without_an_account_is_one_line(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb").teardown()  # it remembers the mode of an earlier run
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny", "optim.steps=1")) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: run.wandb=tiny: ") and "WANDB_MODE=offline" in last

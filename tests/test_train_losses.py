@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from train.blocks import Blocks
-from train.config import LossKnobs
+from train.config import DrafterKnobs, LossKnobs, TrainConfig
 from train.losses import decay_weights, dpace_weights, draft_loss
 
 B, A, S, D, V = 2, 3, 5, 8, 37
@@ -40,6 +40,49 @@ def test_dpace_is_the_sum_of_the_chances_to_get_that_far() -> None:
         for j in range(n):
             assert weights[row, j].item() == pytest.approx(sum(math.prod(q[: m + 1]) for m in range(j, n)), rel=1e-5)
         assert not weights[row, n:].any()
+
+
+def test_dpace_counts_nothing_after_the_first_slot_without_a_label() -> None:
+    losses = torch.rand(3, 4)
+    supervised = torch.tensor([[True, True, False, True], [False, True, True, True], [True, True, True, True]])
+    weights = dpace_weights(losses, supervised, alpha=0.5)
+    assert (weights > 0).tolist() == [[True, True, False, False], [False] * 4, [True] * 4]
+    assert torch.equal(weights[0, :2], dpace_weights(losses[:1, :2], supervised[:1, :2], 0.5)[0])
+
+
+def test_dpace_weights_fall_with_the_slot_and_carry_no_gradient() -> None:
+    losses = torch.rand(5, 6, requires_grad=True)
+    weights = dpace_weights(losses, torch.ones(5, 6, dtype=torch.bool), alpha=0.5)
+    assert not weights.requires_grad
+    assert (weights[:, :-1] > weights[:, 1:]).all()
+
+
+def test_with_alpha_one_dpace_forgets_the_losses() -> None:
+    weights = dpace_weights(torch.rand(1, 4) * 9, torch.ones(1, 4, dtype=torch.bool), alpha=1.0)
+    assert weights[0].tolist() == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
+def test_the_default_gamma_is_the_paper_s_for_its_block_sizes(size: int, gamma: float) -> None:
+    assert TrainConfig(target="tiny", drafter=DrafterKnobs(block_size=size)).gamma == gamma
+    assert TrainConfig(target="tiny", loss=LossKnobs(gamma=2.5), drafter=DrafterKnobs(block_size=size)).gamma == 2.5
+
+
+def test_the_size_of_the_batch_does_not_scale_the_loss() -> None:
+    b, head, hidden = blocks(), torch.randn(V, D), torch.randn(B, A * S, D)
+    twice = Blocks(*(torch.cat([getattr(b, name)] * 2) for name in Blocks.__slots__))
+    one, two = (
+        draft_loss(hidden, b, head, LossKnobs(), 4.0),
+        draft_loss(hidden.repeat(2, 1, 1), twice, head, LossKnobs(), 4.0),
+    )
+    assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-5) and two.rows == 2 * one.rows
+
+
+def test_a_slot_that_no_block_supervises_has_no_accuracy() -> None:
+    b = blocks()
+    b.supervised[:, :, 4] = False
+    accuracy = draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0).slot_accuracy
+    assert accuracy.isnan().tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])

@@ -64,20 +64,19 @@ def regenerate(target: Target, questions: list[Question], path: Path, knobs: Ans
     todo = sorted((q for q in questions if q.index not in done), key=lambda q: (-len(q.tokens), q.index))
     with Progress("answers", len(questions), unit="tok") as progress:
         progress.advance(len(done), units=0)
-        with open(path, "a", encoding="utf-8") as handle:
-            for start in range(0, len(todo), knobs.batch_size):
-                batch = todo[start : start + knobs.batch_size]
-                rows = _answer(target, batch, knobs, max_length)
-                _append(handle, rows, path)
-                done |= {row.index: row for row in rows}
-                progress.advance(len(rows), units=sum(len(r.tokens) - r.prompt_tokens for r in rows))
+        for start in range(0, len(todo), knobs.batch_size):
+            batch = todo[start : start + knobs.batch_size]
+            rows = _answer(target, batch, knobs, max_length)
+            _append(rows, path)
+            done |= {row.index: row for row in rows}
+            progress.advance(len(rows), units=sum(len(r.tokens) - r.prompt_tokens for r in rows))
     return [done[q.index] for q in questions]
 
 
-def _append(handle, rows: list[Row], path: Path) -> None:  # type: ignore[no-untyped-def]
+def _append(rows: list[Row], path: Path) -> None:
     try:
-        handle.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-        handle.flush()
+        with open(path, "a", encoding="utf-8") as handle:  # closing flushes, and may fail like a write
+            handle.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
@@ -90,7 +89,9 @@ def _answer(target: Target, batch: list[Question], knobs: AnswerKnobs, max_lengt
         raise UserError(
             f"prompt {batch[0].index} has {longest} tokens, prompts.max_length is {max_length}: no room for an answer"
         )
-    pad = target.config.pad_token_id if target.config.pad_token_id is not None else target.stop_token_ids[0]
+    pad = target.config.pad_token_id
+    if pad is None:
+        pad = target.stop_token_ids[0] if target.stop_token_ids else 0
     ids = torch.full((len(batch), longest), pad, device=target.device)
     attention = torch.zeros_like(ids)
     for i, question in enumerate(batch):  # padded on the left

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import torch
 import transformers
 
 import dflash_toolkit
-from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, save_drafter
+from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_commands
 from dflash_toolkit.config import parse_cli, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids
 from dflash_toolkit.prompts import template_hash
-from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
+from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer, resolve_device
 
 from .answers import Row, regenerate
 from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .loop import Outcome, train, use_flex
+from .metrics import import_wandb
 from .state import first_difference
 
 WORK = "work"  # inside the output directory: answers, metrics, resume point
@@ -52,10 +54,10 @@ def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterC
         return DrafterConfig(
             hidden_size=target.hidden_size,
             num_layers=knobs.layers,
-            num_heads=knobs.num_heads or target.num_attention_heads,
-            num_kv_heads=knobs.num_kv_heads or target.num_key_value_heads,
-            head_dim=knobs.head_dim or head_dim,
-            intermediate_size=knobs.intermediate_size or target.intermediate_size,
+            num_heads=_given(knobs.num_heads, target.num_attention_heads),
+            num_kv_heads=_given(knobs.num_kv_heads, target.num_key_value_heads),
+            head_dim=_given(knobs.head_dim, head_dim),
+            intermediate_size=_given(knobs.intermediate_size, target.intermediate_size),
             vocab_size=target.vocab_size,
             num_target_layers=layers,
             target_layer_ids=knobs.target_layer_ids or default_target_layer_ids(layers, knobs.taps),
@@ -69,10 +71,19 @@ def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterC
         raise UserError(f"drafter: {error}") from error
 
 
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
 def run(config: TrainConfig) -> None:
     """One training run from configuration to checkpoint; continues where an earlier one stopped."""
     output = Path(config.output_dir)
+    resolve_device(config.run.device)
+    if config.run.wandb:
+        import_wandb()  # a mistake is said now, not after hours of answers
     target_config = load_config(config.target)
+    length = min(config.prompts.max_length, int(target_config.max_position_embeddings))  # no answer is longer
+    config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_tokenizer(config.target)
     shape = drafter_config(config, target_config, tokenizer)
     data = load_prompts(config, tokenizer)
@@ -101,12 +112,11 @@ def run(config: TrainConfig) -> None:
         measured = None if math.isnan(acceptance_length) else round(acceptance_length, 4)
         note = {"acceptance_length": measured, "num_target_layers": shape.num_target_layers} | _origin(record)
         save_drafter(trained, output, note)
-        if config.run.speculators:
-            save_speculators(
-                trained, output / "speculators", target.config, target.embedding.weight, target.head_weight
-            )
 
     outcome = train(config, target, drafter, rows, data.held_out, work, _fingerprint(record), export)
+    if config.run.speculators:
+        exported = load_drafter(str(output))
+        save_speculators(exported, output / "speculators", target.config, target.embedding.weight, target.head_weight)
     _write_json(output / "run.json", record | {"finished": _now(), "result": _result(outcome, rows)})
     print(f"\n{output}: drafter exported", file=sys.stderr)
     if outcome.last:
@@ -118,7 +128,8 @@ def run(config: TrainConfig) -> None:
 def _rows(config: TrainConfig, target: Target, data: PromptData, work: Path, record: dict[str, Any]) -> list[Row]:
     if config.answers.regenerate:
         wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
-        wanted |= {"answers": record["config"]["answers"], "max_length": config.prompts.max_length}
+        # the prompt knobs and the seed fix which prompt an index means
+        wanted |= {k: record["config"][k] for k in ("answers", "prompts")} | {"seed": config.run.seed}
         meta = work / "answers.json"
         if meta.exists():
             if difference := first_difference(json.loads(meta.read_text()), wanted):
@@ -196,11 +207,13 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
 def _finished(output: Path, record: dict[str, Any]) -> bool:
     try:
         old = json.loads((output / "run.json").read_text())
-    except (OSError, ValueError):
+        # round trip: JSON has no tuples
+        same = first_difference(_fingerprint(old), json.loads(json.dumps(_fingerprint(record)))) is None
+        finished = same and bool(old["finished"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or not one of ours
         return False
-    # round trip: JSON has no tuples
-    same = first_difference(_fingerprint(old), json.loads(json.dumps(_fingerprint(record)))) is None
-    return bool(old.get("finished")) and same and (output / "model.safetensors").exists()
+    exports = [output, output / "speculators"] if record["config"]["run"]["speculators"] else [output]
+    return finished and all((path / "model.safetensors").exists() for path in exports)
 
 
 def _result(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:

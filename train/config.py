@@ -32,9 +32,9 @@ class DataKnobs:
 
     def __post_init__(self) -> None:
         if self.max_prompts < 0 or self.held_out < 0:
-            raise ValueError("data.max_prompts and data.held_out must be >= 0")
+            raise ValueError("prompts.max_prompts and prompts.held_out must be >= 0")
         if self.max_length < 8:
-            raise ValueError(f"data.max_length is {self.max_length}; it must be >= 8")
+            raise ValueError(f"prompts.max_length is {self.max_length}; it must be >= 8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,31 +12,34 @@ class MetricsLog:
     """Appends one JSON object per line to `path` and mirrors it to W&B when a project is given."""
 
     def __init__(self, path: Path, resume_step: int, wandb_project: str | None, config: dict[str, Any]) -> None:
+        self._path = path
         kept = _lines_up_to(path, resume_step)
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
-        self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            partial.write_text("".join(kept))
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise self._unwritable(error) from error
         self._wandb = _start_wandb(wandb_project, path, config) if wandb_project else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Log `values` at `step`. NaN becomes null. Raises UserError when the disk is full."""
         clean = {"step": step} | {k: _plain(v) for k, v in values.items()}
         try:
-            self._file.write(json.dumps(clean) + "\n")
-            self._file.flush()
+            with self._path.open("a", encoding="utf-8") as file:  # closing flushes, and may fail like a write
+                file.write(json.dumps(clean) + "\n")
         except OSError as error:
-            raise UserError(
-                f"{self._path}: cannot be written ({error.strerror}); free some space and run again"
-            ) from error
+            raise self._unwritable(error) from error
         if self._wandb is not None:
             flat = {k: v for k, v in clean.items() if not isinstance(v, list)}
             flat |= {f"{k}/{i}": v for k, vs in clean.items() if isinstance(vs, list) for i, v in enumerate(vs, 1)}
             self._wandb.log(flat, step=step)
 
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"{self._path}: cannot be written ({error.strerror}); free some space and run again")
+
     def close(self) -> None:
-        self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -55,12 +58,22 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
     return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
 
 
-def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
+def import_wandb() -> Any:
+    """The wandb module. Raises UserError where it is not installed."""
     try:
         import wandb
     except ImportError as error:
         raise UserError("run.wandb needs wandb: pip install 'dflash-toolkit[train]'") from error
-    return wandb.init(project=project, config=config, dir=str(path.parent), resume="allow", id=_run_id(path))
+    return wandb
+
+
+def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
+    wandb = import_wandb()
+    try:
+        return wandb.init(project=project, config=config, dir=str(path.parent), resume="allow", id=_run_id(path))
+    except wandb.errors.Error as error:  # not logged in, no network
+        reason = " ".join(str(error).split())
+        raise UserError(f"run.wandb={project}: {reason} (WANDB_MODE=offline logs without an account)") from error
 
 
 def _run_id(path: Path) -> str:
