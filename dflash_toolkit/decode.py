@@ -5,9 +5,10 @@ token-identical to plain sampling with the same seed, because the draw at a posi
 position alone, never on how many tokens a step committed.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from .config import UserError
 from .drafter import ContextKV, Drafter
-from .kernels.reference import accepted_prefix, choose, filtered_probabilities
+from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
 from .target import Target
 
 FinishReason = Literal["stop", "length"]
+MAX_LOGPROBS = 20  # what OpenAI's API allows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,11 @@ class SamplingParams:
     top_k: int = 0  # 0 keeps all
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0  # on tokens of the prompt and the answer (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # once for a token that the answer holds
+    frequency_penalty: float = 0.0  # times its count in the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    logprobs: int | None = None  # so many best tokens beside each chosen one; None: no log-probabilities at all
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
@@ -48,8 +55,21 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be > 0 (1 is none)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number (0 is none)")
+        if not 0 <= (self.logprobs or 0) <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs is {self.logprobs}; it must be in 0..{MAX_LOGPROBS}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits depend on more than the context: on counts of tokens or a bias."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +81,21 @@ class Step:
     tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position, of the target's own distribution at temperature 1, unfiltered."""
+
+    chosen: float
+    best: tuple[tuple[int, float], ...]  # (token, log-probability), most probable first
+
+
 @dataclass(slots=True)
 class Generation:
     """A finished (or, from `stream`, a growing) answer."""
 
     tokens: list[int] = field(default_factory=list)  # stop token included
     steps: list[Step] = field(default_factory=list)  # the first token comes from the prefill and is no step
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
     finish_reason: FinishReason | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -119,9 +148,11 @@ def stream(
     prompt = torch.tensor([prompt_ids], device=target.device)
     out = target.forward(prompt, taps=taps, cache=cache, logits="last")
     assert out.logits is not None
-    first = _choose(out.logits[0], len(prompt_ids), params).tolist()
+    first = _choose(out.logits[0], prompt_ids, [], [], params).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
-    _commit(generation, first, stop_ids, limit)
+    commit(generation, first, stop_ids, limit)
+    if params.logprobs is not None:
+        generation.logprobs += token_logprobs(out.logits[0], first, params.logprobs)
     generation.prefill_s = time.perf_counter() - started
     yield generation
 
@@ -138,11 +169,13 @@ def stream(
         block = torch.tensor([[last, *draft]], device=target.device)
         out = target.forward(block, taps=taps, cache=cache, logits="all")
         assert out.logits is not None
-        choice = _choose(out.logits[0], p + 1, params)
+        choice = _choose(out.logits[0], prompt_ids + generation.tokens, generation.tokens, draft, params)
 
         # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
         accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
-        committed = _commit(generation, choice[: accepted + 1].tolist(), stop_ids, limit)
+        committed = commit(generation, choice[: accepted + 1].tolist(), stop_ids, limit)
+        if params.logprobs is not None:
+            generation.logprobs += token_logprobs(out.logits[0], committed, params.logprobs)
         generation.steps.append(Step(len(draft), min(accepted, len(committed)), tuple(committed)))
 
         # rejected tokens leave the target's cache; the verified ones enter the drafter's context
@@ -172,27 +205,60 @@ def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, co
     return drafter.context_kv(features[:, :count].to(drafter.dtype), positions)
 
 
-def _choose(logits: Tensor, position: int, params: SamplingParams) -> Tensor:
-    """The target's tokens [M] from logits [M, V] for M consecutive positions, the first being `position`."""
+def _choose(logits: Tensor, context: list[int], answer: list[int], draft: list[int], params: SamplingParams) -> Tensor:
+    """The target's tokens [M] from logits [M, V], row i standing behind the context and `draft[:i]`.
+
+    Args:
+        context: prompt and answer, so its length is the position of the first choice.
+        answer: the part of it that was generated.
+    """
+    if params.edits_logits:
+        logits = logits.float().clone()
+        for i in range(len(logits)):
+            logits[i] = _edited(logits[i], context + draft[:i], answer + draft[:i], params)
     if params.temperature == 0.0:
         return logits.argmax(-1)
     probabilities = filtered_probabilities(
         logits, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
     )
-    draws = [position_uniform(params.seed, position + i) for i in range(len(logits))]
-    return choose(probabilities, torch.tensor(draws, dtype=torch.float64, device=logits.device))
+    positions = torch.arange(len(context), len(context) + len(logits), device=logits.device)
+    return choose(probabilities, position_uniform(torch.full_like(positions, int64_seed(params.seed)), positions))
 
 
-def position_uniform(seed: int, position: int) -> float:
-    """A uniform draw in [0, 1) that depends on (seed, position) only (SplitMix64 finaliser over both)."""
-    mask = (1 << 64) - 1
-    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & mask
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = ((z ^ (z >> shift)) * factor) & mask
-    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+def _edited(logits: Tensor, context: list[int], answer: list[int], params: SamplingParams) -> Tensor:
+    def counts(tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device).bincount(minlength=len(logits))
+
+    bias = torch.zeros_like(logits)
+    for token, value in params.logit_bias:
+        bias[token] += value
+    return penalized(
+        logits,
+        counts(context) > 0,
+        counts(answer),
+        bias,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
 
 
-def _commit(generation: Generation, tokens: list[int], stop_ids: set[int], limit: int) -> list[int]:
+def token_logprobs(logits: Tensor, tokens: list[int], best: int) -> list[TokenLogprobs]:
+    """What `SamplingParams.logprobs` reports for `tokens`, chosen from the first rows of logits [M, V]."""
+    found = []
+    for row, token in zip(logits.float().log_softmax(-1), tokens, strict=False):
+        values, ids = row.topk(best)
+        found.append(TokenLogprobs(float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))))
+    return found
+
+
+def int64_seed(seed: int) -> int:
+    """Any integer as the signed 64-bit one with the same low bits."""
+    low = seed & ((1 << 64) - 1)
+    return low - (1 << 64) if low >> 63 else low
+
+
+def commit(generation: Generation, tokens: list[int], stop_ids: Set[int], limit: int) -> list[int]:
     """Append tokens up to the first stop token, say whether the answer is finished, return what was appended."""
     for i, token in enumerate(tokens):
         if token in stop_ids:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, stream
-from dflash_toolkit.decode import Generation, position_uniform, propose
+from dflash_toolkit.decode import Generation, propose
 from dflash_toolkit.drafter import ContextKV
 from dflash_toolkit.kernels.reference import filtered_probabilities
 
@@ -373,28 +373,3 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling:
     wrong = exact(temperature=2 * sampling["temperature"])
     statistic, limit = chi_square(counts.sum((1, 2)), wrong.sum((1, 2)))
     assert statistic > limit, "the statistic must tell another temperature apart"
-
-
-@pytest.mark.parametrize(
-    "draws",
-    [
-        [position_uniform(7, p) for p in range(20000)],
-        [position_uniform(s, 7) for s in range(20000)],
-        [position_uniform(s, s) for s in range(20000)],
-        [position_uniform(s * 1_000_003, 50 - s % 50) for s in range(20000)],
-    ],
-    ids=["positions", "seeds", "diagonal", "sparse"],
-)
-def test_position_uniform_is_uniform_and_neighbours_are_independent(draws: list[float]) -> None:
-    assert min(draws) >= 0.0 and max(draws) < 1.0
-    cells = (torch.tensor(draws, dtype=torch.float64) * 16).long()
-    statistic, limit = chi_square(cells.bincount(minlength=16), torch.full((16,), 1 / 16))
-    assert statistic < limit
-    pairs = cells[:-1] * 16 + cells[1:]
-    statistic, limit = chi_square(pairs.bincount(minlength=256), torch.full((256,), 1 / 256))
-    assert statistic < limit
-
-
-def test_position_uniform_takes_any_integer_seed() -> None:
-    draws = {position_uniform(seed, 3) for seed in (-1, 0, 1, 2**63, 2**64 - 2)}
-    assert len(draws) == 5 and all(0.0 <= u < 1.0 for u in draws)

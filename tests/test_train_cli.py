@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train_loop import argv
+from test_train_loop import argv, lines_without_speed, weights
 
 import train.loop
 import train.state
@@ -119,24 +119,26 @@ def test_a_run_json_of_something_else_is_no_finished_run(
     assert json.loads((tmp_path / "run/run.json").read_text())["result"]["steps"] == 1
 
 
-def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(
+def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on_as_if_nothing_happened(
     target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    often = ("run.evaluate_every=2", "optim.learning_rate=3e-2")  # the best so far matters too
     with monkeypatch.context() as patch:
         real, calls = train.loop.save_state, []
 
         def interrupted(state: train.state.RunState, path: Path) -> None:
-            real(state, path)
             calls.append(state.step)
-            if len(calls) == 2:
+            if len(calls) == 3:  # the metrics are ahead of the resume point
                 raise KeyboardInterrupt
+            real(state, path)
 
         patch.setattr(train.loop, "save_state", interrupted)
-        assert main(argv(target_dir, data, tmp_path / "run")) == 130
+        assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
     assert "run the same command again" in capsys.readouterr().err.splitlines()[-1]
-    assert main(argv(target_dir, data, tmp_path / "run")) == 0
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/work/metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps) and len(set(steps)) == 24
+    assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
+    assert main(argv(target_dir, data, tmp_path / "whole", *often)) == 0
+    resumed, whole = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("run", "whole"))
+    assert resumed == whole and weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
 def test_answers_are_the_target_s_own_and_survive_a_torn_line(target: Target, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,6 +42,28 @@ def filtered_probabilities(
         probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return probabilities
+
+
+def penalized(
+    logits: Tensor,
+    seen: Tensor,
+    counts: Tensor,
+    bias: Tensor,
+    repetition: Tensor | float,
+    presence: Tensor | float,
+    frequency: Tensor | float,
+) -> Tensor:
+    """Logits [..., V] after penalties and bias, in fp32; with all of them neutral, the logits themselves.
+
+    Args:
+        seen: bool [..., V], tokens of the prompt or the answer; repetition divides their positive logits and
+            multiplies their negative ones (Keskar et al. 2019, section 4.1).
+        counts: integers [..., V], of tokens in the answer; presence is taken off once, frequency times the count.
+        bias: [..., V], added.
+    """
+    logits = logits.float()
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - presence * (counts > 0) - frequency * counts + bias
 
 
 def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -125,3 +148,227 @@ def frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int 
         `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
     """
     return RowLoss(*_FrozenHeadLoss.apply(hidden, weight, labels, chunk))
+
+
+# ---- the decoding step: M = B * S rows, S consecutive positions of each of B requests -----------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    return F.linear(x, weight, bias)
+
+
+def linear_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as a sum of P partial products over K, [P, M, N]; `add_rms_norm` adds them up.
+
+    P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
+    """
+    return F.linear(x, weight, bias)[None]
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    product = F.linear(x, weight)
+    return F.silu(product[:, 0::2]) * product[:, 1::2]
+
+
+def linear_argmax(x: Tensor, weight: Tensor) -> Tensor:
+    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    return F.linear(x, weight).argmax(-1)
+
+
+def add_rms_norm(
+    x: Tensor, partials: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Close one sub-layer and open the next.
+
+    Args:
+        x: the residual stream [M, D].
+        partials: what the sub-layer adds to it, as P parts [P, M, D]; None adds nothing.
+        weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight.
+        tap: a view [M, D] that receives the new residual stream.
+
+    Returns:
+        The new residual stream and its norm, both [M, D] in x's dtype.
+    """
+    if partials is not None:
+        x = (x.float() + partials.float().sum(0)).to(x.dtype)
+    if tap is not None:
+        tap.copy_(x)
+    return x, _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed.to(x.dtype) * weight).to(x.dtype)
+
+
+def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
+    """Neox RoPE on x [M, heads, H] with the table rope [2, positions, H / 2] of fp32 cosines and sines."""
+    cos, sin = rope[0, positions, None], rope[1, positions, None]  # [M, 1, H / 2]
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """Cache slots [B, S] of positions [B, S]: `page_table[b, position // page_size]` is the page that holds it."""
+    return page_table.gather(1, (positions // page_size).long()).long() * page_size + positions % page_size
+
+
+def rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    rope: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    cache: Tensor,
+    page_size: int,
+) -> Tensor:
+    """Norm and rotate queries and keys; write keys and values into the pages of their positions.
+
+    Args:
+        qkv: [M, (N + 2 * G) * H], heads of q, then k, then v.
+        q_weight, k_weight: [H] per-head RMSNorm weights; None where the architecture has none.
+        rope: fp32 [2, positions, H / 2], cosines and sines.
+        lengths: int32 [B]; row b * S + k stands at position lengths[b] + k.
+        page_table: int32 [B, pages of a request].
+        cache: [2, slots, G, H], keys and values of one layer, written in place.
+
+    Returns:
+        Queries [M, N, H].
+    """
+    groups, width = cache.shape[2:]
+    block = len(qkv) // len(lengths)
+    positions = lengths[:, None] + torch.arange(block, device=lengths.device)
+    q, k, v = qkv.unflatten(1, (-1, width)).split([qkv.shape[1] // width - 2 * groups, groups, groups], dim=1)
+    q = _rms_norm(q, q_weight, eps) if q_weight is not None else q
+    k = _rms_norm(k, k_weight, eps) if k_weight is not None else k
+    slots = slots_of(positions, page_table, page_size).flatten()
+    cache[0, slots] = _rotate(k, rope, positions.flatten()).to(cache.dtype)
+    cache[1, slots] = v.to(cache.dtype)
+    return _rotate(q, rope, positions.flatten())
+
+
+def block_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> Tensor:
+    """Attention of a block over its request's pages, the block's own keys included.
+
+    Args:
+        q: [M, N, H]; row b * S + k is slot k of request b, at position lengths[b] + k.
+        cache: [2, slots, G, H]; keys and values of positions 0..lengths[b] + S - 1 are there.
+        causal: slot k sees the positions up to its own (verify); else the whole block (draft).
+        window: a key at a distance of `window` positions or more is not seen; 0 is no window.
+
+    Returns:
+        [M, N * H] in q's dtype.
+    """
+    block = len(q) // len(lengths)
+    reach = int(lengths.max()) + block
+    keys = torch.arange(reach, device=q.device).expand(len(lengths), -1)  # [B, T]
+    inside = keys < lengths[:, None] + block  # pages exist up to here; behind them there may be anything, NaN too
+    slots = slots_of(torch.where(inside, keys, 0), page_table, page_size)
+    k, v = (cache[i][slots].masked_fill(~inside[..., None, None], 0.0).transpose(1, 2) for i in (0, 1))  # [B, G, T, H]
+    distance = (lengths[:, None] + torch.arange(block, device=q.device))[:, :, None] - keys[:, None]  # [B, S, T]
+    visible = inside[:, None] & (distance >= 0) if causal else inside[:, None].expand_as(distance)
+    if window:
+        visible = visible & (distance.abs() < window)
+    out = F.scaled_dot_product_attention(
+        q.unflatten(0, (-1, block)).transpose(1, 2), k, v, attn_mask=visible[:, None], enable_gqa=True
+    )
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def context_write(
+    kv: Tensor,
+    k_weights: Tensor,
+    eps: float,
+    rope: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    page_table: Tensor,
+    cache: Tensor,
+    page_size: int,
+) -> None:
+    """Norm, rotate and write every draft layer's context keys and values of the first counts[b] rows of each request.
+
+    Args:
+        kv: [M, L * 2 * G * H]: for each layer its keys, then its values.
+        k_weights: [L, H].
+        lengths, counts: int32 [B]; row b * S + k is position lengths[b] + k and is written if k < counts[b].
+        cache: [L, 2, slots, G, H], written in place.
+    """
+    layers, _, _, groups, width = cache.shape
+    block = len(kv) // len(lengths)
+    steps = torch.arange(block, device=lengths.device)
+    positions = lengths[:, None] + steps
+    rows = (steps < counts[:, None]).flatten().nonzero()[:, 0]
+    slots = slots_of(positions, page_table, page_size).flatten()[rows]
+    heads = kv[rows].unflatten(1, (layers, 2, groups, width))
+    for layer in range(layers):
+        k = _rms_norm(heads[:, layer, 0], k_weights[layer], eps)
+        cache[layer, 0, slots] = _rotate(k, rope, positions.flatten()[rows]).to(cache.dtype)
+        cache[layer, 1, slots] = heads[:, layer, 1].to(cache.dtype)
+
+
+def accept(
+    draft: Tensor,
+    choice: Tensor,
+    active: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Commit the longest drafted prefix that equals the target's choices, and its choice at the first mismatch.
+
+    Args:
+        draft: int64 [B, S - 1], S >= 1.
+        choice: int64 [B, S].
+        active: bool [B]; other rows commit nothing.
+        lengths: int32 [B], advanced in place by the number of committed tokens.
+        last_token: int64 [B], replaced in place by the last committed token.
+        forced: int32 [B]; accept exactly so many drafted tokens, whatever they are (synthetic acceptance).
+
+    Returns:
+        counts int32 [B], the committed tokens of each row (0 where inactive), and tokens int64 [B, S], of which
+        the first `counts` are committed.
+    """
+    accepted = accepted_prefix(draft, choice) if forced is None else forced.long()
+    counts = torch.where(active, accepted + 1, 0).to(lengths.dtype)
+    bonus = choice.gather(1, accepted[:, None])  # [B, 1]
+    tokens = torch.cat([draft, bonus], dim=1).scatter(1, accepted[:, None], bonus)
+    lengths += counts
+    last_token.copy_(torch.where(active, bonus[:, 0], last_token))
+    return counts, tokens
+
+
+def position_uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """A uniform draw in [0, 1) that depends on (seed, position) only: the SplitMix64 finaliser over both.
+
+    Args:
+        seed, position: int64, of the same shape.
+
+    Returns:
+        float64 of that shape.
+    """
+
+    def signed(constant: int) -> int:  # int64 multiplication wraps, as the algorithm wants
+        return constant - (1 << 64) if constant >> 63 else constant
+
+    def shifted(z: Tensor, bits: int) -> Tensor:  # >> on int64 copies the sign
+        return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+    z = seed * signed(0x9E3779B97F4A7C15) + position * signed(0xD1342543DE82EF95) + 0x632BE59BD9B4E019
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ shifted(z, bits)) * signed(factor)
+    return shifted(z ^ shifted(z, 31), 11).double() / (1 << 53)

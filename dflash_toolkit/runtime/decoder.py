@@ -1,0 +1,71 @@
+"""One stack of decoder layers over a paged cache: the target's, and with other weights the drafter's."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from .model import LayerWeights, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of one pass stand: row b * S + k is slot k of request b, at position lengths[b] + k."""
+
+    lengths: Tensor  # int32 [B], tokens before the block
+    page_table: Tensor  # int32 [B, pages of a request]
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Layers, their cache and the operations they run on; holds no state of requests."""
+
+    spec: ModelSpec
+    layers: list[LayerWeights]
+    norm: Tensor  # [D], the final one
+    rope: Tensor  # fp32 [2, positions, H / 2]
+    cache: Tensor  # [layers, 2, slots, G, H]
+    ops: ModuleType  # kernels.reference or the Triton kernels: the same names and signatures
+
+    def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
+        """Run embeddings through every layer and write their keys and values into the pages.
+
+        Args:
+            x: [M, D].
+            taps: layer id -> view [M, D] that receives that layer's output.
+
+        Returns:
+            Normed hidden states [M, D].
+        """
+        ops, eps, page_size = self.ops, self.spec.rms_norm_eps, rows.page_size
+        taps = taps or {}
+        partials: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            # the norm that opens a layer closes the one before, so the tap of layer i - 1 is written there
+            x, h = ops.add_rms_norm(x, partials, layer.input_norm, eps, taps.get(i - 1))
+            qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
+            q = ops.rope_write(
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+                self.rope,
+                rows.lengths,
+                rows.page_table,
+                self.cache[i],
+                page_size,
+            )
+            a = ops.block_attention(
+                q,
+                self.cache[i],
+                rows.lengths,
+                rows.page_table,
+                page_size,
+                causal=self.spec.causal[i],
+                window=self.spec.windows[i],
+            )
+            x, h = ops.add_rms_norm(x, ops.linear_partials(a, layer.o, layer.o_bias), layer.post_norm, eps)
+            partials = ops.linear_partials(ops.linear_swiglu(h, layer.gate_up), layer.down)
+        _, h = ops.add_rms_norm(x, partials, self.norm, eps, taps.get(len(self.layers) - 1))
+        return h

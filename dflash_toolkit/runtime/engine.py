@@ -1,0 +1,278 @@
+"""The engine: a target and its drafter, many requests at once. Not thread-safe; `stream.py` gives it a thread."""
+
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import UserError
+from ..decode import Generation, SamplingParams, Step
+from ..drafter import Drafter
+from ..target import Target
+from .memory import page_count
+from .model import DrafterWeights, ModelSpec, TargetWeights
+from .pages import PagePool
+from .request import Request
+from .scheduler import Scheduler
+from .speed import BlockChooser, block_sizes, cached_times, measure_steps
+from .step import StepRunner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyntheticAcceptance:
+    """Acceptance by dice instead of by the drafter, for benchmarks: the text is nonsense, the work is real.
+
+    Raises:
+        ValueError: a rate outside 0..1, a length below 1, or not exactly one of the two.
+    """
+
+    rate: float | None = None  # conditional probability of every position
+    mean_length: float | None = None  # tokens a step, bonus included: blocks accept its floor or its ceiling
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.mean_length is None):
+            raise ValueError("synthetic acceptance needs exactly one of rate and mean_length")
+        if self.rate is not None and not 0.0 <= self.rate <= 1.0:
+            raise ValueError(f"synthetic rate is {self.rate}; it must be in [0, 1]")
+        if self.mean_length is not None and not self.mean_length >= 1.0:
+            raise ValueError(f"synthetic mean_length is {self.mean_length}; it must be >= 1")
+
+    def table(self, steps: int, rows: int, block: int) -> Tensor:
+        """Drafted tokens to accept, int32 [steps, rows], each in 0..block - 1."""
+        dice = random.Random(self.seed)
+
+        def accepted() -> int:
+            if self.rate is not None:
+                return next((k for k in range(block - 1) if dice.random() >= self.rate), block - 1)
+            assert self.mean_length is not None
+            whole, part = divmod(self.mean_length - 1.0, 1.0)
+            return min(int(whole) + (dice.random() < part), block - 1)
+
+        return torch.tensor([[accepted() for _ in range(rows)] for _ in range(steps)], dtype=torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """The knobs of the engine.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    max_batch: int = 32  # requests decoded together
+    max_context: int | None = None  # tokens of prompt and answer; None: what the target was made for
+    block_size: int | None = None  # tokens of a block; 1 decodes plainly; None: chosen step by step, as it pays
+    prefill_chunk: int = 2048  # tokens of a prompt computed between two steps
+    page_size: int = 16  # tokens
+    cache_tokens: int | None = None  # room for so many tokens; None: what memory allows
+    memory_fraction: float = 0.9  # of the GPU's memory, for everything
+    prefix_cache: bool = True
+    synthetic: SyntheticAcceptance | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "prefill_chunk", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+        for name in ("max_context", "block_size", "cache_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be in (0, 1]")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made."""
+
+    requests: int = 0  # finished
+    prompt_tokens: int = 0  # of finished requests
+    cached_prompt_tokens: int = 0  # of them, brought by prefix hits
+    generated_tokens: int = 0
+    steps: int = 0  # verifications, counted per request
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that accepted at least k drafts
+    preemptions: int = 0
+
+    def add(self, step: Step) -> None:
+        self.steps += 1
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        longer = step.accepted - len(self.accepted_per_position)
+        self.accepted_per_position += [0] * max(longer, 0)
+        for k in range(step.accepted):
+            self.accepted_per_position[k] += 1
+
+
+def operations(device: torch.device) -> ModuleType:
+    """The kernels for a device: Triton on a GPU, their definitions in torch elsewhere. Raises UserError."""
+    if device.type != "cuda":
+        return importlib.import_module("dflash_toolkit.kernels.reference")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} is too old for the runtime: it needs capability 8.0 or more"
+        )
+    try:
+        return importlib.import_module("dflash_toolkit.kernels.fused")
+    except ModuleNotFoundError as error:
+        raise UserError("triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'") from error
+
+
+class Engine:
+    """Decodes prompts with a target and, unless it is None, a drafter.
+
+    Attributes:
+        context_limit: prompt and answer together, in tokens.
+        vocabulary: prompt ids must be below this.
+        stats: what happened so far.
+    """
+
+    def __init__(
+        self,
+        target: TargetWeights,
+        drafter: DrafterWeights | None,
+        stop_ids: Sequence[int],
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.options = options = options or EngineOptions()
+        spec, device = target.spec, target.embedding.device
+        limits = [spec.context_limit]
+        if options.max_context is not None:
+            if options.max_context > spec.context_limit:
+                raise UserError(f"max_context is {options.max_context}; the target was made for {spec.context_limit}")
+            limits.append(options.max_context)
+        self.context_limit = min(limits)
+        self.vocabulary = target.spec.vocab_size
+        self.stats = EngineStats()
+        self._stop_ids = frozenset(stop_ids)
+        longest = drafter.config.block_size if drafter else 1
+        if options.block_size is not None and options.block_size > longest:
+            raise UserError(f"block_size is {options.block_size}; the drafter's blocks have at most {longest} tokens")
+        max_block = options.block_size or longest
+        forced = options.synthetic.table(4096, options.max_batch, max_block).to(device) if options.synthetic else None
+
+        def runner(pages: int) -> StepRunner:
+            return StepRunner(
+                target,
+                drafter,
+                operations(device),
+                num_pages=pages,
+                page_size=options.page_size,
+                max_batch=options.max_batch,
+                max_context=self.context_limit,
+                max_block=max_block,
+                forced=forced,
+            )
+
+        specs = [target.spec, *([drafter.spec] if drafter else [])]
+        pages = page_count(runner, specs, options, self.context_limit, max_block)
+        self.runner = runner(pages)
+        self.pool = PagePool(pages, options.page_size)
+        self.scheduler = Scheduler(
+            self.runner,
+            self.pool,
+            self._chooser(max_block),
+            max_batch=options.max_batch,
+            prefill_chunk=options.prefill_chunk,
+            max_block=max_block,
+            prefix_cache=options.prefix_cache,
+        )
+
+    @classmethod
+    def of_modules(cls, target: Target, drafter: Drafter | None, options: EngineOptions | None = None) -> "Engine":
+        """An engine with copies of the weights of loaded modules, on the target's device and in its dtype."""
+        spec = ModelSpec.of_target(target.config)
+        weights = TargetWeights.of_module(target.model, spec)
+        draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype)) if drafter else None
+        return cls(weights, draft, target.stop_token_ids, options)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        on_progress: Callable[[Request, Step | None], None] | None = None,
+    ) -> Request:
+        """Queue a prompt; `step` works on it.
+
+        Raises:
+            UserError: an empty prompt, one that leaves no room for an answer, an id outside the vocabulary, or a
+                request that the cache cannot hold.
+        """
+        params = params or SamplingParams()
+        prompt = list(prompt_ids)
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        if len(prompt) >= self.context_limit:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; the context limit is {self.context_limit} "
+                f"and an answer needs at least one"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            wrong = next(i for i in prompt if not 0 <= i < self.vocabulary)
+            raise UserError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{self.vocabulary - 1}")
+        for token, _ in params.logit_bias:
+            if not 0 <= token < self.vocabulary:
+                raise UserError(f"logit_bias names token {token}; the target has tokens 0..{self.vocabulary - 1}")
+        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
+        limit = min(params.max_new_tokens, self.context_limit - len(prompt))
+        request = Request(prompt, params, stop, limit, on_progress)
+        needed = self.pool.pages_for(self.scheduler.tokens_needed(request))
+        if needed > self.pool.capacity:
+            have = self.pool.capacity * self.pool.page_size
+            raise UserError(
+                f"the request may need {needed * self.pool.page_size} tokens of cache and there are {have}; "
+                f"ask for fewer tokens or start the engine with more cache_tokens"
+            )
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request; nothing more is reported about it."""
+        self.scheduler.cancel(request)
+
+    def step(self) -> bool:
+        """One turn: at most a chunk of prefill and a step of the batch. False when there is nothing left to do."""
+        if self.scheduler.idle:
+            return False
+        for request, step in self.scheduler.advance():
+            if step is not None:
+                self.stats.add(step)
+            if request.finished:
+                self.stats.requests += 1
+                self.stats.prompt_tokens += len(request.prompt_ids)
+                self.stats.cached_prompt_tokens += request.cached_tokens
+                self.stats.generated_tokens += len(request.tokens)
+            if request.on_progress is not None:
+                request.on_progress(request, step)
+        self.stats.preemptions = self.scheduler.preemptions
+        return True
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Generation]:
+        """Decode prompts to their ends, together; `params` are one for all or one each. Raises UserError."""
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        requests = [self.submit(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        while not all(request.finished for request in requests):
+            self.step()
+        return [request.generation for request in requests]
+
+    def _chooser(self, max_block: int) -> Callable[[Sequence[Request]], int]:
+        options = self.options
+        if options.block_size is not None or max_block == 1:
+            return lambda requests: max_block
+        sizes = block_sizes(max_block)
+        runner = self.runner
+        place: Any = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
+        drafter = runner.drafter.spec if runner.drafter else None
+        key = [place, torch.__version__, str(runner.dtype), options.max_batch, sizes, runner.target.spec, drafter]
+        times = cached_times(key, lambda: measure_steps(runner, sizes, options.max_batch))
+        return BlockChooser(sizes, times, runner.bucket)

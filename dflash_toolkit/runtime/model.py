@@ -1,0 +1,355 @@
+"""Weights in the form the step reads them: fused projections, one decoder layer for Llama, Qwen2, Qwen3 and drafters.
+
+Tensors go from safetensors straight to their place in the fused matrix on the device; nothing is built twice.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..config import UserError
+from ..drafter import Drafter, DrafterConfig
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What fixes the shapes and the arithmetic of a stack of decoder layers."""
+
+    hidden_size: int  # D
+    num_layers: int
+    num_heads: int  # N
+    num_kv_heads: int  # G
+    head_dim: int  # H
+    intermediate_size: int  # I
+    vocab_size: int  # V
+    rms_norm_eps: float
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    tied_head: bool
+    context_limit: int  # prompt and answer, in tokens
+    rope_frequencies: tuple[float, ...]  # [H / 2], radians per position
+    rope_factor: float = 1.0  # on cosines and sines (yarn)
+    causal: tuple[bool, ...] = ()  # by layer, inside the block
+    windows: tuple[int, ...] = ()  # by layer, 0 is full attention
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the cache keeps of a token, keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def of_target(cls, config: PreTrainedConfig) -> "ModelSpec":
+        """Read a Hugging Face config. Raises UserError for what the runtime does not compute."""
+        c: Any = config
+        name = c.name_or_path or c.model_type
+        if getattr(c, "use_sliding_window", False) or "sliding_attention" in (getattr(c, "layer_types", None) or ()):
+            raise UserError(f"target {name}: sliding-window attention is not supported by the runtime")
+        if getattr(c, "mlp_bias", False):
+            raise UserError(f"target {name}: mlp_bias is not supported by the runtime")
+        if getattr(c, "hidden_act", "silu") != "silu":
+            raise UserError(f"target {name}: hidden_act {c.hidden_act!r} is not supported by the runtime; only silu")
+        kind = (c.rope_parameters or {}).get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(
+                f"target {name}: rope type {kind!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
+            )
+        rotary = LlamaRotaryEmbedding(c)  # the same for the three architectures
+        bias = c.model_type == "qwen2" or bool(getattr(c, "attention_bias", False))
+        return cls(
+            hidden_size=c.hidden_size,
+            num_layers=c.num_hidden_layers,
+            num_heads=c.num_attention_heads,
+            num_kv_heads=c.num_key_value_heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            intermediate_size=c.intermediate_size,
+            vocab_size=c.vocab_size,
+            rms_norm_eps=c.rms_norm_eps,
+            qk_norm=c.model_type == "qwen3",
+            qkv_bias=bias,
+            o_bias=bias and c.model_type != "qwen2",
+            tied_head=bool(c.tie_word_embeddings),
+            context_limit=int(c.max_position_embeddings),
+            rope_frequencies=tuple(rotary.inv_freq.double().tolist()),
+            rope_factor=float(rotary.attention_scaling),
+            causal=(True,) * c.num_hidden_layers,
+            windows=(0,) * c.num_hidden_layers,
+        )
+
+    @classmethod
+    def of_drafter(cls, config: DrafterConfig) -> "ModelSpec":
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+        frequencies = config.rope_theta ** (-half / config.head_dim)
+        sliding = [kind == "sliding_attention" for kind in config.layer_types]
+        return cls(
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            rms_norm_eps=config.rms_norm_eps,
+            qk_norm=True,
+            qkv_bias=config.attention_bias,
+            o_bias=False,
+            tied_head=True,
+            context_limit=config.max_position_embeddings,
+            rope_frequencies=tuple(frequencies.double().tolist()),
+            causal=tuple(config.causal_inside_block(i) for i in range(config.num_layers)),
+            windows=tuple((config.sliding_window or 0) if s else 0 for s in sliding),
+        )
+
+    def rope_table(self, positions: int, device: torch.device) -> Tensor:
+        """Cosines and sines, fp32 [2, positions, H / 2]."""
+        frequencies = torch.tensor(self.rope_frequencies, dtype=torch.float32, device=device)
+        angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
+        return torch.stack([angles.cos(), angles.sin()]) * self.rope_factor
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: Tensor  # [D]
+    qkv: Tensor  # [(N + 2 G) H, D]
+    qkv_bias: Tensor | None  # [(N + 2 G) H]
+    q_norm: Tensor | None  # [H]
+    k_norm: Tensor | None  # [H]
+    o: Tensor  # [D, N H]
+    o_bias: Tensor | None  # [D]
+    post_norm: Tensor  # [D]
+    gate_up: Tensor  # [2 I, D], rows gate 0, up 0, gate 1, up 1, ...
+    down: Tensor  # [D, I]
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        d, h, i = spec.hidden_size, spec.head_dim, spec.intermediate_size
+        return cls(
+            input_norm=new(d),
+            qkv=new(spec.qkv_rows, d),
+            qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
+            q_norm=new(h) if spec.qk_norm else None,
+            k_norm=new(h) if spec.qk_norm else None,
+            o=new(d, spec.num_heads * h),
+            o_bias=new(d) if spec.o_bias else None,
+            post_norm=new(d),
+            gate_up=new(2 * i, d),
+            down=new(d, i),
+        )
+
+    def places(self, spec: ModelSpec) -> dict[str, Tensor]:
+        """Checkpoint name inside the layer -> the view that the tensor is copied into."""
+        h = spec.head_dim
+        heads = [spec.num_heads * h, spec.num_kv_heads * h, spec.num_kv_heads * h]
+        attention = "self_attn"
+        found = {
+            "input_layernorm.weight": self.input_norm,
+            "post_attention_layernorm.weight": self.post_norm,
+            f"{attention}.o_proj.weight": self.o,
+            "mlp.gate_proj.weight": self.gate_up[0::2],
+            "mlp.up_proj.weight": self.gate_up[1::2],
+            "mlp.down_proj.weight": self.down,
+        }
+        for letter, view in zip("qkv", self.qkv.split(heads), strict=True):
+            found[f"{attention}.{letter}_proj.weight"] = view
+        if self.qkv_bias is not None:
+            for letter, view in zip("qkv", self.qkv_bias.split(heads), strict=True):
+                found[f"{attention}.{letter}_proj.bias"] = view
+        optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
+        return found | {f"{attention}.{name}": t for name, t in optional.items() if t is not None}
+
+
+@dataclass(slots=True)
+class TargetWeights:
+    """The whole target."""
+
+    spec: ModelSpec
+    embedding: Tensor  # [V, D]
+    layers: list[LayerWeights]
+    norm: Tensor  # [D]
+    head: Tensor  # [V, D], the embedding itself when tied
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
+        d, v = spec.hidden_size, spec.vocab_size
+        embedding = torch.empty(v, d, device=device, dtype=dtype)
+        head = embedding if spec.tied_head else torch.empty(v, d, device=device, dtype=dtype)
+        layers = [LayerWeights.empty(spec, device, dtype) for _ in range(spec.num_layers)]
+        return cls(spec, embedding, layers, torch.empty(d, device=device, dtype=dtype), head)
+
+    def places(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the view that the tensor is copied into."""
+        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.spec.tied_head:
+            found["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            found |= {f"model.layers.{i}.{name}": view for name, view in layer.places(self.spec).items()}
+        return found
+
+    @classmethod
+    def load(cls, folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
+        """Read the safetensors of a checkpoint directory. Raises UserError naming what is wrong."""
+        weights = cls.empty(spec, device, dtype)
+        _fill_from_files(f"target {folder}", weights.places(), _tensor_files(folder))
+        return weights
+
+    @classmethod
+    def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
+        """Copy the weights of a loaded Hugging Face model, on its device."""
+        state = model.state_dict()
+        first = state["model.embed_tokens.weight"]
+        weights = cls.empty(spec, first.device, first.dtype)
+        _fill("target", weights.places(), state)
+        return weights
+
+
+@dataclass(slots=True)
+class DrafterWeights:
+    """The whole drafter, and its keys' and values' projections once more, stacked for the context."""
+
+    spec: ModelSpec
+    config: DrafterConfig
+    fc: Tensor  # [D, K D]
+    hidden_norm: Tensor  # [D]
+    layers: list[LayerWeights]
+    norm: Tensor  # [D]
+    context_kv: Tensor = field(init=False)  # [L 2 G H, D]
+    context_bias: Tensor | None = field(init=False)  # [L 2 G H]
+    k_norms: Tensor = field(init=False)  # [L, H]
+
+    @classmethod
+    def of_module(cls, drafter: Drafter) -> "DrafterWeights":
+        """Copy a drafter's weights, on its device."""
+        return cls._from(drafter.config, drafter.state_dict())
+
+    @classmethod
+    def _from(cls, config: DrafterConfig, state: Mapping[str, Tensor]) -> "DrafterWeights":
+        spec = ModelSpec.of_drafter(config)
+        device, dtype = state["fc.weight"].device, state["fc.weight"].dtype
+        d = config.hidden_size
+        weights = cls(
+            spec,
+            config,
+            torch.empty(d, config.feature_size, device=device, dtype=dtype),
+            torch.empty(d, device=device, dtype=dtype),
+            [LayerWeights.empty(spec, device, dtype) for _ in range(config.num_layers)],
+            torch.empty(d, device=device, dtype=dtype),
+        )
+        places = {"fc.weight": weights.fc, "hidden_norm.weight": weights.hidden_norm, "norm.weight": weights.norm}
+        for i, layer in enumerate(weights.layers):
+            places |= {f"layers.{i}.{name}": view for name, view in layer.places(spec).items()}
+        _fill("drafter", places, state)
+        weights.stack_context()
+        return weights
+
+    def stack_context(self) -> None:
+        """Stack what turns a context token into every layer's key and value; call it when the layers are filled."""
+        start = self.spec.num_heads * self.spec.head_dim
+        self.context_kv = torch.cat([layer.qkv[start:] for layer in self.layers])
+        biases = [layer.qkv_bias[start:] for layer in self.layers if layer.qkv_bias is not None]
+        self.context_bias = torch.cat(biases) if biases else None
+        self.k_norms = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])
+
+
+def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
+    """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
+    weights = TargetWeights.empty(spec, device, dtype)
+    _randomise(weights.places().items(), device, seed)
+    return weights
+
+
+def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dtype, seed: int = 1) -> DrafterWeights:
+    """A random drafter, for benchmarks."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with torch.device(device):
+        drafter = Drafter(config).to(dtype)
+    drafter.init_weights(generator)
+    return DrafterWeights.of_module(drafter)
+
+
+def _randomise(places: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, view in places:
+        if name.endswith(".bias"):
+            view.zero_()
+        elif view.dim() == 1:
+            view.fill_(1.0)
+        else:
+            view.normal_(std=0.02, generator=generator)
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _fill_from_files(what: str, places: dict[str, Tensor], files: list[Path]) -> None:
+    """Copy every tensor of `files` to its place, a thread per file (reading and copying overlap)."""
+    if not files:
+        raise UserError(f"{what}: no *.safetensors there; the runtime reads no other format")
+    left = dict(places)
+
+    def read(path: Path) -> None:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                view = left.pop(name, None)
+                if view is None:
+                    _check_expendable(what, name, places)
+                else:
+                    _copy(what, name, view, tensors.get_tensor(name))
+
+    with ThreadPoolExecutor(min(8, len(files))) as pool:
+        try:
+            list(pool.map(read, files))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{what}: cannot read its weights ({' '.join(str(error).split())})") from error
+    _check_none_left(what, left)
+
+
+def _fill(what: str, places: dict[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    left = dict(places)
+    for name, tensor in state.items():
+        view = left.pop(name, None)
+        if view is None:
+            _check_expendable(what, name, places)
+        else:
+            _copy(what, name, view, tensor)
+    _check_none_left(what, left)
+
+
+def _copy(what: str, name: str, view: Tensor, tensor: Tensor) -> None:
+    if tensor.shape != view.shape:
+        raise UserError(f"{what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}")
+    view.copy_(tensor)
+
+
+def _check_expendable(what: str, name: str, places: Mapping[str, Tensor]) -> None:
+    # a tied head is often stored all the same; old checkpoints carry rotary buffers
+    if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+        raise UserError(f"{what}: tensor {name!r} is not part of the model that its config.json describes")
+
+
+def _check_none_left(what: str, left: Mapping[str, Tensor]) -> None:
+    if left:
+        raise UserError(f"{what}: {len(left)} tensors are missing from its weights, first {min(left)!r}")

@@ -1,0 +1,114 @@
+"""A request on its way through the runtime."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..decode import Generation, SamplingParams, Step, TokenLogprobs, commit
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What one row got from a prefill (one token) or a step (1..S tokens)."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asked for them
+
+
+class RollingAcceptance:
+    """A request's recent conditional acceptance: of the drafted tokens that were judged, the share that was taken.
+
+    An exponential average over steps, started with a prior so that one bad block does not end drafting.
+    """
+
+    DECAY = 0.9
+    PRIOR_ACCEPTED, PRIOR_JUDGED = 6.0, 8.0
+
+    def __init__(self) -> None:
+        self._accepted, self._judged = self.PRIOR_ACCEPTED, self.PRIOR_JUDGED
+
+    @property
+    def rate(self) -> float:
+        return self._accepted / self._judged
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """One step: the accepted tokens were judged and, unless all were accepted, so was the one behind them."""
+        self._accepted = self.DECAY * self._accepted + accepted
+        self._judged = self.DECAY * self._judged + min(accepted + 1, drafted)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt, its answer so far and what it holds. Only the scheduler writes the last group of fields."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    limit: int  # of generated tokens: max_new_tokens or what the context leaves
+    on_progress: Callable[["Request", Step | None], None] | None = None  # with the step; None: the prefill
+
+    generation: Generation = field(default_factory=Generation)
+    acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)
+    submitted_s: float = field(default_factory=time.perf_counter)
+
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0  # tokens of `known_ids` whose keys and values are in the pages
+    cached_tokens: int = 0  # of them, those that a prefix hit brought
+    row: int | None = None  # in the batch; None while waiting or prefilling
+    epoch: int = 0  # counts the times it lost its row; results launched before that are void
+    blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
+    steps_since_draft: int = 0
+    cancelled: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.generation.tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.generation.finish_reason is not None
+
+    @property
+    def known_ids(self) -> list[int]:
+        """The tokens that must be in the cache before the next step: all but the last one generated."""
+        return self.prompt_ids + self.tokens[:-1]
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, as far as results were read."""
+        return len(self.prompt_ids) + max(len(self.tokens) - 1, 0)
+
+    @property
+    def reach(self) -> int:
+        """Tokens in the cache at most, once every launched step has run."""
+        return self.length + sum(self.blocks_in_flight)
+
+    @property
+    def surely_ends(self) -> bool:
+        """Whether the steps in flight reach the token limit even if each commits one token only."""
+        unread_first = not self.tokens  # the prefill's token is in flight too
+        return len(self.tokens) + unread_first + len(self.blocks_in_flight) >= self.limit
+
+    def add_first(self, news: Committed) -> None:
+        """The token that the prefill chose."""
+        self._take(news, 1)
+        self.generation.prefill_s = time.perf_counter() - self.submitted_s
+
+    def add_step(self, block: int, news: Committed) -> Step:
+        """What one decoding step committed; the answer takes what comes before its end."""
+        accepted = len(news.tokens) - 1
+        drafted = min(block - 1, self.limit - len(self.tokens) - 1)
+        if block > 1:
+            self.acceptance.observe(block - 1, accepted)
+        kept = self._take(news, drafted + 1)
+        step = Step(drafted, min(accepted, drafted, len(kept)), tuple(kept))
+        generation = self.generation
+        generation.steps.append(step)
+        generation.decode_s = time.perf_counter() - self.submitted_s - generation.prefill_s
+        return step
+
+    def _take(self, news: Committed, most: int) -> list[int]:
+        kept = commit(self.generation, news.tokens[:most], self.stop_ids, self.limit)
+        if news.logprobs is not None:
+            self.generation.logprobs += news.logprobs[: len(kept)]
+        return kept

@@ -1,0 +1,170 @@
+"""The target's choice for every row of a step: greedy, or drawn as each request asks. State lives on the device."""
+
+from enum import IntEnum
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..decode import MAX_LOGPROBS, SamplingParams, TokenLogprobs, int64_seed
+from ..kernels.reference import choose, penalized, position_uniform
+
+
+class Mode(IntEnum):
+    """What the most demanding request of a batch needs; each is captured on its own."""
+
+    GREEDY = 0  # the head's argmax, no logits in memory
+    SAMPLED = 1  # temperature and filters
+    FULL = 2  # penalties, bias or log-probabilities too
+
+
+def mode_of(params: SamplingParams) -> Mode:
+    if params.edits_logits or params.logprobs is not None:
+        return Mode.FULL
+    return Mode.SAMPLED if params.temperature > 0 else Mode.GREEDY
+
+
+class Sampler:
+    """Sampling parameters and token counts of `rows` requests.
+
+    A request's choice at a position depends on its own logits, parameters and tokens alone, and its draw on (seed,
+    position) alone: neither the batch nor the block length shows in what it writes.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: ModuleType) -> None:
+        def new(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=device)
+
+        self._ops, self._rows, self._vocab, self._device = ops, rows, vocab_size, device
+        self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
+        self.top_k, self.seed = new(torch.int64), new(torch.int64)
+        self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
+        self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
+        self.counts: Tensor | None = None  # int32 [rows, V], of the answer
+        self.prompt: Tensor | None = None  # bool [rows, V], whether the prompt holds a token
+        self.bias: Tensor | None = None  # fp32 [rows, V]
+
+    def reserve(self, mode: Mode) -> None:
+        """Allocate what a mode needs; must come before the mode is captured."""
+        if mode == Mode.FULL and self.counts is None:
+            shape = (self._rows, self._vocab)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self.prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
+            self._fields += [self.counts, self.prompt, self.bias]
+
+    def set(self, row: int, params: SamplingParams, prompt: list[int], answer: list[int]) -> None:
+        """Row `row` belongs to a request from now on."""
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.top_k[row] = min(params.top_k, self._vocab) or self._vocab
+        self.seed[row] = int64_seed(params.seed)
+        self.penalties[row, 0] = params.repetition_penalty
+        self.penalties[row, 1] = params.presence_penalty
+        self.penalties[row, 2] = params.frequency_penalty
+        if self.counts is None:
+            return
+        assert self.prompt is not None and self.bias is not None
+        for table in (self.counts, self.prompt, self.bias):
+            table[row].zero_()
+        if params.edits_logits:
+            self.prompt[row, self._on_device(prompt)] = True
+            ids = self._on_device(answer)
+            self.counts[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            if params.logit_bias:
+                tokens, values = zip(*params.logit_bias, strict=True)
+                self.bias[row].scatter_add_(0, self._on_device(list(tokens)), self._on_device(list(values)).float())
+
+    def move(self, source: int, target: int) -> None:
+        for field in self._fields:
+            field[target].copy_(field[source])
+
+    def choose(
+        self, hidden: Tensor, head: Tensor, rows: slice, draft: Tensor, lengths: Tensor, mode: Mode
+    ) -> tuple[Tensor, Tensor | None]:
+        """The target's tokens int64 [B, S] and, in FULL mode, their log-probabilities.
+
+        Args:
+            hidden: normed hidden states [B * S, D].
+            rows: which rows of the state the B requests have.
+            draft: int64 [B, S - 1].
+            lengths: int32 [B], position of each block's first slot.
+
+        Returns:
+            The second is fp64 [B, S, 1 + 2 * MAX_LOGPROBS]: the choice's log-probability, then the most probable
+            tokens' ids, then theirs.
+        """
+        batch, block = len(lengths), draft.shape[1] + 1
+        if mode == Mode.GREEDY:
+            return self._ops.linear_argmax(hidden, head).view(batch, block), None
+        raw = self._ops.linear(hidden, head)
+        logits = raw if mode == Mode.SAMPLED else self._edited(raw, rows, draft)
+
+        def by_row(field: Tensor) -> Tensor:
+            return field[rows].repeat_interleave(block, output_size=batch * block)
+
+        temperature = by_row(self.temperature)
+        greedy = temperature == 0.0
+        probabilities = _filtered(
+            logits, torch.where(greedy, 1.0, temperature), by_row(self.top_p), by_row(self.top_k), by_row(self.min_p)
+        )
+        positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
+        drawn = choose(probabilities, position_uniform(by_row(self.seed), positions.flatten().long()))
+        choice = torch.where(greedy, logits.argmax(-1), drawn)
+        return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode == Mode.FULL else None
+
+    def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
+        """Count what a step committed: the first `counts` [B] of tokens [B, S]. FULL mode only."""
+        assert self.counts is not None
+        taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
+
+    def _edited(self, logits: Tensor, rows: slice, draft: Tensor) -> Tensor:
+        assert self.counts is not None and self.prompt is not None and self.bias is not None
+        batch, block = draft.shape[0], draft.shape[1] + 1
+        # slot k stands behind the answer and the block's drafts 1..k
+        before = torch.zeros(batch, block, self._vocab, dtype=torch.int32, device=logits.device)
+        if block > 1:
+            before[:, 1:].scatter_(2, draft[..., None], 1)
+        counts = self.counts[rows, None] + before.cumsum(1, dtype=torch.int32)
+        penalties = self.penalties[rows, None, None]  # [B, 1, 1, 3]
+        edited = penalized(
+            logits.view(batch, block, -1),
+            self.prompt[rows, None] | (counts > 0),
+            counts,
+            self.bias[rows, None],
+            *penalties.unbind(-1),
+        )
+        return edited.flatten(0, 1)
+
+    def _logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:
+        logprobs = logits.float().log_softmax(-1)
+        values, ids = logprobs.topk(min(MAX_LOGPROBS, self._vocab))
+        chosen = logprobs.gather(1, choice[:, None])
+        return torch.cat([chosen.double(), ids.double(), values.double()], dim=1).unflatten(0, (batch, -1))
+
+    def _on_device(self, values: list[int] | list[float]) -> Tensor:
+        host = torch.tensor(values)
+        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
+
+
+def _filtered(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """`filtered_probabilities` with parameters of their own for every row of logits [M, V]; top_k is in 1..V."""
+    ordered, order = (logits.float() / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, top_k[:, None] - 1), -torch.inf)
+    mass = ordered.softmax(-1)
+    outside = (mass.cumsum(-1) - mass >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    scores = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(outside, -torch.inf))
+    probabilities = scores.softmax(-1)
+    floor = min_p[:, None] * probabilities.amax(-1, keepdim=True)
+    return probabilities.masked_fill(probabilities < floor, 0.0)  # `choose` needs no normalisation
+
+
+def unpack_logprobs(packed: Tensor, best: int) -> list[TokenLogprobs]:
+    """Rows [n, 1 + 2 * width] of what `Sampler.choose` returns, cut to the `best` tokens a request asked for."""
+    width = (packed.shape[1] - 1) // 2
+    return [
+        TokenLogprobs(row[0], tuple(zip(map(int, row[1 : 1 + best]), row[1 + width : 1 + width + best], strict=True)))
+        for row in packed.tolist()
+    ]

@@ -1,0 +1,239 @@
+"""Who runs next: admission, chunked prefill, the batch, pages, preemption. Knows tokens and pages, not tensors.
+
+One `advance` launches at most one chunk of a prefill and one decoding step for the whole batch, and reads results
+that are old enough. The device runs behind: a step is launched before the results of the one before it are read, so
+a request may run a step past its end; what that step commits is dropped when it is read.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..decode import Step
+from .pages import PagePool
+from .request import Committed, Request
+
+
+class Device(Protocol):
+    """What the scheduler needs of the machine that computes; `step.py` has the real one."""
+
+    lag: int  # steps that may be in flight when a result is read
+
+    def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request."""
+
+    def join(self, row: int, request: Request) -> Any | None:
+        """Put a prefilled request into the batch; returns a ticket for its first token if it has none yet."""
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` becomes row `target`."""
+
+    def leave(self, row: int) -> None:
+        """The row stands for no request any more."""
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """The pages of a request in the batch have changed."""
+
+    def decode(self, requests: Sequence[Request], block: int) -> Any:
+        """Launch one step of rows 0..len(requests) - 1; returns its ticket."""
+
+    def read(self, ticket: Any) -> list[Committed]:
+        """Wait for a ticket: what every row it was launched for got."""
+
+
+@dataclass(slots=True)
+class _Launch:
+    ticket: Any
+    requests: list[tuple[Request, int]]  # with the epoch at launch
+    block: int  # 0: a prefill's first token
+
+
+class Scheduler:
+    """Holds every request that is not finished.
+
+    Args:
+        choose_block: picks the block length for a batch.
+        max_batch: rows of the batch.
+        prefill_chunk: tokens of a prompt that one `advance` computes at most.
+        max_block: the longest block that `choose_block` returns.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pool: PagePool,
+        choose_block: Callable[[Sequence[Request]], int],
+        *,
+        max_batch: int,
+        prefill_chunk: int,
+        max_block: int,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.prefilling: Request | None = None
+        self.running: list[Request] = []  # by row
+        self.preemptions = 0
+        self._device, self._pool, self._choose_block = device, pool, choose_block
+        self._max_batch, self._chunk, self._max_block = max_batch, prefill_chunk, max_block
+        self._prefix_cache = prefix_cache
+        self._launches: deque[_Launch] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running or self._launches)
+
+    def tokens_needed(self, request: Request) -> int:
+        """Cache slots that a request needs at its longest, overshoot included."""
+        return len(request.prompt_ids) + request.limit + (self._device.lag + 1) * self._max_block
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request; its row and pages are free at once."""
+        if request.cancelled or request.finished:
+            return
+        request.cancelled = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self._drop(request)
+
+    def advance(self) -> list[tuple[Request, Step | None]]:
+        """One turn of the loop.
+
+        Returns:
+            The requests that got something, each with the step it came from (None: the prefill).
+        """
+        launched = self._prefill()
+        launched |= self._decode()
+        news: list[tuple[Request, Step | None]] = []
+        while self._launches and (len(self._launches) > self._device.lag or not launched):
+            news += self._read(self._launches.popleft())
+            launched = launched or bool(news)
+        return news
+
+    # ---- prefill ---------------------------------------------------------------------------------------
+
+    def _prefill(self) -> bool:
+        if self.prefilling is None and not self._admit():
+            return False
+        request = self.prefilling
+        assert request is not None
+        ids = request.known_ids
+        chunk = ids[request.prefilled : request.prefilled + self._chunk]
+        if chunk:
+            self._device.prefill(chunk, request.prefilled, request.pages)
+            request.prefilled += len(chunk)
+        if request.prefilled < len(ids):
+            return True
+        if self._prefix_cache:
+            self._pool.publish(ids, request.pages)
+        self.prefilling = None
+        request.row = len(self.running)
+        self.running.append(request)
+        ticket = self._device.join(request.row, request)
+        if ticket is not None:
+            self._launches.append(_Launch(ticket, [(request, request.epoch)], 0))
+        return True
+
+    def _admit(self) -> bool:
+        """The first waiting request gets its pages, if there are enough for its prompt and a step."""
+        if not self.waiting or len(self.running) >= self._max_batch:
+            return False
+        request = self.waiting[0]
+        ids = request.known_ids
+        # without a token yet, the last one of the prompt must be computed for its logits
+        limit = len(ids) if request.tokens else len(ids) - 1
+        hit = self._pool.match(ids, limit) if self._prefix_cache else []
+        new = self._pool.allocate(self._pool.pages_for(len(ids) + self._max_block) - len(hit))
+        if new is None:
+            self._pool.release(hit)
+            return False
+        self.waiting.popleft()
+        request.pages = hit + new
+        request.prefilled = request.cached_tokens = len(hit) * self._pool.page_size
+        self.prefilling = request
+        return True
+
+    # ---- decode ----------------------------------------------------------------------------------------
+
+    def _decode(self) -> bool:
+        if not self.running or all(request.surely_ends for request in self.running):
+            return False
+        block = self._choose_block(self.running)
+        row = 0
+        while row < len(self.running):
+            row += self._reserve(self.running[row], block)
+        if not self.running:
+            return False
+        ticket = self._device.decode(self.running, block)
+        self._launches.append(_Launch(ticket, [(r, r.epoch) for r in self.running], block))
+        for request in self.running:
+            request.blocks_in_flight.append(block)
+        return True
+
+    def _reserve(self, request: Request, block: int) -> bool:
+        """Pages for one more step of a running request; False if it had to give up its own row for want of them."""
+        missing = self._pool.pages_for(request.reach + block) - len(request.pages)
+        if missing <= 0:
+            return True
+        while True:
+            # some in advance, so that the page table does not change every step
+            new = self._pool.allocate(missing + 3) or self._pool.allocate(missing)
+            if new is not None:
+                request.pages += new
+                assert request.row is not None
+                self._device.set_pages(request.row, request.pages)
+                return True
+            victim = self.prefilling or self.running[-1]  # who came last gives way
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages; it is computed again, from the tokens known so far, when there is room."""
+        self._drop(request)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    # ---- results ---------------------------------------------------------------------------------------
+
+    def _read(self, launch: _Launch) -> list[tuple[Request, Step | None]]:
+        news: list[tuple[Request, Step | None]] = []
+        for (request, epoch), committed in zip(launch.requests, self._device.read(launch.ticket), strict=True):
+            if request.epoch != epoch:
+                continue  # finished, cancelled or preempted since
+            step = None
+            if launch.block == 0:
+                request.add_first(committed)
+            else:
+                request.blocks_in_flight.pop(0)
+                step = request.add_step(launch.block, committed)
+            if request.finished:
+                self._drop(request)
+            news.append((request, step))
+        return news
+
+    def _drop(self, request: Request) -> None:
+        """Take row and pages; what is in flight for it is void."""
+        if self.prefilling is request:
+            self.prefilling = None
+            written = request.prefilled
+        else:
+            written = request.length
+        if request.row is not None:
+            last = len(self.running) - 1
+            if request.row != last:
+                moved = self.running[last]
+                self._device.move(last, request.row)
+                self.running[request.row], moved.row = moved, request.row
+            self.running.pop()
+            self._device.leave(last)
+        if self._prefix_cache:
+            self._pool.publish((request.prompt_ids + request.tokens)[:written], request.pages)
+        self._pool.release(request.pages)
+        request.pages, request.prefilled, request.row = [], 0, None
+        request.blocks_in_flight.clear()
+        request.epoch += 1

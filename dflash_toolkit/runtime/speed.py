@@ -1,0 +1,117 @@
+"""How long a block to draft: measured step times, each request's recent acceptance, and the better of the products."""
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from .request import Request
+from .step import BUCKETS, StepRunner
+
+StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
+SIZES = (1, 4, 8, 16)
+
+
+def block_sizes(longest: int) -> tuple[int, ...]:
+    """The block lengths to choose from: 1 is plain decoding, the drafter's own is the longest."""
+    return (*(s for s in SIZES if s < longest), longest)
+
+
+class BlockChooser:
+    """Picks the block length that promises the batch the most tokens per second.
+
+    A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
+    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain, and a batch that
+    decodes plainly drafts one short block now and then to see whether drafting pays again.
+    """
+
+    GAIN = 1.02
+    PROBE_EVERY = 128  # plain steps
+
+    def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
+        self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
+        self._current = self._sizes[-1]
+        self._plain_steps = 0
+
+    def __call__(self, requests: Sequence[Request]) -> int:
+        bucket = self._bucket(len(requests))
+
+        def tokens_per_second(size: int) -> float:
+            expected = sum(expected_tokens(request.acceptance.rate, size) for request in requests)
+            return expected / self._times[bucket, size]
+
+        best = max(self._sizes, key=tokens_per_second)
+        if tokens_per_second(best) > self.GAIN * tokens_per_second(self._current):
+            self._current = best
+        if self._current > 1:
+            self._plain_steps = 0
+            return self._current
+        self._plain_steps += 1
+        if self._plain_steps % self.PROBE_EVERY == 0 and len(self._sizes) > 1:
+            return self._sizes[1]
+        return 1
+
+
+def expected_tokens(rate: float, block: int) -> float:
+    """Tokens that a block commits on average, the bonus token included."""
+    rate = min(max(rate, 0.0), 1.0)
+    return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
+
+
+def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> StepTimes:
+    """Time every (bucket, block) once, on an empty batch; captures the graphs on the way."""
+    times: StepTimes = {}
+    for bucket in buckets_up_to(max_batch):
+        for size in sizes:
+            step = runner.launcher(bucket, size)
+            step()
+            times[bucket, size] = median_seconds(step, runner.device, 5 if runner.device.type == "cuda" else 1)
+    return times
+
+
+def buckets_up_to(max_batch: int) -> list[int]:
+    return [*(b for b in BUCKETS if b < max_batch), max_batch]
+
+
+def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:
+    """Step times from the user's cache, or measured and put there. `key` says what they depend on."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = root / "dflash-toolkit" / f"steps-{digest}.json"
+    try:
+        return {(b, s): t for b, s, t in json.loads(path.read_text())["seconds"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        times = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(
+            json.dumps({"key": key, "seconds": [[b, s, t] for (b, s), t in times.items()]}, default=str)
+        )
+        temporary.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written costs a second at the next start
+    return times
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median time of `run`, on the device's clock where it has one."""
+    seconds = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

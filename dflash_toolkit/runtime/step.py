@@ -1,0 +1,296 @@
+"""The device's side: state of the batch, the prefill, and the whole decoding step, captured as one CUDA graph.
+
+A step is: prepare block -> draft -> head argmax -> verify (taps captured) -> accept -> context K/V of the committed
+tokens. Everything it reads and writes lives on the device, so the host launches it without waiting for the one before
+and reads its results from pinned memory when it likes. Shapes are fixed: rows that stand for no request are inactive,
+have length 0 and write to the trash page.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decoder import Decoder, Rows
+from .model import DrafterWeights, TargetWeights
+from .request import Committed, Request
+from .sampling import Mode, Sampler, mode_of, unpack_logprobs
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Results on their way to the host."""
+
+    tokens: Tensor  # int64 [rows, 1 + S] on the host: how many were committed, then the tokens
+    logprobs: Tensor | None  # fp64 [rows, S, ...], see `Sampler.choose`
+    wanted: tuple[int | None, ...]  # SamplingParams.logprobs by row
+    done: torch.cuda.Event | None
+
+
+class StepRunner:
+    """Runs prefills and steps for up to `max_batch` requests; a `scheduler.Device`.
+
+    Args:
+        num_pages: of the cache, the trash page included.
+        max_context: tokens of prompt and answer; the page table is wide enough for overshoot too.
+        max_block: S of the longest block.
+        forced: int32 [steps, max_batch], drafted tokens to accept at each step whatever they are (synthetic
+            acceptance); they are cut to the block.
+    """
+
+    def __init__(
+        self,
+        target: TargetWeights,
+        drafter: DrafterWeights | None,
+        ops: ModuleType,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_batch: int,
+        max_context: int,
+        max_block: int,
+        forced: Tensor | None = None,
+    ) -> None:
+        self.target, self.drafter, self.ops = target, drafter, ops
+        self.device, self.dtype = target.embedding.device, target.embedding.dtype
+        self.lag = 1 if self.device.type == "cuda" else 0
+        self.max_batch, self.max_block, self.page_size = max_batch, max_block, page_size
+        reach = max_context + (self.lag + 2) * max_block
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        self.lengths = new(max_batch, dtype=torch.int32)
+        self.last_token = new(max_batch, dtype=torch.int64)
+        self.active = new(max_batch, dtype=torch.bool)
+        self.page_table = new(max_batch, -(-reach // page_size), dtype=torch.int32)
+        self.sampler = Sampler(max_batch, target.spec.vocab_size, self.device, ops)
+        self._forced, self._steps = forced, new(1, dtype=torch.int64)
+
+        def decoder(weights: TargetWeights | DrafterWeights) -> Decoder:
+            spec = weights.spec
+            shape = (spec.num_layers, 2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
+            rope = spec.rope_table(reach, self.device)
+            return Decoder(spec, weights.layers, weights.norm, rope, new(*shape, dtype=self.dtype), ops)
+
+        self._verifier = decoder(target)
+        self._proposer = decoder(drafter) if drafter else None
+        self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
+        self._pool: Any = None  # memory of the graphs, shared: they never run at the same time
+        self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
+
+    # ---- prefill -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ..."""
+        tokens = self._to_device(ids, torch.int64)
+        rows = Rows(self._to_device([start], torch.int32), self._to_device(pages, torch.int32)[None], self.page_size)
+        features, taps = self._features(len(ids))
+        hidden = self._verifier.forward(F.embedding(tokens, self.target.embedding), rows, taps)
+        if features is not None:
+            self._write_context(features, rows, self._to_device([len(ids)], torch.int32))
+        self._last_hidden = hidden[-1:]
+
+    @torch.inference_mode()
+    def join(self, row: int, request: Request) -> Ticket | None:
+        """Put a prefilled request into the batch; the prefill chooses its first token if it has none yet."""
+        params = request.params
+        mode = mode_of(params)
+        self.sampler.reserve(mode)
+        self.sampler.set(row, params, request.prompt_ids, request.tokens)
+        length = len(request.known_ids)
+        self.lengths[row] = length
+        self.active[row] = True
+        self.set_pages(row, request.pages)
+        if request.tokens:
+            self.last_token[row] = request.tokens[-1]
+            return None
+        assert self._last_hidden is not None
+        rows = slice(row, row + 1)
+        before = self.lengths[rows] - 1  # the choice stands behind the last token of the prompt
+        no_draft = self.last_token.new_empty(1, 0)
+        choice, logprobs = self.sampler.choose(self._last_hidden, self.target.head, rows, no_draft, before, mode)
+        self.last_token[rows] = choice[0]
+        counts = torch.ones_like(before)
+        if mode == Mode.FULL:
+            self.sampler.count(rows, choice, counts)
+        return self._ticket(torch.cat([counts[:, None], choice], dim=1), logprobs, [request])
+
+    # ---- rows --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self.page_table[row, : len(pages)].copy_(self._to_device(pages, torch.int32))
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        for field in (self.lengths, self.last_token, self.page_table):
+            field[target].copy_(field[source])
+        self.sampler.move(source, target)
+
+    @torch.inference_mode()
+    def leave(self, row: int) -> None:
+        for field in (self.lengths, self.last_token, self.active, self.page_table):
+            field[row].zero_()
+
+    # ---- the step ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def decode(self, requests: Sequence[Request], block: int) -> Ticket:
+        """Launch one step of rows 0..len(requests) - 1 with blocks of `block` tokens; 1 is plain decoding."""
+        mode = max(mode_of(request.params) for request in requests)
+        if self.device.type != "cuda":
+            return self._ticket(*self._step(len(requests), block, mode), requests)
+        graph, tokens, logprobs = self.graph(self.bucket(len(requests)), block, mode)
+        graph.replay()
+        return self._ticket(tokens, logprobs, requests)
+
+    def launcher(self, rows: int, block: int) -> Callable[[], object]:
+        """A greedy step of that shape as a function, for timing; on an empty batch it changes nothing."""
+        if self.device.type == "cuda":
+            return self.graph(rows, block, Mode.GREEDY)[0].replay
+        return lambda: self.run_eagerly(rows, block)
+
+    @torch.inference_mode()
+    def run_eagerly(self, rows: int, block: int) -> None:
+        """A greedy step of that shape without a graph."""
+        self._step(rows, block, Mode.GREEDY)
+
+    def read(self, ticket: Ticket) -> list[Committed]:
+        """Wait for a ticket."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        found = []
+        for row, (count, *tokens) in enumerate(ticket.tokens.tolist()):
+            best = ticket.wanted[row]
+            logprobs = None
+            if best is not None and ticket.logprobs is not None:
+                logprobs = unpack_logprobs(ticket.logprobs[row, :count], best)
+            found.append(Committed(tokens[:count], logprobs))
+        return found
+
+    def bucket(self, rows: int) -> int:
+        """Rows that are computed for a batch of `rows`."""
+        return min(self.max_batch, next(b for b in (*BUCKETS, self.max_batch) if b >= rows))
+
+    @torch.inference_mode()
+    def graph(self, rows: int, block: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]:
+        """The captured step for a shape, captured now if it was not yet."""
+        key = (rows, block, mode)
+        if key not in self._graphs:
+            self.sampler.reserve(mode)
+            saved = [field.clone() for field in self._mutable()]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compiles kernels and creates handles, which a capture must not
+                self._step(rows, block, mode)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                tokens, logprobs = self._step(rows, block, mode)
+            self._pool = self._pool or graph.pool()
+            for field, value in zip(self._mutable(), saved, strict=True):
+                field.copy_(value)
+            self._graphs[key] = (graph, tokens, logprobs)
+        return self._graphs[key]
+
+    def _mutable(self) -> list[Tensor]:
+        counts = [self.sampler.counts] if self.sampler.counts is not None else []
+        return [self.lengths, self.last_token, self._steps, *counts]
+
+    def _step(self, batch: int, block: int, mode: Mode) -> tuple[Tensor, Tensor | None]:
+        """One step of the first `batch` rows: int64 [batch, 1 + S] and the log-probabilities, see `Ticket`."""
+        head = self.target.head
+        lengths = self.lengths[:batch].clone()  # `accept` advances the state's own
+        last = self.last_token[:batch]
+        rows = Rows(lengths, self.page_table[:batch], self.page_size)
+
+        draft = self._propose(last, rows, block) if block > 1 else last.new_empty(batch, 0)
+        ids = torch.cat([last[:, None], draft], dim=1)
+        features, taps = self._features(batch * block)
+        hidden = self._verifier.forward(F.embedding(ids.flatten(), self.target.embedding), rows, taps)
+        choice, logprobs = self.sampler.choose(hidden, head, slice(0, batch), draft, lengths, mode)
+        counts, tokens = self.ops.accept(
+            draft, choice, self.active[:batch], self.lengths[:batch], last, self._forced_now(batch, block)
+        )
+        if mode == Mode.FULL:
+            self.sampler.count(slice(0, batch), tokens, counts)
+        if features is not None:
+            self._write_context(features, rows, counts)
+        return torch.cat([counts[:, None].long(), tokens], dim=1), logprobs
+
+    def _propose(self, last: Tensor, rows: Rows, block: int) -> Tensor:
+        """Drafted tokens int64 [B, S - 1] behind `last` [B]: one non-causal pass over the context and the block."""
+        assert self.drafter is not None and self._proposer is not None
+        masks = last.new_full((len(last), block - 1), self.drafter.config.mask_token_id)
+        ids = torch.cat([last[:, None], masks], dim=1)
+        hidden = self._proposer.forward(F.embedding(ids.flatten(), self.target.embedding), rows)
+        return self.ops.linear_argmax(hidden, self.target.head).view(-1, block)[:, 1:]  # slot 0 predicts nothing
+
+    def _features(self, rows: int) -> tuple[Tensor | None, dict[int, Tensor]]:
+        """Room for the tapped layers' outputs [rows, K * D] and the view of each."""
+        if self.drafter is None:
+            return None, {}
+        ids, width = self.drafter.config.target_layer_ids, self.target.spec.hidden_size
+        features = torch.empty(rows, len(ids) * width, dtype=self.dtype, device=self.device)
+        return features, dict(zip(ids, features.split(width, dim=1), strict=True))
+
+    def _write_context(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
+        """Project the features of committed tokens into every draft layer's context keys and values."""
+        drafter, proposer, ops = self.drafter, self._proposer, self.ops
+        assert drafter is not None and proposer is not None
+        eps = drafter.spec.rms_norm_eps
+        nothing = torch.zeros(len(features), drafter.spec.hidden_size, dtype=self.dtype, device=self.device)
+        _, context = ops.add_rms_norm(nothing, ops.linear_partials(features, drafter.fc), drafter.hidden_norm, eps)
+        kv = ops.linear(context, drafter.context_kv, drafter.context_bias)
+        ops.context_write(
+            kv,
+            drafter.k_norms,
+            eps,
+            proposer.rope,
+            rows.lengths,
+            counts,
+            rows.page_table,
+            proposer.cache,
+            rows.page_size,
+        )
+
+    def _forced_now(self, batch: int, block: int) -> Tensor | None:
+        if self._forced is None:
+            return None
+        now = self._forced.index_select(0, self._steps)[0, :batch].clamp(max=block - 1)
+        self._steps.add_(1).remainder_(len(self._forced))
+        return now
+
+    # ---- host and device -----------------------------------------------------------------------------------
+
+    def _to_device(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        # the allocator of pinned memory keeps it until the copy has run
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def _ticket(self, tokens: Tensor, logprobs: Tensor | None, requests: Sequence[Request]) -> Ticket:
+        rows = len(requests)
+        wanted = tuple(request.params.logprobs for request in requests)
+        if all(best is None for best in wanted):
+            logprobs = None
+        tokens = self._to_host(tokens[:rows])
+        logprobs = None if logprobs is None else self._to_host(logprobs[:rows])
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Ticket(tokens, logprobs, wanted, done)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
