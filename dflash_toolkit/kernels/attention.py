@@ -1,0 +1,251 @@
+"""Attention of a block over its request's pages, split along the keys, in Triton.
+
+One kernel serves causal verification and non-causal drafting. The query heads of a KV head and the slots of the block
+form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
+its own query, its position and the cache, not on the block length, the batch or the other rows, bit for bit. What
+a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import next_power_of_two, pdl
+
+ROWS = 64  # of a tile: the smallest that the Hopper instructions take
+KEYS = tl.constexpr(64)
+# the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
+SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(8), tl.constexpr(512)
+MERGE_ROWS = 16
+ENOUGH_PROGRAMS = 128
+
+
+def splits_of(reach: int) -> int:
+    """How many splits cover `reach` positions."""
+    short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
+    return min(-(-reach // short), count) + max(0, -(-(reach - short * count) // long))
+
+
+@triton.jit
+def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
+    return tl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
+
+
+@triton.jit
+def _merge(b_m, b_l, b_acc, m_more, l_more, acc_more):
+    """Two softmax states (maximum, sum, weighted values) as one; an empty one changes nothing, not even a bit."""
+    top = tl.maximum(b_m, m_more)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    old, new = tl.exp2(b_m - base), tl.exp2(m_more - base)
+    return top, b_l * old + l_more * new, b_acc * old[:, None] + acc_more * new[:, None]
+
+
+@triton.jit
+def _split_state(
+    b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist."""
+    o_h = tl.arange(0, HEAD)
+    b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros([ROWS], dtype=tl.float32)
+    b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
+    for first in range(start, tl.minimum(stop, end), KEYS):
+        o_t = first + tl.arange(0, KEYS)
+        m_t = o_t < end
+        page = tl.load(p_pages + o_t // PAGE, mask=m_t, other=0).to(tl.int64)
+        p_kv = cache_p + ((page * PAGE + o_t % PAGE) * G + i_g) * H
+        if EVEN_H:
+            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
+            b_v = tl.load(p_kv[:, None] + slots * G * H + o_h[None, :], mask=m_t[:, None], other=0.0)
+        else:
+            m_h = o_h < H
+            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
+            b_v = tl.load(p_kv[:, None] + slots * G * H + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+        if IEEE:
+            b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale
+        else:
+            b_s = tl.dot(b_q, b_k) * scale
+        distance = o_pos[:, None] - o_t[None, :]
+        visible = m_t[None, :]
+        if CAUSAL:
+            visible = visible & (distance >= 0)
+        if WINDOW > 0:
+            visible = visible & (tl.abs(distance) < WINDOW)
+        b_s = tl.where(visible, b_s, -float("inf"))
+        top = tl.maximum(b_m, tl.max(b_s, axis=1))
+        base = tl.where(top == -float("inf"), 0.0, top)
+        b_p = tl.exp2(b_s - base[:, None])
+        old = tl.exp2(b_m - base)
+        b_l = b_l * old + tl.sum(b_p, axis=1)
+        if IEEE:
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None], input_precision="ieee")
+        else:
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None])
+        b_m = top
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys that any row of the tile may see are before this position."""
+    end = length + S
+    if CAUSAL:
+        end = tl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
+    return end
+
+
+@triton.jit
+def _attention_kernel(
+    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
+    S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: all splits of a tile, merged, into out. Else split i_s of a tile into m, l and acc."""
+    i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
+    i_r, i_g = i_x % TILES, (i_x // TILES) % G
+    i_b = (i_x // TILES // G).to(tl.int64)
+    o_row = i_r * ROWS + tl.arange(0, ROWS)  # slot-major: the heads of a slot are neighbours
+    o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
+    m_row = o_slot < S
+    o_h = tl.arange(0, HEAD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(lengths_p + i_b)
+    end = _end(length, S, i_r, GROUP, ROWS, CAUSAL)
+    if WHOLE:
+        i_s = 0
+    start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    if start >= end:
+        return
+    o_out = ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
+    m_out = m_row[:, None] & (o_h < H)[None, :]
+    b_q = tl.load(q_p + o_out, mask=m_out, other=0.0)
+    o_pos = length + o_slot
+    p_pages = pages_p + i_b * width
+    if WHOLE:
+        b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+        b_l = tl.zeros([ROWS], dtype=tl.float32)
+        b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
+        while start < end:
+            stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
+            m_s, l_s, acc_s = _split_state(
+                b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+                HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H, IEEE,
+            )  # fmt: skip
+            b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
+            i_s += 1
+            start = stop
+        b_out = b_acc / b_l[:, None]
+        tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
+    else:
+        stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
+        b_m, b_l, b_acc = _split_state(
+            b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+            HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H, IEEE,
+        )  # fmt: skip
+        o_part = (i_x * SPLITS + i_s).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        tl.store(m_p + o_part, b_m, mask=m_row)
+        tl.store(l_p + o_part, b_l, mask=m_row)
+        tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_acc, mask=m_row[:, None])
+
+
+@triton.jit
+def _merge_kernel(
+    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, SHORT: tl.constexpr,
+    SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of MERGE_ROWS rows of a tile, in their order."""
+    i_x, i_c = tl.program_id(0), tl.program_id(1)
+    i_r, i_g = i_x % TILES, (i_x // TILES) % G
+    i_b = (i_x // TILES // G).to(tl.int64)
+    o_in = i_c * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    o_row = i_r * ROWS + o_in
+    o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
+    m_row = o_slot < S
+    o_h = tl.arange(0, HEAD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
+    b_m = tl.full([MERGE_ROWS], -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros([MERGE_ROWS], dtype=tl.float32)
+    b_acc = tl.zeros([MERGE_ROWS, HEAD], dtype=tl.float32)
+    i_s = 0
+    while _split_start(i_s, SHORT, SHORT_SPLITS, LONG) < end:
+        o_part = (i_x * SPLITS + i_s).to(tl.int64) * ROWS + o_in
+        m_s = tl.load(m_p + o_part, mask=m_row, other=-float("inf"))
+        l_s = tl.load(l_p + o_part, mask=m_row, other=0.0)
+        acc_s = tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_row[:, None], other=0.0)
+        b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
+        i_s += 1
+    b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
+    p_out = out_p + ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
+    tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_row[:, None] & (o_h < H)[None, :])
+
+
+def block_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> Tensor:
+    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
+    m, heads, _ = q.shape
+    batch = len(lengths)
+    tiles = -(-(m // batch) * (heads // cache.shape[2]) // ROWS)
+    whole = batch * cache.shape[2] * tiles >= ENOUGH_PROGRAMS
+    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole)
+
+
+def _attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    causal: bool,
+    window: int,
+    whole: bool,
+) -> Tensor:
+    """`whole`: a program does all splits of its tile; else a program each, and a second kernel merges. Same bits."""
+    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
+    batch, block, group = len(lengths), m // len(lengths), heads // groups
+    tiles = -(-block * group // ROWS)
+    splits = 1 if whole else splits_of(page_table.shape[1] * page_size)
+    head = max(16, next_power_of_two(width))
+    out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
+
+    def scratch(*shape: int) -> Tensor:
+        return out if whole else torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    programs = batch * groups * tiles
+    b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
+    b_acc = scratch(programs, splits, ROWS, head)
+    shared = {"HEAD": head, "ROWS": ROWS, "SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
+    # without fusing multiplications and additions the two ways to merge round alike
+    launch = {"num_warps": 8, "enable_fp_fusion": False} if q.is_cuda else {"num_warps": 8}
+    _attention_kernel[(programs, splits)](
+        q, cache, lengths, page_table, out, b_m, b_l, b_acc,
+        block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
+        KEYS=KEYS.value, PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+        IEEE=q.dtype == torch.float32, num_stages=2, **shared, **launch, **pdl(q),
+    )  # fmt: skip
+    if not whole:
+        chunks = -(-min(ROWS, block * group) // MERGE_ROWS)
+        _merge_kernel[(programs, chunks)](
+            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits,
+            MERGE_ROWS=MERGE_ROWS, CAUSAL=causal, **shared, **launch, **pdl(q),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,27 @@
+"""How the Triton kernels are launched."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def pdl(tensor: Tensor) -> dict[str, Any]:
+    """Keyword arguments of a launch: programmatic dependent launch where the device has it (sm_90 and later).
+
+    A kernel may then start while the one before it still runs, so it calls `gdc_wait` before it touches anything
+    that another kernel reads or writes, and `gdc_launch_dependents` once its own loads are under way.
+    """
+    if tensor.is_cuda and _has_pdl(tensor.device.index):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@functools.cache
+def _has_pdl(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,258 @@
+"""y = x W^T for 1 to 128 rows of x, in Triton: the weight is the stream, so everything serves reading it once, fast.
+
+The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
+side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
+alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. More than 128
+rows are compute-bound and go to cuBLAS.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import next_power_of_two, pdl
+
+MAX_ROWS = 128
+SHARED_BYTES = 220 * 1024  # of a thread block on sm_90, with room for what the compiler adds
+PROGRAMS = 264  # two a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut. Splits are part of the result's rounding; the rest is speed."""
+
+    block_n: int  # weight rows a program; at least 64, so that every tile uses the same matrix instruction
+    block_k: int
+    stages: int
+    warps: int
+    splits: int = 1
+
+
+# measured on an H200; (kind, N, K) -> by padded rows
+TUNED: dict[tuple[str, int, int], dict[int, Tile]] = {}
+
+
+def tile_for(kind: str, n: int, k: int, rows: int) -> Tile:
+    """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax."""
+    padded = _padded(rows)
+    tuned = TUNED.get((kind, n, k), {}).get(padded)
+    if tuned is not None:
+        return tuned
+    wide = n >= 65536 or padded == 128
+    block_n, warps = (128, 8) if wide else (64, 4)
+    block_k = 128 if k >= 128 else max(16, next_power_of_two(k))
+    splits = 1
+    if kind == "partials":
+        # by (N, K) only: enough programs of 64 rows to fill the device, but no split shorter than four blocks
+        splits = max(1, min(8, round(PROGRAMS / 1.5 / -(-n // 64)), k // (4 * block_k)))
+    stages = 6 if n // 64 <= PROGRAMS else 4
+    if kind == "swiglu" and not wide:
+        stages = 3
+    while stages > 2 and stages * (block_n + padded) * block_k * 2 > SHARED_BYTES:
+        stages -= 1
+    return Tile(block_n, block_k, stages, warps, splits)
+
+
+def _padded(rows: int) -> int:
+    return max(16, next_power_of_two(rows))
+
+
+@triton.jit
+def _accumulate(
+    x_p, w_p, o_n, o_m, m_m, N, K, first, last,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """The product [BLOCK_N, T] over K columns first..last."""
+    o_k = first + tl.arange(0, BLOCK_K)
+    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
+    p_x = x_p + o_m[None, :] * K + o_k[:, None]
+    b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
+    for k in range(first, last, BLOCK_K):
+        if EVEN_K and EVEN_N:
+            b_w = tl.load(p_w, eviction_policy="evict_first")
+            b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        else:
+            m_k = k + tl.arange(0, BLOCK_K) < last
+            b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
+            b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
+        if IEEE:
+            b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
+        else:
+            b_acc = tl.dot(b_w, b_x, b_acc)
+        p_w += BLOCK_K
+        p_x += BLOCK_K
+    return b_acc
+
+
+@triton.jit
+def _linear_kernel(
+    x_p, w_p, bias_p, out_p, M, N, K, SPAN,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN..."""
+    i_n, i_s = tl.program_id(0), tl.program_id(1)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, T)
+    m_m = o_m < M
+    first = i_s * SPAN
+    last = tl.minimum(first + SPAN, K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, IEEE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(b_acc, (BLOCK_N // 2, 2, T)), (0, 2, 1)))
+        # rounded as separate products would be
+        gate = gate.to(out_p.dtype.element_ty).to(tl.float32)
+        up = up.to(out_p.dtype.element_ty).to(tl.float32)
+        b_out = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32) * up
+        o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        p_out = out_p + o_m[None, :] * (N // 2) + o_h[:, None]
+        tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_h < N // 2)[:, None])
+    else:
+        if BIAS:
+            b_bias = tl.load(bias_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+            b_acc += tl.where(i_s == 0, b_bias, 0.0)[:, None]
+        p_out = out_p + i_s.to(tl.int64) * M * N + o_m[None, :].to(tl.int64) * N + o_n[:, None]
+        tl.store(p_out, b_acc.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_n < N)[:, None])
+
+
+@triton.jit
+def _argmax_kernel(
+    x_p, w_p, best_p, index_p, M, N, K,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit and its column among BLOCK_N columns: best, index [tiles, M]."""
+    i_n = tl.program_id(0)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, T)
+    m_m = o_m < M
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, IEEE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # rounded as stored logits would be, so that ties are those of every other sampler
+    b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
+    b_acc = tl.where((o_n < N)[:, None], b_acc, -float("inf"))
+    b_best = tl.max(b_acc, axis=0)
+    b_index = tl.min(tl.where(b_acc == b_best[None, :], o_n[:, None], N), axis=0)
+    tl.store(best_p + i_n * M + o_m, b_best, mask=m_m)
+    tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
+
+
+@triton.jit
+def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i_m = tl.program_id(0)
+    o_t = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_best = tl.load(best_p + o_t * M + i_m, mask=o_t < tiles, other=-float("inf"))
+    b_index = tl.load(index_p + o_t * M + i_m, mask=o_t < tiles, other=2**31 - 1)
+    top = tl.max(b_best, axis=0)
+    tl.store(out_p + i_m, tl.min(tl.where(b_best == top, b_index, 2**31 - 1), axis=0).to(tl.int64))
+
+
+@triton.jit
+def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [M, width] of x [M, 2 * width] with gates and ups alternating; for products that cuBLAS made."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_n < width
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    gate, up = tl.split(
+        tl.reshape(
+            tl.load(
+                x_p + i_m * 2 * width + tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK),
+                mask=tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK) < 2 * width,
+                other=0.0,
+            ),
+            (BLOCK, 2),
+        )
+    )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = gate.to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32)
+    tl.store(out_p + i_m * width + o_n, (silu * up.to(tl.float32)).to(out_p.dtype.element_ty), mask=mask)
+
+
+def launch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+) -> None:
+    """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    (m, k), n = x.shape, weight.shape[0]
+    span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
+    _linear_kernel[(-(-n // tile.block_n), tile.splits)](
+        x, weight, bias if bias is not None else x, out, m, n, k, span,
+        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, BIAS=bias is not None,
+        SWIGLU=swiglu, IEEE=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    if len(x) > MAX_ROWS:
+        return F.linear(x, weight, bias)
+    out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
+    launch_linear(x, weight, bias, out, tile_for("linear", *weight.shape, len(x)))
+    return out[0]
+
+
+def linear_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
+    if len(x) > MAX_ROWS:
+        return F.linear(x, weight, bias)[None]
+    tile = tile_for("partials", *weight.shape, len(x))
+    out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
+    launch_linear(x, weight, bias, out, tile)
+    return out
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    width = len(weight) // 2
+    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    if len(x) > MAX_ROWS:
+        product = F.linear(x, weight)
+        _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
+    else:
+        launch_linear(x, weight, None, out, tile_for("swiglu", *weight.shape, len(x)), swiglu=True)
+    return out
+
+
+def linear_argmax(x: Tensor, weight: Tensor) -> Tensor:
+    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    if len(x) > MAX_ROWS:
+        return F.linear(x, weight).argmax(-1)
+    return launch_argmax(x, weight, tile_for("argmax", *weight.shape, len(x)))
+
+
+def launch_argmax(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """`linear_argmax` with a given tile."""
+    (m, k), n = x.shape, weight.shape[0]
+    tiles = -(-n // tile.block_n)
+    best = torch.empty(tiles, m, dtype=torch.float32, device=x.device)
+    index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
+    out = torch.empty(m, dtype=torch.int64, device=x.device)
+    _argmax_kernel[(tiles,)](
+        x, weight, best, index, m, n, k,
+        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0,
+        IEEE=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+    )  # fmt: skip
+    _reduce_kernel[(m,)](best, index, out, m, tiles, BLOCK=next_power_of_two(tiles), **pdl(x))
+    return out

@@ -1,0 +1,91 @@
+"""Named shapes, for benchmarks on random weights."""
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from ..config import UserError
+from ..drafter import DrafterConfig, default_target_layer_ids
+
+
+def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=tied,
+    )
+
+
+SHAPES: dict[str, PreTrainedConfig] = {
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, False),
+    "qwen2.5-0.5b": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ),
+    "llama3.1-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def named_shape(name: str) -> PreTrainedConfig:
+    """The configuration of a named shape. Raises UserError for an unknown name."""
+    if name not in SHAPES:
+        raise UserError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def drafter_for(config: PreTrainedConfig, layers: int = 5, taps: int = 5, block_size: int = 16) -> DrafterConfig:
+    """The usual drafter of a target: its widths, heads and vocabulary, a few layers."""
+    c = config
+    return DrafterConfig(
+        hidden_size=c.hidden_size,
+        num_layers=layers,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        intermediate_size=c.intermediate_size,
+        vocab_size=c.vocab_size,
+        num_target_layers=c.num_hidden_layers,
+        target_layer_ids=default_target_layer_ids(c.num_hidden_layers, taps),
+        mask_token_id=c.vocab_size - 1,
+        block_size=block_size,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_theta=c.rope_parameters["rope_theta"],
+        max_position_embeddings=c.max_position_embeddings,
+    )

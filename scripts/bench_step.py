@@ -1,0 +1,179 @@
+"""Time the runtime's decoding step on random weights of a named shape, plain and with a drafter.
+
+    python scripts/bench_step.py --shape qwen3-8b --batch 1 8 32 --accept 0.865 --output step.json
+
+Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
+long and a short answer, so the prefill cancels out. Acceptance is synthetic (each position with the given conditional
+probability); the work is not.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from dflash_toolkit.decode import Generation, SamplingParams
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights, random_drafter, random_target
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+
+READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
+
+
+def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int) -> tuple[float, list[Generation]]:
+    dice = random.Random(seed)
+    prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    answers = engine.generate(prompts, params)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began, answers
+
+
+def measure(engine: Engine, prompt: int, batch: int, short: int, long: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds a step and tokens a second of `batch` equal requests."""
+    run(engine, prompt, short, batch, 0)  # captures graphs, compiles kernels
+    found: dict[int, tuple[float, float, float]] = {}
+    every: list[float] = []
+    for tokens in (short, long):
+        times, steps, committed = [], [], []
+        for i in range(repeats):
+            seconds, answers = run(engine, prompt, tokens, batch, i + 1)
+            times.append(seconds)
+            steps.append(statistics.mean(len(a.steps) for a in answers))
+            committed.append(sum(len(a.tokens) for a in answers))
+        found[tokens] = (statistics.median(times), statistics.mean(steps), statistics.mean(committed))
+        every += times if tokens == long else []
+    seconds, steps, tokens = (b - a for a, b in zip(found[short], found[long], strict=True))
+    return {
+        "ms_per_step": 1e3 * seconds / steps,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_step": tokens / steps / batch,
+        "spread": (max(every) - min(every)) / statistics.median(every),
+    }
+
+
+def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, block: int) -> int:
+    """Weights that one step must read."""
+    layers = sum(t.nbytes for layer in target.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    total = layers + target.head.nbytes
+    if drafter is not None:
+        total += drafter.fc.nbytes + drafter.context_kv.nbytes
+        if block > 1:
+            total += sum(t.nbytes for layer in drafter.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+            total += target.head.nbytes
+    return total
+
+
+def breakdown(engine: Engine, rows: int, block: int) -> dict[str, float]:
+    """Microseconds of a step by kernel, largest first, from the profiler."""
+    step = engine.runner.launcher(rows, block)
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        found[event.key[:60]] = found.get(event.key[:60], 0.0) + event.self_device_time_total / 5
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:14])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--block", type=int, nargs="+", default=[1, 16], help="1 is plain; 0 lets the engine choose")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512])
+    parser.add_argument("--accept", type=float, default=0.865, help="conditional probability of every position")
+    parser.add_argument("--short", type=int, default=64)
+    parser.add_argument("--long", type=int, default=384)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
+    parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
+    parser.add_argument("--breakdown", action="store_true")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    config = named_shape(args.shape)
+    began = time.perf_counter()
+    target = random_target(ModelSpec.of_target(config), device, dtype)
+    drafter = None if args.no_drafter else random_drafter(drafter_for(config), device, dtype)
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "command": ["python", "scripts/bench_step.py", *without_output(sys.argv[1:])],
+        "shape": args.shape,
+        "accept": args.accept,
+        "weights_s": time.perf_counter() - began,
+        "rows": [],
+    }
+    for block in args.block:
+        for batch in args.batch:
+            began = time.perf_counter()
+            options = EngineOptions(
+                max_batch=batch,
+                max_context=args.max_context,
+                block_size=block or None,
+                prefix_cache=False,
+                synthetic=SyntheticAcceptance(rate=args.accept),
+            )
+            engine = Engine(target, drafter, (), options)
+            start_s = time.perf_counter() - began
+            for prompt in args.prompt:
+                row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
+                row |= measure(engine, prompt, batch, args.short, args.long, args.repeats)
+                if block:
+                    floor = 1e3 * step_bytes(target, drafter, block) / (args.read_tb_s * 1e12)
+                    row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}
+                if args.breakdown and block:
+                    row["kernels_us"] = breakdown(engine, batch, block)
+                    row["graph_ms"] = graph_ms(engine, batch, block)
+                result["rows"].append(row)
+                shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "kernels_us"}
+                print(json.dumps(shown), flush=True)
+                for name, us in row.get("kernels_us", {}).items():
+                    print(f"    {us:8.1f} us  {name}")
+            del engine
+            torch.cuda.empty_cache()
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def graph_ms(engine: Engine, rows: int, block: int) -> float:
+    """The captured step alone, back to back, on an empty batch."""
+    step = engine.runner.launcher(rows, block)
+    times = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(20):
+            step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 20)
+    return min(times)
+
+
+def without_output(argv: list[str]) -> list[str]:
+    """The arguments that matter to a reader: where the file went does not."""
+    if "--output" in argv:
+        i = argv.index("--output")
+        return argv[:i] + argv[i + 2 :]
+    return argv
+
+
+if __name__ == "__main__":
+    main()
