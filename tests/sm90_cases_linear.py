@@ -16,10 +16,9 @@ def case(kind: str, rows: int) -> Case:
         "BLOCK_K": tile.block_k,
         "EVEN_N": True,
         "EVEN_K": True,
-        "IEEE": False,
         "PDL": True,
     }
-    sizes = {name: "i32" for name in ("M", "N", "K")}
+    sizes = dict.fromkeys(("M", "N", "K"), "i32")
     if kind == "argmax":
         pointers = {"x_p": "*bf16", "w_p": "*bf16", "best_p": "*fp32", "index_p": "*i32"}
         return Case(linear._argmax_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))

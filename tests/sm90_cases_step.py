@@ -4,10 +4,8 @@ from sm90 import Case
 
 from dflash_toolkit.kernels import accept, attention, norm, rope
 
-INTS = {
-    name: "i32"
-    for name in ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions")
-}
+SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions")
+INTS = dict.fromkeys(SIZES, "i32")
 SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 8, "LONG": 512, "PDL": True}
 ODD = ("S", "G", "GROUP", "TILES", "SPLITS", "LAYERS", "width")
 
@@ -19,28 +17,21 @@ def ints(kernel: object) -> dict[str, str]:
 def attention_case(whole: bool, causal: bool) -> Case:
     kernel = attention._attention_kernel
     constexprs = SHARED | {
-        "KEYS": 64, "PAGE": 16, "WHOLE": whole, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True, "IEEE": False,
+        "KEYS": 64, "PAGE": 16, "WHOLE": whole, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
     }  # fmt: skip
     pointers = {
         "q_p": "*bf16", "cache_p": "*bf16", "lengths_p": "*i32", "pages_p": "*i32", "out_p": "*bf16",
-        "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "scale": "fp32",
+        "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "arrived_p": "*i32", "scale": "fp32",
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 8, 2, tuple(n for n in ODD if n in kernel.arg_names))
 
 
-merge = attention._merge_kernel
 rope_pointers = {"rope_p": "*fp32", "lengths_p": "*i32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"}
 CASES = {
     f"attention {'whole' if whole else 'split'} {'causal' if causal else 'free'}": attention_case(whole, causal)
     for whole in (False, True)
     for causal in (False, True)
 } | {
-    "merge": Case(
-        merge,
-        {"m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "lengths_p": "*i32", "out_p": "*bf16"} | ints(merge),
-        SHARED | {"MERGE_ROWS": 16, "CAUSAL": True},
-        ragged=("S", "G", "GROUP", "TILES", "SPLITS"),
-    ),
     "add_rms_norm": Case(
         norm._add_rms_norm_kernel,
         {
@@ -53,7 +44,9 @@ CASES = {
     ),
     "rope_write": Case(
         rope._rope_write_kernel,
-        {"qkv_p": "*bf16", "qw_p": "*bf16", "kw_p": "*bf16", "q_p": "*bf16"} | rope_pointers | ints(rope._rope_write_kernel),
+        {"qkv_p": "*bf16", "qw_p": "*bf16", "kw_p": "*bf16", "q_p": "*bf16"}
+        | rope_pointers
+        | ints(rope._rope_write_kernel),
         {"BLOCK": 64, "PAGE": 16, "NORM": True, "PDL": True},
         1,
         ragged=("S", "G", "width"),

@@ -187,7 +187,8 @@ def test_an_optional_dependency_is_imported_by_one_file_at_most(name: str) -> No
 def test_importing_the_library_loads_nothing_that_is_optional() -> None:
     # torch and transformers go first: what they load by themselves (triton, where it is) is not ours to answer for
     probe = (
-        "import sys, torch.nn.attention.flex_attention, transformers.models.qwen3.modeling_qwen3; before = set(sys.modules); import dflash_toolkit; "
+        "import sys, torch.nn.attention.flex_attention, transformers.models.qwen3.modeling_qwen3; "
+        "before = set(sys.modules); import dflash_toolkit; "
         "print(*sorted({m.split('.')[0] if not m.startswith('dflash_toolkit') else m "
         "for m in set(sys.modules) - before}))"
     )

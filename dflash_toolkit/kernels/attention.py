@@ -7,6 +7,8 @@ a row may not see contributes exact zeros, and a split that it does not reach me
 """
 
 # mypy: disable-error-code="no-untyped-def"
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,6 @@ ROWS = 64  # of a tile: the smallest that the Hopper instructions take
 KEYS = tl.constexpr(64)
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(8), tl.constexpr(512)
-MERGE_ROWS = 16
 ENOUGH_PROGRAMS = 128
 
 
@@ -46,7 +47,7 @@ def _merge(b_m, b_l, b_acc, m_more, l_more, acc_more):
 def _split_state(
     b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, IEEE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
 ):  # fmt: skip
     """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist."""
     o_h = tl.arange(0, HEAD)
@@ -65,10 +66,7 @@ def _split_state(
             m_h = o_h < H
             b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
             b_v = tl.load(p_kv[:, None] + slots * G * H + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
-        if IEEE:
-            b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale
-        else:
-            b_s = tl.dot(b_q, b_k) * scale
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: for fp32 only, which is not to become tf32
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
         if CAUSAL:
@@ -81,10 +79,7 @@ def _split_state(
         b_p = tl.exp2(b_s - base[:, None])
         old = tl.exp2(b_m - base)
         b_l = b_l * old + tl.sum(b_p, axis=1)
-        if IEEE:
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None], input_precision="ieee")
-        else:
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None])
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None], input_precision="ieee")
         b_m = top
     return b_m, b_l, b_acc
 
@@ -100,13 +95,13 @@ def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _attention_kernel(
-    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
+    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p, arrived_p,
     S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: all splits of a tile, merged, into out. Else split i_s of a tile into m, l and acc."""
+    """WHOLE: all splits of a tile, merged. Else split i_s of it; the program that comes last merges them, in order."""
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
@@ -137,58 +132,45 @@ def _attention_kernel(
             stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
             m_s, l_s, acc_s = _split_state(
                 b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
-                HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H, IEEE,
+                HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
             )  # fmt: skip
             b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
             i_s += 1
             start = stop
-        b_out = b_acc / b_l[:, None]
-        tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
     else:
-        stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
-            HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H, IEEE,
+            b_q, o_pos, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
+            end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
-        o_part = (i_x * SPLITS + i_s).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        tl.store(m_p + o_part, b_m, mask=m_row)
-        tl.store(l_p + o_part, b_l, mask=m_row)
-        tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_acc, mask=m_row[:, None])
-
-
-@triton.jit
-def _merge_kernel(
-    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, SHORT: tl.constexpr,
-    SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of MERGE_ROWS rows of a tile, in their order."""
-    i_x, i_c = tl.program_id(0), tl.program_id(1)
-    i_r, i_g = i_x % TILES, (i_x // TILES) % G
-    i_b = (i_x // TILES // G).to(tl.int64)
-    o_in = i_c * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    o_row = i_r * ROWS + o_in
-    o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
-    m_row = o_slot < S
-    o_h = tl.arange(0, HEAD)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
-    b_m = tl.full([MERGE_ROWS], -float("inf"), dtype=tl.float32)
-    b_l = tl.zeros([MERGE_ROWS], dtype=tl.float32)
-    b_acc = tl.zeros([MERGE_ROWS, HEAD], dtype=tl.float32)
-    i_s = 0
-    while _split_start(i_s, SHORT, SHORT_SPLITS, LONG) < end:
-        o_part = (i_x * SPLITS + i_s).to(tl.int64) * ROWS + o_in
-        m_s = tl.load(m_p + o_part, mask=m_row, other=-float("inf"))
-        l_s = tl.load(l_p + o_part, mask=m_row, other=0.0)
-        acc_s = tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_row[:, None], other=0.0)
-        b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
-        i_s += 1
+        o_part = (i_x * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
+        tl.store(m_p + o_part + i_s * ROWS, b_m, mask=m_row)
+        tl.store(l_p + o_part + i_s * ROWS, b_l, mask=m_row)
+        tl.store(p_acc + i_s * ROWS * HEAD, b_acc, mask=m_row[:, None])
+        tl.debug_barrier()  # every thread has stored before one of them says so
+        before = tl.atomic_add(arrived_p + i_x, 1, sem="acq_rel", scope="gpu")
+        splits = 0
+        while _split_start(splits, SHORT, SHORT_SPLITS, LONG) < end:
+            splits += 1
+        if before < splits - 1:
+            return
+        tl.store(arrived_p + i_x, 0)  # for the next launch
+        b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+        b_l = tl.zeros([ROWS], dtype=tl.float32)
+        b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
+        for i in range(splits):
+            m_s = tl.load(m_p + o_part + i * ROWS, mask=m_row, other=-float("inf"), cache_modifier=".cg")
+            l_s = tl.load(l_p + o_part + i * ROWS, mask=m_row, other=0.0, cache_modifier=".cg")
+            acc_s = tl.load(p_acc + i * ROWS * HEAD, mask=m_row[:, None], other=0.0, cache_modifier=".cg")
+            b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
     b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
-    p_out = out_p + ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
-    tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_row[:, None] & (o_h < H)[None, :])
+    tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters of finished splits, zero between launches, for the few tiles that are split at all."""
+    return torch.zeros(ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def block_attention(
@@ -219,7 +201,7 @@ def _attention(
     window: int,
     whole: bool,
 ) -> Tensor:
-    """`whole`: a program does all splits of its tile; else a program each, and a second kernel merges. Same bits."""
+    """`whole`: a program does all splits of its tile; else a program each, and the last one merges. Same bits."""
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, block, group = len(lengths), m // len(lengths), heads // groups
     tiles = -(-block * group // ROWS)
@@ -234,18 +216,12 @@ def _attention(
     b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
     b_acc = scratch(programs, splits, ROWS, head)
     shared = {"HEAD": head, "ROWS": ROWS, "SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
-    # without fusing multiplications and additions the two ways to merge round alike
+    # without fused multiply-adds the two ways to merge round alike
     launch = {"num_warps": 8, "enable_fp_fusion": False} if q.is_cuda else {"num_warps": 8}
     _attention_kernel[(programs, splits)](
-        q, cache, lengths, page_table, out, b_m, b_l, b_acc,
+        q, cache, lengths, page_table, out, b_m, b_l, b_acc, _arrivals(q.device),
         block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
         KEYS=KEYS.value, PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
-        IEEE=q.dtype == torch.float32, num_stages=2, **shared, **launch, **pdl(q),
+        num_stages=2, **shared, **launch, **pdl(q),
     )  # fmt: skip
-    if not whole:
-        chunks = -(-min(ROWS, block * group) // MERGE_ROWS)
-        _merge_kernel[(programs, chunks)](
-            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits,
-            MERGE_ROWS=MERGE_ROWS, CAUSAL=causal, **shared, **launch, **pdl(q),
-        )  # fmt: skip
     return out

@@ -130,7 +130,7 @@ def context_write(
     cache: Tensor,
     page_size: int,
 ) -> None:
-    """Every draft layer's keys and values of kv [M, L 2 G H] into cache [L, 2, slots, G, H], rows k < counts[b] only."""
+    """Draft layers' keys and values of kv [M, L 2 G H] into cache [L, 2, slots, G, H], rows k < counts[b] only."""
     layers, _, slots, groups, width = cache.shape
     _context_write_kernel[(len(kv), 2 * layers * groups)](
         kv, k_weights, rope, lengths, counts, page_table, cache,

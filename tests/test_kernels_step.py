@@ -1,0 +1,345 @@
+"""The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from dflash_toolkit.kernels import accept, attention, norm, reference, rope
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16]  # the interpreter's tl.dot knows no bf16
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN or a wild integer, so that an element that nobody writes shows."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: object, **kwargs: object) -> Tensor:
+            fresh = make(*args, **kwargs)
+            return fresh.fill_(math.nan if fresh.is_floating_point() else 0x7ABCDE)
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def integers(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """At most twice the error of the same computation in torch, and one rounding of the largest element."""
+    assert ours.dtype == torchs.dtype and ours.shape == torchs.shape == exact.shape
+    assert ours.isfinite().all()
+    ours_off, torchs_off = ((x.double() - exact).abs().max().item() for x in (ours, torchs))
+    assert ours_off <= 2 * torchs_off + torch.finfo(ours.dtype).eps * exact.abs().max().item()
+
+
+@dataclass
+class Pages:
+    """Requests of `contexts` tokens and a block of S behind each; what is in no page of theirs is NaN."""
+
+    lengths: Tensor  # int32 [B]
+    table: Tensor  # int32 [B, pages]
+    cache: Tensor  # [2, slots, G, H]
+    size: int
+
+    def slots(self, block: int) -> Tensor:
+        """Slots [B, S] of the block."""
+        positions = self.lengths[:, None] + torch.arange(block, device=DEVICE)
+        return reference.slots_of(positions, self.table, self.size)
+
+    def one(self, request: int, advance: int = 0) -> "Pages":
+        """The batch of one request, `advance` tokens later."""
+        at = slice(request, request + 1)
+        return replace(self, lengths=self.lengths[at] + advance, table=self.table[at])
+
+
+def make_pages(
+    contexts: tuple[int, ...], block: int, size: int, groups: int, width: int, dtype: torch.dtype = torch.float32
+) -> Pages:
+    batch, per_request = len(contexts), -(-(max(contexts) + block) // size) + 2
+    pages = torch.randperm(batch * per_request + 3, device=DEVICE)
+    table = pages[: batch * per_request].view(batch, per_request).int()
+    cache = torch.full((2, len(pages) * size, groups, width), math.nan, dtype=dtype, device=DEVICE)
+    for request, context in enumerate(contexts):
+        positions = torch.arange(context + block, device=DEVICE)[None]
+        slots = reference.slots_of(positions, table[request : request + 1], size)[0]
+        cache[:, slots] = randn(2, context + block, groups, width, dtype=dtype)
+    return Pages(integers(contexts), table, cache, size)
+
+
+# ---- attention -------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, whole: bool = False) -> Tensor:
+    return attention._attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal, window, whole)
+
+
+def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
+    return reference.block_attention(q, cache, pages.lengths, pages.table, pages.size, causal=causal, window=window)
+
+
+SHAPES = [  # S, heads of a group, head width, contexts, page size, window
+    (1, 1, 8, (0,), 4, 0),
+    (1, 4, 128, (1100,), 16, 0),
+    (1, 7, 64, (63, 0, 130), 4, 50),
+    (3, 3, 40, (1, 63, 130), 4, 0),
+    (3, 1, 40, (1100,), 64, 200),
+    (8, 4, 64, (130,), 16, 0),
+    (8, 7, 8, (63, 0, 1), 64, 5),
+    (16, 7, 128, (130,), 64, 0),  # two tiles of rows
+    (16, 4, 64, (0, 1100, 63), 16, 0),
+    (16, 3, 128, (1020,), 16, 130),  # the block lies across the first long split's start
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+@pytest.mark.parametrize(("block", "group", "width", "contexts", "size", "window"), SHAPES)
+def test_attention_is_as_exact_as_torch_and_alike_in_one_pass_and_in_two(
+    block: int, group: int, width: int, contexts: tuple[int, ...], size: int, window: int,
+    causal: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    pages = make_pages(contexts, block, size, 2, width, dtype)
+    q = randn(len(contexts) * block, 2 * group, width, dtype=dtype)
+    split, whole = (attend(q, pages, causal=causal, window=window, whole=way) for way in (False, True))
+    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
+    assert_as_exact_as_torch(split, defined(q, pages.cache, pages, causal=causal, window=window), exact)
+    assert torch.equal(split, whole)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_attention_chooses_a_way_by_sizes_and_both_are_the_definition(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[bool] = []
+    real = attention._attention
+    monkeypatch.setattr(attention, "_attention", lambda *args: ways.append(args[-1]) or real(*args))
+    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", 3 * 2 * 2)  # three requests, two KV heads, two tiles
+    pages = make_pages((70, 5, 0)[:batch], 16, 16, 2, 16)
+    q = randn(batch * 16, 2 * 7, 16)
+    found = attention.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
+    exact = defined(q.double(), pages.cache.double(), pages, causal=True)
+    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=True), exact)
+    assert ways == [batch == 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("block", "group"), [(8, 4), (16, 7), (3, 1)])
+@pytest.mark.parametrize("context", [0, 60, 124, 1020])  # blocks that cross a tile, a split, the first long split
+def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
+    block: int, group: int, context: int, window: int, dtype: torch.dtype
+) -> None:
+    pages = make_pages((context,), block, 16, 1, 64, dtype)
+    q = randn(block, group, 64, dtype=dtype)
+    in_block = attend(q, pages, causal=True, window=window)
+    for k in range(0, block, 2 if block < 16 else 5):
+        here = pages.one(0, k)
+        assert torch.equal(attend(q[k : k + 1], here, causal=True, window=window, whole=k % 2 > 0)[0], in_block[k])
+        # nor does it see what the other slots ask or what stands behind it
+        others = torch.arange(block, device=DEVICE) != k
+        changed = replace(pages, cache=pages.cache.clone())
+        changed.cache[:, pages.slots(block)[0, k + 1 :]] = randn(2, block - k - 1, 1, 64, dtype=dtype)
+        asked = torch.where(others[:, None, None], randn(*q.shape, dtype=dtype), q)
+        assert torch.equal(attend(asked, changed, causal=True, window=window)[k], in_block[k])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+def test_attention_of_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(causal: bool, dtype: torch.dtype) -> None:
+    contexts = (130, 0, 1100)
+    pages = make_pages(contexts, 8, 16, 2, 64, dtype)
+    q = randn(len(contexts), 8, 2 * 3, 64, dtype=dtype)
+    together = attend(q.flatten(0, 1), pages, causal=causal, whole=True).view(len(contexts), 8, -1)
+    for request in range(len(contexts)):
+        alone = pages.one(request)
+        assert torch.equal(attend(q[request], alone, causal=causal), together[request])
+        # the page table's width only bounds the grid
+        needed = -(-(contexts[request] + 8) // 16)
+        narrow = replace(alone, table=alone.table[:, :needed].contiguous())
+        assert torch.equal(attend(q[request], narrow, causal=causal), together[request])
+
+
+def test_slots_of_a_free_block_do_not_feel_each_others_queries() -> None:
+    pages = make_pages((130,), 8, 16, 1, 64)
+    q, other = randn(8, 4, 64), randn(8, 4, 64)
+    asked = torch.where(torch.arange(8, device=DEVICE)[:, None, None] == 5, q, other)
+    assert torch.equal(attend(asked, pages, causal=False)[5], attend(q, pages, causal=False)[5])
+
+
+def test_splits_cover_every_position_once() -> None:
+    ends = [128 * i for i in range(9)] + [1024 + 512 * i for i in range(1, 5)]
+    for reach in range(1, ends[-1] + 1):
+        assert attention.splits_of(reach) == sum(end < reach for end in ends)
+
+
+# ---- norm ------------------------------------------------------------------------------------------
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32-parts", "own-parts"])
+@pytest.mark.parametrize("parts", [0, 1, 2, 5])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 40), (5, 1000), (2, 4096)])
+def test_add_rms_norm(rows: int, width: int, parts: int, wide: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, width, dtype=dtype), randn(width, dtype=dtype)
+    partials = randn(parts, rows, width, dtype=torch.float32 if wide else dtype) if parts else None
+    taps = torch.full((rows, 3 * width), 7.0, dtype=dtype, device=DEVICE)
+    before = x.clone()
+    total, normed = norm.add_rms_norm(x, partials, weight, EPS, taps[:, width : 2 * width])
+    expected_total, expected = reference.add_rms_norm(x, partials, weight, EPS)
+    assert torch.equal(x, before) and (total is x) == (partials is None)
+    exact = x.double() if partials is None else x.double() + partials.double().sum(0)
+    assert_as_exact_as_torch(total, expected_total, exact)
+    # the norm is that of the rounded stream
+    assert_as_exact_as_torch(normed, reference.add_rms_norm(total, None, weight, EPS)[1], exact_norm(total, weight))
+    assert_as_exact_as_torch(normed, expected, exact_norm(exact, weight))
+    assert torch.equal(taps[:, width : 2 * width], total)
+    assert (taps[:, :width] == 7).all() and (taps[:, 2 * width :] == 7).all()
+    alone = norm.add_rms_norm(x[-1:], None if partials is None else partials[:, -1:].contiguous(), weight, EPS)
+    assert torch.equal(alone[0], total[-1:]) and torch.equal(alone[1], normed[-1:])
+
+
+def test_parts_are_added_in_their_order() -> None:
+    x, weight = torch.zeros(1, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    partials = torch.tensor([1e8, -1e8, 1.0], device=DEVICE)[:, None, None].expand(3, 1, 8).contiguous()
+    assert (norm.add_rms_norm(x, partials, weight, EPS)[0] == 1).all()
+    assert (norm.add_rms_norm(x, partials.flip(0).contiguous(), weight, EPS)[0] == 0).all()
+
+
+# ---- RoPE and the pages ----------------------------------------------------------------------------
+
+
+def make_rope(positions: int, width: int) -> Tensor:
+    angles = torch.arange(positions)[:, None] / 1e4 ** (torch.arange(width // 2) / (width // 2))
+    return torch.stack([angles.cos(), angles.sin()]).to(DEVICE)
+
+
+def exact_rotated(x: Tensor, weight: Tensor | None, table: Tensor, positions: Tensor) -> Tensor:
+    """Heads x [M, heads, H], normed and rotated in float64."""
+    first, second = (x.double() if weight is None else exact_norm(x, weight)).chunk(2, dim=-1)
+    cos, sin = table.double()[:, positions.flatten(), None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def only_changed(before: Tensor, after: Tensor, slots: Tensor) -> bool:
+    """Whether caches [..., slots, G, H] are the same outside `slots`."""
+    rest = torch.ones(before.shape[-3], dtype=torch.bool, device=DEVICE)
+    rest[slots.flatten()] = False
+    return torch.equal(before[..., rest, :, :], after[..., rest, :, :])
+
+
+WRITES = [  # S, query heads of a group, KV heads, head width, contexts, page size
+    (1, 1, 1, 8, (0,), 4),
+    (3, 3, 2, 40, (1, 63, 130), 4),
+    (8, 4, 2, 64, (130,), 16),
+    (16, 7, 1, 128, (63, 0, 1100), 64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("normed", ["qk", "q", "k", ""])
+@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size"), WRITES)
+def test_rope_write(
+    block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int,
+    normed: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    heads, rows = group * groups, len(contexts) * block
+    pages = make_pages(contexts, block, size, groups, width, dtype)
+    before = randn(*pages.cache.shape, dtype=dtype)
+    cache, expected_cache = before.clone(), before.clone()
+    q_weight, k_weight = (randn(width, dtype=dtype) if name in normed else None for name in "qk")
+    qkv, table = randn(rows, (heads + 2 * groups) * width, dtype=dtype), make_rope(max(contexts) + block, width)
+    where = (pages.lengths, pages.table)
+    q = rope.rope_write(qkv, q_weight, k_weight, EPS, table, *where, cache, size)
+    expected = reference.rope_write(qkv, q_weight, k_weight, EPS, table, *where, expected_cache, size)
+
+    positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
+    each = qkv.unflatten(1, (-1, width))
+    slots = pages.slots(block).flatten()
+    assert_as_exact_as_torch(q, expected, exact_rotated(each[:, :heads], q_weight, table, positions))
+    exact_keys = exact_rotated(each[:, heads : heads + groups], k_weight, table, positions)
+    assert_as_exact_as_torch(cache[0, slots], expected_cache[0, slots], exact_keys)
+    assert torch.equal(cache[1, slots], each[:, heads + groups :])
+    assert only_changed(before, cache, slots)
+    # the first row alone
+    alone_cache, one = before.clone(), pages.one(0)
+    alone = rope.rope_write(qkv[:1], q_weight, k_weight, EPS, table, one.lengths, one.table, alone_cache, size)
+    assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size"), WRITES)
+def test_context_write_writes_the_counted_rows_of_every_layer(
+    block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int, dtype: torch.dtype
+) -> None:
+    layers, rows = group, len(contexts) * block
+    pages = make_pages(contexts, block, size, groups, width)
+    before = randn(layers, *pages.cache.shape, dtype=dtype)
+    kv, k_weights = randn(rows, layers * 2 * groups * width, dtype=dtype), randn(layers, width, dtype=dtype)
+    table = make_rope(max(contexts) + block, width)
+    steps = torch.arange(block, device=DEVICE)
+    for counts in ([block, 0, (block + 1) // 2], [0, block, 1]):
+        counted = integers(counts[: len(contexts)])
+        cache, expected = before.clone(), before.clone()
+        arguments = (kv, k_weights, EPS, table, pages.lengths, counted, pages.table)
+        rope.context_write(*arguments, cache, size)
+        reference.context_write(*arguments, expected, size)
+        taken = (steps < counted[:, None]).flatten()
+        slots, positions = pages.slots(block).flatten()[taken], (pages.lengths[:, None] + steps).flatten()[taken]
+        assert only_changed(before, cache, slots)
+        if not taken.any():
+            continue
+        each = kv[taken].unflatten(1, (layers, 2, groups, width))
+        for layer in range(layers):
+            exact = exact_rotated(each[:, layer, 0], k_weights[layer], table, positions)
+            assert_as_exact_as_torch(cache[layer, 0, slots], expected[layer, 0, slots], exact)
+            assert torch.equal(cache[layer, 1, slots], each[:, layer, 1])
+
+
+# ---- acceptance ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["matched", "forced"])
+@pytest.mark.parametrize("block", [1, 2, 3, 8, 16, 64])
+@pytest.mark.parametrize("batch", [1, 3, 20])
+def test_accept(batch: int, block: int, forced: bool) -> None:
+    draft_and_more = torch.randint(1 << 40, (batch, block), device=DEVICE)
+    draft = draft_and_more[:, 1:]  # as the runtime has it: rows are not contiguous
+    choice = torch.randint(1 << 40, (batch, block), device=DEVICE)
+    for request in range(batch):  # every length of prefix, and matches behind a mismatch
+        agree = (request * 7 + block - 1) % block
+        choice[request, : block - 1] = draft[request]
+        if agree < block - 1:
+            choice[request, agree] += 1
+    active = torch.arange(batch, device=DEVICE) % 4 != 1
+    exactly = torch.randint(block, (batch,), device=DEVICE, dtype=torch.int32) if forced else None
+    states = [
+        (torch.arange(batch, device=DEVICE, dtype=torch.int32) * 100, torch.arange(batch, device=DEVICE) - 50)
+        for _ in range(2)
+    ]
+    ours = accept.accept(draft, choice, active, *states[0], exactly)
+    expected = reference.accept(draft, choice, active, *states[1], exactly)
+    for found, wanted in zip((*ours, *states[0]), (*expected, *states[1]), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    # sampling counts tokens by scattering all of them, so those behind the committed ones are token ids too
+    assert (ours[1] >= 0).all()
