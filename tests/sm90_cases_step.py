@@ -17,13 +17,13 @@ def ints(kernel: object) -> dict[str, str]:
 def attention_case(whole: bool, causal: bool) -> Case:
     kernel = attention._attention_kernel
     constexprs = SHARED | {
-        "KEYS": 64, "PAGE": 16, "WHOLE": whole, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
+        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
     }  # fmt: skip
     pointers = {
         "q_p": "*bf16", "cache_p": "*bf16", "lengths_p": "*i32", "pages_p": "*i32", "out_p": "*bf16",
         "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "arrived_p": "*i32", "scale": "fp32",
     }  # fmt: skip
-    return Case(kernel, pointers | ints(kernel), constexprs, 8, 2, tuple(n for n in ODD if n in kernel.arg_names))
+    return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
 
 
 rope_pointers = {"rope_p": "*fp32", "lengths_p": "*i32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"}

@@ -2,8 +2,8 @@
 
 One kernel serves causal verification and non-causal drafting. The query heads of a KV head and the slots of the block
 form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
-its own query, its position and the cache, not on the block length, the batch or the other rows, bit for bit. What
-a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
+its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
+What a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,10 +17,13 @@ from torch import Tensor
 from .launch import next_power_of_two, pdl
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
-KEYS = tl.constexpr(64)
+KEYS = 64  # loaded at a time, or a page if that is shorter: a load touches one page only
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(8), tl.constexpr(512)
-ENOUGH_PROGRAMS = 128
+MOST_SPLIT = 8  # requests; more of them fill the device without splitting
+LONGEST_SPLIT = 64  # slots; a prefill fills it too
+MOST_TILES = 4096  # that are split: MOST_SPLIT requests of many heads
+STAGES = 3
 
 
 def splits_of(reach: int) -> int:
@@ -51,21 +54,24 @@ def _split_state(
 ):  # fmt: skip
     """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist."""
     o_h = tl.arange(0, HEAD)
+    p_v = slots.to(tl.int64) * G * H
     b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     b_l = tl.zeros([ROWS], dtype=tl.float32)
     b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
+    page = tl.load(p_pages + start // PAGE)
     for first in range(start, tl.minimum(stop, end), KEYS):
         o_t = first + tl.arange(0, KEYS)
         m_t = o_t < end
-        page = tl.load(p_pages + o_t // PAGE, mask=m_t, other=0).to(tl.int64)
-        p_kv = cache_p + ((page * PAGE + o_t % PAGE) * G + i_g) * H
+        slot = page.to(tl.int64) * PAGE + first % PAGE
+        page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next round
+        p_kv = cache_p + ((slot + tl.arange(0, KEYS)) * G + i_g) * H
         if EVEN_H:
             b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
-            b_v = tl.load(p_kv[:, None] + slots * G * H + o_h[None, :], mask=m_t[:, None], other=0.0)
+            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
         else:
             m_h = o_h < H
             b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
-            b_v = tl.load(p_kv[:, None] + slots * G * H + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: for fp32 only, which is not to become tf32
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
@@ -101,7 +107,7 @@ def _attention_kernel(
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: all splits of a tile, merged. Else split i_s of it; the program that comes last merges them, in order."""
+    """WHOLE: a tile over all its keys. Else split i_s of it, and whoever comes last merges the splits, in order."""
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
@@ -114,8 +120,6 @@ def _attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(lengths_p + i_b)
     end = _end(length, S, i_r, GROUP, ROWS, CAUSAL)
-    if WHOLE:
-        i_s = 0
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
     if start >= end:
         return
@@ -125,18 +129,10 @@ def _attention_kernel(
     o_pos = length + o_slot
     p_pages = pages_p + i_b * width
     if WHOLE:
-        b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros([ROWS], dtype=tl.float32)
-        b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
-        while start < end:
-            stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
-            m_s, l_s, acc_s = _split_state(
-                b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
-                HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
-            )  # fmt: skip
-            b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
-            i_s += 1
-            start = stop
+        b_m, b_l, b_acc = _split_state(
+            b_q, o_pos, cache_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
+            HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
+        )  # fmt: skip
     else:
         b_m, b_l, b_acc = _split_state(
             b_q, o_pos, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
@@ -158,7 +154,7 @@ def _attention_kernel(
         b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
         b_l = tl.zeros([ROWS], dtype=tl.float32)
         b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
-        for i in range(splits):
+        for i in tl.range(splits, num_stages=3):
             m_s = tl.load(m_p + o_part + i * ROWS, mask=m_row, other=-float("inf"), cache_modifier=".cg")
             l_s = tl.load(l_p + o_part + i * ROWS, mask=m_row, other=0.0, cache_modifier=".cg")
             acc_s = tl.load(p_acc + i * ROWS * HEAD, mask=m_row[:, None], other=0.0, cache_modifier=".cg")
@@ -170,7 +166,7 @@ def _attention_kernel(
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
     """Counters of finished splits, zero between launches, for the few tiles that are split at all."""
-    return torch.zeros(ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def block_attention(
@@ -184,10 +180,9 @@ def block_attention(
     window: int = 0,
 ) -> Tensor:
     """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
-    m, heads, _ = q.shape
     batch = len(lengths)
-    tiles = -(-(m // batch) * (heads // cache.shape[2]) // ROWS)
-    whole = batch * cache.shape[2] * tiles >= ENOUGH_PROGRAMS
+    # by the batch and not by the work: with a drafter and without, a request is to be summed in the same order
+    whole = batch > MOST_SPLIT or len(q) > LONGEST_SPLIT * batch
     return _attention(q, cache, lengths, page_table, page_size, causal, window, whole)
 
 
@@ -201,7 +196,7 @@ def _attention(
     window: int,
     whole: bool,
 ) -> Tensor:
-    """`whole`: a program does all splits of its tile; else a program each, and the last one merges. Same bits."""
+    """`whole`: one program does all keys of a tile; else one each split, and the last of them merges."""
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, block, group = len(lengths), m // len(lengths), heads // groups
     tiles = -(-block * group // ROWS)
@@ -216,12 +211,10 @@ def _attention(
     b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
     b_acc = scratch(programs, splits, ROWS, head)
     shared = {"HEAD": head, "ROWS": ROWS, "SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
-    # without fused multiply-adds the two ways to merge round alike
-    launch = {"num_warps": 8, "enable_fp_fusion": False} if q.is_cuda else {"num_warps": 8}
     _attention_kernel[(programs, splits)](
         q, cache, lengths, page_table, out, b_m, b_l, b_acc, _arrivals(q.device),
         block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
-        KEYS=KEYS.value, PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
-        num_stages=2, **shared, **launch, **pdl(q),
+        KEYS=min(KEYS, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+        num_warps=4, num_stages=STAGES, **shared, **pdl(q),
     )  # fmt: skip
     return out

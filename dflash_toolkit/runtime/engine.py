@@ -69,7 +69,7 @@ class EngineOptions:
     max_context: int | None = None  # tokens of prompt and answer; None: what the target was made for
     block_size: int | None = None  # tokens of a block; 1 decodes plainly; None: chosen step by step, as it pays
     prefill_chunk: int = 2048  # tokens of a prompt computed between two steps
-    page_size: int = 16  # tokens
+    page_size: int = 64  # tokens; prefixes are shared in whole pages
     cache_tokens: int | None = None  # room for so many tokens; None: what memory allows
     memory_fraction: float = 0.9  # of the GPU's memory, for everything
     prefix_cache: bool = True
