@@ -7,8 +7,6 @@ What a row may not see contributes exact zeros, and a split that it does not rea
 """
 
 # mypy: disable-error-code="no-untyped-def"
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ KEYS = 64  # loaded at a time, or a page if that is shorter: a load touches one 
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(8), tl.constexpr(512)
 MOST_SPLIT = 8  # requests; more of them fill the device without splitting
 LONGEST_SPLIT = 64  # slots; a prefill fills it too
-MOST_TILES = 4096  # that are split: MOST_SPLIT requests of many heads
+MERGE_ROWS, MERGE_SPLITS = 4, 16
 STAGES = 3
 
 
@@ -35,15 +33,6 @@ def splits_of(reach: int) -> int:
 @triton.jit
 def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
     return tl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
-
-
-@triton.jit
-def _merge(b_m, b_l, b_acc, m_more, l_more, acc_more):
-    """Two softmax states (maximum, sum, weighted values) as one; an empty one changes nothing, not even a bit."""
-    top = tl.maximum(b_m, m_more)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    old, new = tl.exp2(b_m - base), tl.exp2(m_more - base)
-    return top, b_l * old + l_more * new, b_acc * old[:, None] + acc_more * new[:, None]
 
 
 @triton.jit
@@ -101,13 +90,13 @@ def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _attention_kernel(
-    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p, arrived_p,
+    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
     S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: a tile over all its keys. Else split i_s of it, and whoever comes last merges the splits, in order."""
+    """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`."""
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
@@ -133,6 +122,8 @@ def _attention_kernel(
             b_q, o_pos, cache_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
             HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
+        b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
+        tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
     else:
         b_m, b_l, b_acc = _split_state(
             b_q, o_pos, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
@@ -143,30 +134,47 @@ def _attention_kernel(
         tl.store(m_p + o_part + i_s * ROWS, b_m, mask=m_row)
         tl.store(l_p + o_part + i_s * ROWS, b_l, mask=m_row)
         tl.store(p_acc + i_s * ROWS * HEAD, b_acc, mask=m_row[:, None])
-        tl.debug_barrier()  # every thread has stored before one of them says so
-        before = tl.atomic_add(arrived_p + i_x, 1, sem="acq_rel", scope="gpu")
-        splits = 0
-        while _split_start(splits, SHORT, SHORT_SPLITS, LONG) < end:
-            splits += 1
-        if before < splits - 1:
-            return
-        tl.store(arrived_p + i_x, 0)  # for the next launch
-        b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros([ROWS], dtype=tl.float32)
-        b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
-        for i in tl.range(splits, num_stages=3):
-            m_s = tl.load(m_p + o_part + i * ROWS, mask=m_row, other=-float("inf"), cache_modifier=".cg")
-            l_s = tl.load(l_p + o_part + i * ROWS, mask=m_row, other=0.0, cache_modifier=".cg")
-            acc_s = tl.load(p_acc + i * ROWS * HEAD, mask=m_row[:, None], other=0.0, cache_modifier=".cg")
-            b_m, b_l, b_acc = _merge(b_m, b_l, b_acc, m_s, l_s, acc_s)
+
+
+@triton.jit
+def _merge_kernel(
+    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of MERGE_ROWS rows of a tile, MERGE_SPLITS of them at once."""
+    i_x, i_c = tl.program_id(0), tl.program_id(1)
+    i_r, i_g = i_x % TILES, (i_x // TILES) % G
+    i_b = (i_x // TILES // G).to(tl.int64)
+    o_in = i_c * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    o_row = i_r * ROWS + o_in
+    o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
+    m_row = o_slot < S
+    o_h, o_s = tl.arange(0, HEAD), tl.arange(0, MERGE_SPLITS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
+    b_m = tl.full([MERGE_ROWS], -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros([MERGE_ROWS], dtype=tl.float32)
+    b_acc = tl.zeros([MERGE_ROWS, HEAD], dtype=tl.float32)
+    first = 0
+    while _split_start(first, SHORT, SHORT_SPLITS, LONG) < end:
+        m_s = (_split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end)[:, None] & m_row[None, :]
+        o_part = (i_x * SPLITS + first + o_s).to(tl.int64)[:, None] * ROWS + o_in[None, :]
+        part_m = tl.load(m_p + o_part, mask=m_s, other=-float("inf"))  # [MERGE_SPLITS, MERGE_ROWS]
+        part_l = tl.load(l_p + o_part, mask=m_s, other=0.0)
+        part_acc = tl.load(acc_p + o_part[:, :, None] * HEAD + o_h[None, None, :], mask=m_s[:, :, None], other=0.0)
+        top = tl.maximum(b_m, tl.max(part_m, axis=0))
+        base = tl.where(top == -float("inf"), 0.0, top)
+        old, new = tl.exp2(b_m - base), tl.exp2(part_m - base[None, :])
+        b_l = b_l * old + tl.sum(part_l * new, axis=0)
+        b_acc = b_acc * old[:, None] + tl.sum(part_acc * new[:, :, None], axis=0)
+        b_m = top
+        first += MERGE_SPLITS
     b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
-    tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
-
-
-@functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters of finished splits, zero between launches, for the few tiles that are split at all."""
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    p_out = out_p + ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
+    tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_row[:, None] & (o_h < H)[None, :])
 
 
 def block_attention(
@@ -196,7 +204,7 @@ def _attention(
     window: int,
     whole: bool,
 ) -> Tensor:
-    """`whole`: one program does all keys of a tile; else one each split, and the last of them merges."""
+    """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges."""
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, block, group = len(lengths), m // len(lengths), heads // groups
     tiles = -(-block * group // ROWS)
@@ -212,9 +220,14 @@ def _attention(
     b_acc = scratch(programs, splits, ROWS, head)
     shared = {"HEAD": head, "ROWS": ROWS, "SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
     _attention_kernel[(programs, splits)](
-        q, cache, lengths, page_table, out, b_m, b_l, b_acc, _arrivals(q.device),
+        q, cache, lengths, page_table, out, b_m, b_l, b_acc,
         block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
         KEYS=min(KEYS, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
         num_warps=4, num_stages=STAGES, **shared, **pdl(q),
     )  # fmt: skip
+    if not whole:
+        _merge_kernel[(programs, -(-min(ROWS, block * group) // MERGE_ROWS))](
+            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits,
+            MERGE_ROWS=MERGE_ROWS, MERGE_SPLITS=MERGE_SPLITS, CAUSAL=causal, num_warps=4, **shared, **pdl(q),
+        )  # fmt: skip
     return out
