@@ -6,7 +6,7 @@ from dflash_toolkit.kernels import accept, attention, norm, rope
 
 SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions")
 INTS = dict.fromkeys(SIZES, "i32")
-SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 8, "LONG": 512, "PDL": True}
+SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "PDL": True}
 ODD = ("S", "G", "GROUP", "TILES", "SPLITS", "LAYERS", "width")
 
 
@@ -21,17 +21,25 @@ def attention_case(whole: bool, causal: bool) -> Case:
     }  # fmt: skip
     pointers = {
         "q_p": "*bf16", "cache_p": "*bf16", "lengths_p": "*i32", "pages_p": "*i32", "out_p": "*bf16",
-        "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "arrived_p": "*i32", "scale": "fp32",
+        "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "scale": "fp32",
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
 
 
+merge = attention._merge_kernel
 rope_pointers = {"rope_p": "*fp32", "lengths_p": "*i32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"}
 CASES = {
     f"attention {'whole' if whole else 'split'} {'causal' if causal else 'free'}": attention_case(whole, causal)
     for whole in (False, True)
     for causal in (False, True)
 } | {
+    "merge": Case(
+        merge,
+        {"m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "lengths_p": "*i32", "out_p": "*bf16"} | ints(merge),
+        SHARED | {"MERGE_SPLITS": 16, "CAUSAL": True},
+        1,
+        ragged=("S", "G", "GROUP", "TILES", "SPLITS"),
+    ),
     "add_rms_norm": Case(
         norm._add_rms_norm_kernel,
         {

@@ -17,10 +17,10 @@ from .launch import next_power_of_two, pdl
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
 KEYS = 64  # loaded at a time, or a page if that is shorter: a load touches one page only
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
-SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(8), tl.constexpr(512)
+SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
 MOST_SPLIT = 8  # requests; more of them fill the device without splitting
 LONGEST_SPLIT = 64  # slots; a prefill fills it too
-MERGE_ROWS, MERGE_SPLITS = 4, 16
+MERGE_SPLITS = 16
 STAGES = 3
 
 
@@ -140,41 +140,40 @@ def _attention_kernel(
 def _merge_kernel(
     m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of MERGE_ROWS rows of a tile, MERGE_SPLITS of them at once."""
-    i_x, i_c = tl.program_id(0), tl.program_id(1)
+    """Merge the splits of one row of a tile, MERGE_SPLITS of them at once."""
+    i_x, i_row = tl.program_id(0), tl.program_id(1)
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
-    o_in = i_c * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    o_row = i_r * ROWS + o_in
-    o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
-    m_row = o_slot < S
-    o_h, o_s = tl.arange(0, HEAD), tl.arange(0, MERGE_SPLITS)
+    slot = (i_r * ROWS + i_row) // GROUP
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if slot >= S:
+        return
+    o_h, o_s = tl.arange(0, HEAD), tl.arange(0, MERGE_SPLITS)
     end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
-    b_m = tl.full([MERGE_ROWS], -float("inf"), dtype=tl.float32)
-    b_l = tl.zeros([MERGE_ROWS], dtype=tl.float32)
-    b_acc = tl.zeros([MERGE_ROWS, HEAD], dtype=tl.float32)
+    top = -float("inf")
+    b_l = 0.0
+    b_acc = tl.zeros([HEAD], dtype=tl.float32)
     first = 0
     while _split_start(first, SHORT, SHORT_SPLITS, LONG) < end:
-        m_s = (_split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end)[:, None] & m_row[None, :]
-        o_part = (i_x * SPLITS + first + o_s).to(tl.int64)[:, None] * ROWS + o_in[None, :]
-        part_m = tl.load(m_p + o_part, mask=m_s, other=-float("inf"))  # [MERGE_SPLITS, MERGE_ROWS]
+        m_s = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
+        o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
+        part_m = tl.load(m_p + o_part, mask=m_s, other=-float("inf"))
         part_l = tl.load(l_p + o_part, mask=m_s, other=0.0)
-        part_acc = tl.load(acc_p + o_part[:, :, None] * HEAD + o_h[None, None, :], mask=m_s[:, :, None], other=0.0)
-        top = tl.maximum(b_m, tl.max(part_m, axis=0))
-        base = tl.where(top == -float("inf"), 0.0, top)
-        old, new = tl.exp2(b_m - base), tl.exp2(part_m - base[None, :])
+        part_acc = tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_s[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(part_m, axis=0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        old, new = tl.exp2(top - base), tl.exp2(part_m - base)
         b_l = b_l * old + tl.sum(part_l * new, axis=0)
-        b_acc = b_acc * old[:, None] + tl.sum(part_acc * new[:, :, None], axis=0)
-        b_m = top
+        b_acc = b_acc * old + tl.sum(part_acc * new[:, None], axis=0)
+        top = higher
         first += MERGE_SPLITS
-    b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
-    p_out = out_p + ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
-    tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_row[:, None] & (o_h < H)[None, :])
+    head = i_g * GROUP + (i_r * ROWS + i_row) % GROUP
+    p_out = out_p + ((i_b * S + slot) * G * GROUP + head) * H + o_h
+    tl.store(p_out, (b_acc / b_l).to(out_p.dtype.element_ty), mask=o_h < H)
 
 
 def block_attention(
@@ -226,8 +225,8 @@ def _attention(
         num_warps=4, num_stages=STAGES, **shared, **pdl(q),
     )  # fmt: skip
     if not whole:
-        _merge_kernel[(programs, -(-min(ROWS, block * group) // MERGE_ROWS))](
+        _merge_kernel[(programs, min(ROWS, block * group))](
             b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits,
-            MERGE_ROWS=MERGE_ROWS, MERGE_SPLITS=MERGE_SPLITS, CAUSAL=causal, num_warps=4, **shared, **pdl(q),
+            MERGE_SPLITS=MERGE_SPLITS, CAUSAL=causal, num_warps=1, **shared, **pdl(q),
         )  # fmt: skip
     return out
