@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -95,6 +96,14 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
+
+
+def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
+    """Every end-of-sequence id that a checkpoint's two configurations declare."""
+    found: list[int] = []
+    for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
+        found += list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [int(eos)]
+    return tuple(dict.fromkeys(found))
 
 
 RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
@@ -189,11 +198,7 @@ class Target:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every end-of-sequence id the checkpoint declares."""
-        generation = getattr(self.model, "generation_config", None)
-        found: list[int] = []
-        for eos in (getattr(generation, "eos_token_id", None), self.config.eos_token_id):
-            found += list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [int(eos)]
-        return tuple(dict.fromkeys(found))
+        return declared_stop_ids(self.config, getattr(self.model, "generation_config", None))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids."""

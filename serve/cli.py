@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import transformers
 
-from dflash_toolkit.checkpoint import check_fits, load_drafter
 from dflash_toolkit.config import UserError, knob, parse_cli, run_command
-from dflash_toolkit.drafter import Drafter
-from dflash_toolkit.target import Target, load_config
+from dflash_toolkit.runtime import EngineOptions
 
 PROG = "dflash-serve"
 DESCRIPTION = """\
 Serve a target over OpenAI's API, with a drafter that makes it faster and changes nothing else. Without a drafter
-the same server decodes plainly. Requests are answered one at a time, in the order of arrival."""
+the same server decodes plainly. Requests are decoded together and join and leave at every step."""
 EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client")  # what `dflash-toolkit[serve]` installs
 
 
@@ -28,15 +26,29 @@ class ServeConfig:
     port: int = knob(8000, "port to listen on; 0 takes a free one")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    max_batch: int | None = knob(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
+    max_context: int | None = knob(None, "tokens of prompt and answer (default: what the target was made for)")
+    block_size: int | None = knob(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
+    memory_fraction: float = knob(0.9, "of the GPU's memory, for weights, caches and all")
     api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
     served_model_name: str | None = knob(None, "the name clients ask for (default: the target, as given)")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
+        _ = self.options  # raises for a value outside its range
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
+
+    @property
+    def options(self) -> EngineOptions:
+        return EngineOptions(
+            max_batch=self.max_batch,
+            max_context=self.max_context,
+            block_size=self.block_size,
+            memory_fraction=self.memory_fraction,
+        )
 
     @property
     def model(self) -> str:
@@ -59,10 +71,10 @@ def _run(config: ServeConfig) -> None:
     try:
         # what can be wrong is looked at before the target's weights, which take longest
         with listen(config.host, config.port) as listener:
-            target, drafter = _load(config)
-            engine = Engine(target, drafter)
+            engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.options)
             drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
-            place = f"{str(target.dtype).removeprefix('torch.')} on {target.device}"
+            runner = engine.engine.runner
+            place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
             line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
             app = create_app(engine, config.model, config.api_key)
             Server(app, ready=lambda: print(line, flush=True), stop=engine.close).run(sockets=[listener])
@@ -75,15 +87,6 @@ def _require_extra() -> None:
     for package in EXTRA:
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed; install it with: pip install 'dflash-toolkit[serve]'")
-
-
-def _load(config: ServeConfig) -> tuple[Target, Drafter | None]:
-    if config.drafter is None:
-        return Target.load(config.target, config.device, config.dtype), None
-    drafter = load_drafter(config.drafter)
-    check_fits(drafter.config, load_config(config.target))
-    target = Target.load(config.target, config.device, config.dtype)
-    return target, drafter.to(target.device, target.dtype)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
 
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dflash-tests-")  # step times are cached in the user's
 
 import torch
 

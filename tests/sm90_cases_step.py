@@ -55,14 +55,14 @@ CASES = {
         {"qkv_p": "*bf16", "qw_p": "*bf16", "kw_p": "*bf16", "q_p": "*bf16"}
         | rope_pointers
         | ints(rope._rope_write_kernel),
-        {"BLOCK": 64, "PAGE": 16, "NORM": True, "PDL": True},
+        {"HEADS": 8, "BLOCK": 64, "PAGE": 64, "NORM": True, "PDL": True},
         1,
         ragged=("S", "G", "width"),
     ),
     "context_write": Case(
         rope._context_write_kernel,
         {"kv_p": "*bf16", "kw_p": "*bf16", "counts_p": "*i32"} | rope_pointers | ints(rope._context_write_kernel),
-        {"BLOCK": 64, "PAGE": 16, "PDL": True},
+        {"HEADS": 8, "BLOCK": 64, "PAGE": 64, "PDL": True},
         1,
         ragged=("S", "G", "LAYERS", "width"),
     ),

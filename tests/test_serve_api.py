@@ -12,11 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from openai import APIError, APIStatusError, OpenAI
-from test_serve_engine import SlowSteps
+from test_serve_engine import SlowSteps, make_engine
 
-import serve.engine
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
-from dflash_toolkit.decode import Generation, stream
+from dflash_toolkit.decode import Generation
 from dflash_toolkit.prompts import encode_chat
 from serve.app import MAX_BODY, create_app
 from serve.engine import Engine
@@ -45,8 +44,13 @@ def serving(engine: Engine, **options: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def url(target: Target, drafter: Drafter) -> Iterator[str]:
-    with serving(Engine(target, drafter)) as url:
+def engine(target: Target, drafter: Drafter) -> Engine:
+    return make_engine(target, drafter)
+
+
+@pytest.fixture(scope="session")
+def url(engine: Engine) -> Iterator[str]:
+    with serving(engine) as url:
         yield url
 
 
@@ -119,7 +123,7 @@ def test_a_prompt_as_text_list_or_tokens_gives_the_same(client: OpenAI, target: 
 
 def test_the_drafter_changes_the_statistics_only(client: OpenAI, target: Target) -> None:
     drafted = chat(client, seed=3, max_tokens=24)
-    with serving(Engine(target, None)) as url:
+    with serving(make_engine(target, None)) as url:
         plain = chat(client_of(url), seed=3, max_tokens=24)
     assert plain.choices[0] == drafted.choices[0]
     assert plain.usage.completion_tokens == drafted.usage.completion_tokens
@@ -232,10 +236,9 @@ def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_stops_its_decoding(
-    url: str, client: OpenAI, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, url: str, client: OpenAI, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = SlowSteps()
-    monkeypatch.setattr(serve.engine, "stream", slow)
+    slow = SlowSteps(engine, monkeypatch)
     before = counters(url).get('dflash_requests_total{outcome="disconnected"}', 0)
     with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=0.4) as http_client:
         body = {"model": "org/tiny", "prompt": "a", "max_tokens": 400, "stream": streamed, **LONG}
@@ -367,7 +370,7 @@ def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, caplog:
 
 
 def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
-    with serving(Engine(target, None), api_key="sécret") as url:
+    with serving(make_engine(target, None), api_key="sécret") as url:
         for given in ("Bearer wrong", "Bearer sécre", "Bearer", "Basic sécret"):
             headers = {"Authorization": given.encode()}
             for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):
@@ -379,14 +382,13 @@ def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
 
 
 def test_a_failure_inside_is_an_error_the_client_can_read(
-    url: str, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_later(*args: Any) -> Iterator[Generation]:
-        yield next(iter(stream(*args)))
+    def fail(*args: Any) -> Any:
         raise RuntimeError("secret details")
 
     with monkeypatch.context() as patch:
-        patch.setattr(serve.engine, "stream", fail_later)
+        patch.setattr(engine.engine.runner, "decode", fail)
         with pytest.raises(APIStatusError) as caught:
             chat(client, extra_body=LONG)
         assert caught.value.status_code == 500

@@ -1,42 +1,48 @@
-"""The seam between HTTP and decoding: one request at a time, and nobody is waited for who does not wait himself."""
+"""The seam between HTTP and decoding: requests run together, and nobody is waited for who does not wait himself."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-import serve.engine
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
-from dflash_toolkit.decode import Generation, stream
+from dflash_toolkit.runtime import Engine as Runtime
+from dflash_toolkit.runtime import EngineOptions
 from serve.app import EventResponse
 from serve.engine import Engine, EngineClosedError
 
 LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
 
 
+def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
+    """The server's engine on tiny models, with the drafter's own block length."""
+    options = {"block_size": drafter.config.block_size if drafter else 1, "page_size": 4, "max_batch": 3} | options
+    return Engine(Runtime.of_modules(target, drafter, EngineOptions(**options)), target.tokenizer)
+
+
 class SlowSteps:
-    """Stands in for `decode.stream`: 20 ms a step, with a record of the prompts and a count of the steps."""
+    """Makes every turn of an engine take 20 ms, and counts them."""
 
-    def __init__(self) -> None:
-        self.prompts: list[list[int]] = []
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done = 0
+        real = engine.engine.step
 
-    def __call__(self, target: Target, drafter: Drafter | None, ids: list[int], params: Any) -> Iterator[Generation]:
-        self.prompts.append(ids)
-        for generation in stream(target, drafter, ids, params):
-            self.done += 1
+        def step() -> bool:
+            self.done += not engine.engine.scheduler.idle
             time.sleep(0.02)
-            yield generation
+            return real()
+
+        monkeypatch.setattr(engine.engine, "step", step)
 
 
 def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) -> None:
     expected = generate(target, drafter, [1, 2, 3], LONG)
 
     async def play() -> list[Any]:
-        return [progress async for progress in Engine(target, drafter).decode([1, 2, 3], LONG)]
+        return [progress async for progress in make_engine(target, drafter).decode([1, 2, 3], LONG)]
 
     told = asyncio.run(play())
     assert [token for progress in told for token in progress.tokens] == expected.tokens
@@ -44,8 +50,8 @@ def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) ->
     assert [progress.finish_reason for progress in told] == [None] * len(expected.steps) + ["length"]
 
 
-def test_requests_run_in_the_order_of_arrival_even_when_the_first_is_not_read(target: Target) -> None:
-    engine = Engine(target, None)
+def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -> None:
+    engine = make_engine(target, None)
 
     async def play() -> list[int]:
         ended = []
@@ -57,16 +63,19 @@ def test_requests_run_in_the_order_of_arrival_even_when_the_first_is_not_read(ta
 
         async with contextlib.aclosing(engine.decode([1], LONG)) as unread:
             await anext(unread)
-            await asyncio.wait_for(asyncio.gather(consume(1, 20), consume(2, 1), consume(3, 5)), 10)
+            await asyncio.wait_for(asyncio.gather(consume(1, 200), consume(2, 5), consume(3, 1)), 10)
         return ended
 
-    assert asyncio.run(play()) == [1, 2, 3]
+    # two rows are left beside the unread one: the third waits for the second
+    assert asyncio.run(play()) == [2, 3, 1]
 
 
 def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = SlowSteps()
-    monkeypatch.setattr(serve.engine, "stream", slow)
-    engine = Engine(target, None)
+    engine = make_engine(target, None, max_batch=1)
+    slow = SlowSteps(engine, monkeypatch)
+    joined: list[list[int]] = []
+    real = engine.engine.runner.join
+    monkeypatch.setattr(engine.engine.runner, "join", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
 
     async def play() -> None:
         async with contextlib.aclosing(engine.decode([1], LONG)) as running:
@@ -76,12 +85,12 @@ def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monk
         assert len([progress async for progress in engine.decode([3], SamplingParams(max_new_tokens=1))]) == 1
 
     asyncio.run(play())
-    assert slow.prompts == [[1], [3]]
-    assert slow.done <= 7, "the first stopped soon after it was left"
+    assert joined == [[1], [3]]
+    assert slow.done <= 9, "the first stopped soon after it was left"
 
 
 def test_closing_ends_running_and_queued_answers(target: Target) -> None:
-    engine = Engine(target, None)
+    engine = make_engine(target, None)
 
     async def play() -> list[Any]:
         async def consume() -> None:
@@ -94,7 +103,7 @@ def test_closing_ends_running_and_queued_answers(target: Target) -> None:
 
 
 def test_an_error_belongs_to_its_own_request(target: Target) -> None:
-    engine = Engine(target, None)
+    engine = make_engine(target, None)
 
     async def play() -> list[Any]:
         async def consume(prompt: list[int]) -> int:

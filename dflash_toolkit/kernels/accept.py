@@ -32,7 +32,7 @@ def _accept_kernel(
     tl.store(counts_p + i_b, count)
     tl.store(lengths_p + i_b, tl.load(lengths_p + i_b) + count)
     tl.store(last_p + i_b, bonus, mask=active)
-    tl.store(tokens_p + i_b * S + o_s, tl.where(o_s == accepted, bonus, b_draft), mask=o_s < S)
+    tl.store(tokens_p + i_b * S + o_s, tl.where((o_s == accepted) | (o_s == S - 1), bonus, b_draft), mask=o_s < S)
 
 
 def accept(

@@ -199,7 +199,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if len(x) > MAX_ROWS:
         return F.linear(x, weight, bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
-    launch_linear(x, weight, bias, out, tile_for("linear", *weight.shape, len(x)))
+    launch_linear(x, weight, bias, out, tile_for("linear", len(weight), x.shape[1], len(x)))
     return out[0]
 
 
@@ -207,7 +207,7 @@ def linear_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
     if len(x) > MAX_ROWS:
         return F.linear(x, weight, bias)[None]
-    tile = tile_for("partials", *weight.shape, len(x))
+    tile = tile_for("partials", len(weight), x.shape[1], len(x))
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
     return out
@@ -221,7 +221,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
         product = F.linear(x, weight)
         _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
     else:
-        launch_linear(x, weight, None, out, tile_for("swiglu", *weight.shape, len(x)), swiglu=True)
+        launch_linear(x, weight, None, out, tile_for("swiglu", len(weight), x.shape[1], len(x)), swiglu=True)
     return out
 
 
@@ -229,7 +229,7 @@ def linear_argmax(x: Tensor, weight: Tensor) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if len(x) > MAX_ROWS:
         return F.linear(x, weight).argmax(-1)
-    return launch_argmax(x, weight, tile_for("argmax", *weight.shape, len(x)))
+    return launch_argmax(x, weight, tile_for("argmax", len(weight), x.shape[1], len(x)))
 
 
 def launch_argmax(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:

@@ -3,7 +3,7 @@
 import importlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -65,7 +65,7 @@ class EngineOptions:
         ValueError: a value outside its range.
     """
 
-    max_batch: int = 32  # requests decoded together
+    max_batch: int | None = None  # requests decoded together; None: 32 on a GPU, 4 on a CPU
     max_context: int | None = None  # tokens of prompt and answer; None: what the target was made for
     block_size: int | None = None  # tokens of a block; 1 decodes plainly; None: chosen step by step, as it pays
     prefill_chunk: int = 2048  # tokens of a prompt computed between two steps
@@ -76,10 +76,10 @@ class EngineOptions:
     synthetic: SyntheticAcceptance | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "prefill_chunk", "page_size"):
+        for name in ("prefill_chunk", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
-        for name in ("max_context", "block_size", "cache_tokens"):
+        for name in ("max_batch", "max_context", "block_size", "cache_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
         if self.page_size & (self.page_size - 1):
@@ -142,8 +142,10 @@ class Engine:
         stop_ids: Sequence[int],
         options: EngineOptions | None = None,
     ) -> None:
-        self.options = options = options or EngineOptions()
+        options = options or EngineOptions()
         spec, device = target.spec, target.embedding.device
+        max_batch = options.max_batch or (32 if device.type == "cuda" else 4)
+        self.options = options = replace(options, max_batch=max_batch)
         limits = [spec.context_limit]
         if options.max_context is not None:
             if options.max_context > spec.context_limit:
@@ -157,7 +159,7 @@ class Engine:
         if options.block_size is not None and options.block_size > longest:
             raise UserError(f"block_size is {options.block_size}; the drafter's blocks have at most {longest} tokens")
         max_block = options.block_size or longest
-        forced = options.synthetic.table(4096, options.max_batch, max_block).to(device) if options.synthetic else None
+        forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
 
         def runner(pages: int) -> StepRunner:
             return StepRunner(
@@ -166,24 +168,25 @@ class Engine:
                 operations(device),
                 num_pages=pages,
                 page_size=options.page_size,
-                max_batch=options.max_batch,
+                max_batch=max_batch,
                 max_context=self.context_limit,
                 max_block=max_block,
                 forced=forced,
             )
 
         specs = [target.spec, *([drafter.spec] if drafter else [])]
-        pages = page_count(runner, specs, options, self.context_limit, max_block)
+        pages = page_count(runner, specs, options, self.context_limit)
         self.runner = runner(pages)
         self.pool = PagePool(pages, options.page_size)
         self.scheduler = Scheduler(
             self.runner,
             self.pool,
-            self._chooser(max_block),
-            max_batch=options.max_batch,
+            self._chooser(max_batch, max_block),
+            max_batch=max_batch,
             prefill_chunk=options.prefill_chunk,
             max_block=max_block,
             prefix_cache=options.prefix_cache,
+            report=self._report,
         )
 
     @classmethod
@@ -242,18 +245,21 @@ class Engine:
         """One turn: at most a chunk of prefill and a step of the batch. False when there is nothing left to do."""
         if self.scheduler.idle:
             return False
-        for request, step in self.scheduler.advance():
-            if step is not None:
-                self.stats.add(step)
-            if request.finished:
-                self.stats.requests += 1
-                self.stats.prompt_tokens += len(request.prompt_ids)
-                self.stats.cached_prompt_tokens += request.cached_tokens
-                self.stats.generated_tokens += len(request.tokens)
-            if request.on_progress is not None:
-                request.on_progress(request, step)
+        self.scheduler.advance()
         self.stats.preemptions = self.scheduler.preemptions
         return True
+
+    def _report(self, request: Request, step: Step | None) -> None:
+        stats = self.stats
+        if step is not None:
+            stats.add(step)
+        if request.finished:
+            stats.requests += 1
+            stats.prompt_tokens += len(request.prompt_ids)
+            stats.cached_prompt_tokens += request.cached_tokens
+            stats.generated_tokens += len(request.tokens)
+        if request.on_progress is not None:
+            request.on_progress(request, step)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -265,14 +271,13 @@ class Engine:
             self.step()
         return [request.generation for request in requests]
 
-    def _chooser(self, max_block: int) -> Callable[[Sequence[Request]], int]:
-        options = self.options
-        if options.block_size is not None or max_block == 1:
+    def _chooser(self, max_batch: int, max_block: int) -> Callable[[Sequence[Request]], int]:
+        if self.options.block_size is not None or max_block == 1:
             return lambda requests: max_block
         sizes = block_sizes(max_block)
         runner = self.runner
         place: Any = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
         drafter = runner.drafter.spec if runner.drafter else None
-        key = [place, torch.__version__, str(runner.dtype), options.max_batch, sizes, runner.target.spec, drafter]
-        times = cached_times(key, lambda: measure_steps(runner, sizes, options.max_batch))
+        key = [place, torch.__version__, str(runner.dtype), max_batch, sizes, runner.target.spec, drafter]
+        times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
         return BlockChooser(sizes, times, runner.bucket)

@@ -22,7 +22,6 @@ def page_count(
     specs: list[ModelSpec],
     options: "EngineOptions",
     context: int,
-    max_block: int,
 ) -> int:
     """Pages for the cache, the trash page included.
 
@@ -39,12 +38,12 @@ def page_count(
     probe = runner(2)
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
     size = options.page_size
-    longest = context + (probe.lag + 2) * max_block
+    longest = context + (probe.lag + 2) * probe.max_block
     least = -(-longest // size)
     if options.cache_tokens is not None:
         pages = -(-options.cache_tokens // size)
     elif device == "cpu":
-        pages = max(least, min(options.max_batch * least, CPU_TOKENS // size))
+        pages = max(least, min(probe.max_batch * least, CPU_TOKENS // size))
     else:
         per_token = sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
         free = _free_beside(probe, options)
@@ -55,7 +54,7 @@ def page_count(
                 f"GPU memory is {missing:.1f} GiB short of one request of {context} tokens; "
                 f"lower max_context or raise memory_fraction (now {options.memory_fraction})"
             )
-        pages = min(pages, options.max_batch * least * 4)  # behind that even a prefix cache has little use for more
+        pages = min(pages, probe.max_batch * least * 4)  # behind that even a prefix cache has little use for more
     return pages + 1
 
 

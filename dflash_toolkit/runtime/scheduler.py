@@ -57,6 +57,7 @@ class Scheduler:
         max_batch: rows of the batch.
         prefill_chunk: tokens of a prompt that one `advance` computes at most.
         max_block: the longest block that `choose_block` returns.
+        report: told of every request that got something, with the step it came from (None: the prefill).
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Scheduler:
         prefill_chunk: int,
         max_block: int,
         prefix_cache: bool = True,
+        report: Callable[[Request, Step | None], None] = lambda request, step: None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.prefilling: Request | None = None
@@ -76,7 +78,7 @@ class Scheduler:
         self.preemptions = 0
         self._device, self._pool, self._choose_block = device, pool, choose_block
         self._max_batch, self._chunk, self._max_block = max_batch, prefill_chunk, max_block
-        self._prefix_cache = prefix_cache
+        self._prefix_cache, self._report = prefix_cache, report
         self._launches: deque[_Launch] = deque()
 
     @property
@@ -100,19 +102,19 @@ class Scheduler:
         else:
             self._drop(request)
 
-    def advance(self) -> list[tuple[Request, Step | None]]:
-        """One turn of the loop.
+    def abandon(self) -> None:
+        """Forget everything without a word to the device, which is broken."""
+        self.waiting.clear()
+        self.running.clear()
+        self._launches.clear()
+        self.prefilling = None
 
-        Returns:
-            The requests that got something, each with the step it came from (None: the prefill).
-        """
+    def advance(self) -> None:
+        """One turn of the loop."""
         launched = self._prefill()
         launched |= self._decode()
-        news: list[tuple[Request, Step | None]] = []
         while self._launches and (len(self._launches) > self._device.lag or not launched):
-            news += self._read(self._launches.popleft())
-            launched = launched or bool(news)
-        return news
+            launched |= self._read(self._launches.popleft())
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
@@ -200,8 +202,9 @@ class Scheduler:
 
     # ---- results ---------------------------------------------------------------------------------------
 
-    def _read(self, launch: _Launch) -> list[tuple[Request, Step | None]]:
-        news: list[tuple[Request, Step | None]] = []
+    def _read(self, launch: _Launch) -> bool:
+        """Whether any request got something."""
+        news = False
         for (request, epoch), committed in zip(launch.requests, self._device.read(launch.ticket), strict=True):
             if request.epoch != epoch:
                 continue  # finished, cancelled or preempted since
@@ -213,7 +216,8 @@ class Scheduler:
                 step = request.add_step(launch.block, committed)
             if request.finished:
                 self._drop(request)
-            news.append((request, step))
+            self._report(request, step)
+            news = True
         return news
 
     def _drop(self, request: Request) -> None:

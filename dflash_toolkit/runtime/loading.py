@@ -1,0 +1,64 @@
+"""An engine from names: checkpoints go from disk to the device without a Hugging Face module in between."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import GenerationConfig
+
+from ..checkpoint import check_fits, load_drafter
+from ..config import UserError
+from ..target import declared_stop_ids, load_config, load_tokenizer, resolve_device, resolve_dtype
+from .engine import Engine, EngineOptions
+from .model import DrafterWeights, ModelSpec, TargetWeights
+
+
+def load_engine(
+    target: str,
+    drafter: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    options: EngineOptions | None = None,
+) -> tuple[Engine, Any]:
+    """Load a target and, unless it is None, its drafter; what is wrong shows before the large files are read.
+
+    Args:
+        target, drafter: Hugging Face id or directory.
+        device: auto, cpu or cuda.
+        dtype: auto, bfloat16, float16 or float32.
+
+    Returns:
+        The engine and the target's tokenizer.
+
+    Raises:
+        UserError: one line that says what does not fit, is missing or is not supported.
+    """
+    config = load_config(target)
+    spec = ModelSpec.of_target(config)
+    where = resolve_device(device)
+    precision = resolve_dtype(dtype, where)
+    draft = None
+    if drafter is not None:
+        module = load_drafter(drafter)
+        check_fits(module.config, config)
+        draft = DrafterWeights.of_module(module.to(where, precision))
+    tokenizer = load_tokenizer(target)
+    folder = _folder(target)
+    weights = TargetWeights.load(folder, spec, where, precision)
+    return Engine(weights, draft, declared_stop_ids(config, _generation_config(folder)), options), tokenizer
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"target {name}: cannot fetch its weights ({' '.join(str(error).split())})") from error
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return None  # a checkpoint need not have one
