@@ -312,7 +312,8 @@ def _fill_from_files(what: str, places: dict[str, Tensor], files: list[Path]) ->
 
     def read(path: Path) -> None:
         with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():
+            stored = tensors.keys()
+            for name in stored:
                 view = left.pop(name, None)
                 if view is None:
                     _check_expendable(what, name, places)

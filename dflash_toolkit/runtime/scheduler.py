@@ -19,6 +19,7 @@ class Device(Protocol):
     """What the scheduler needs of the machine that computes; `step.py` has the real one."""
 
     lag: int  # steps that may be in flight when a result is read
+    pages_per_request: int  # at most, overshoot included
 
     def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request."""
@@ -183,7 +184,8 @@ class Scheduler:
             return True
         while True:
             # some in advance, so that the page table does not change every step
-            new = self._pool.allocate(missing + 3) or self._pool.allocate(missing)
+            ahead = min(missing + 3, self._device.pages_per_request - len(request.pages))
+            new = self._pool.allocate(ahead) or self._pool.allocate(missing)
             if new is not None:
                 request.pages += new
                 assert request.row is not None

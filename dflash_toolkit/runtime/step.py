@@ -69,7 +69,8 @@ class StepRunner:
         self.lengths = new(max_batch, dtype=torch.int32)
         self.last_token = new(max_batch, dtype=torch.int64)
         self.active = new(max_batch, dtype=torch.bool)
-        self.page_table = new(max_batch, -(-reach // page_size), dtype=torch.int32)
+        self.pages_per_request = -(-reach // page_size)
+        self.page_table = new(max_batch, self.pages_per_request, dtype=torch.int32)
         self.sampler = Sampler(max_batch, target.spec.vocab_size, self.device, ops)
         self._forced, self._steps = forced, new(1, dtype=torch.int64)
 

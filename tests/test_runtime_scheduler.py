@@ -1,0 +1,178 @@
+"""Whatever comes in whatever order, no page and no token is lost. The device here is a table."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.runtime.pages import PagePool
+from dflash_toolkit.runtime.request import Committed, Request
+from dflash_toolkit.runtime.scheduler import Scheduler
+
+SIZE, BLOCK = 4, 8
+
+
+def next_token(text: Sequence[int]) -> int:
+    """The answer goes on in a way that depends on every token before it."""
+    return (sum((i + 1) * t for i, t in enumerate(text)) * 31 + len(text)) % 97
+
+
+def truth(prompt: list[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[len(prompt) :]
+
+
+@dataclass
+class Row:
+    pages: list[int]
+    length: int  # tokens with keys and values
+    last: int
+
+
+class TableDevice:
+    """Remembers the token that each slot of each page belongs to, and answers from what it can read there.
+
+    A page that is handed out too early, twice, or not at all shows as a wrong answer.
+    """
+
+    pages_per_request = 1000
+
+    def __init__(self, lag: int, dice: random.Random) -> None:
+        self.lag, self._dice = lag, dice
+        self.slots: dict[tuple[int, int], int] = {}
+        self.rows: dict[int, Row] = {}
+        self._prefilled: list[int] = []
+
+    def _write(self, pages: Sequence[int], position: int, token: int) -> None:
+        assert pages[position // SIZE] != 0
+        self.slots[pages[position // SIZE], position % SIZE] = token
+
+    def _text(self, pages: Sequence[int], length: int) -> list[int]:
+        return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
+
+    def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        for i, token in enumerate(ids):
+            self._write(pages, start + i, token)
+        self._prefilled = self._text(pages, start + len(ids))
+
+    def join(self, row: int, request: Request) -> Any:
+        assert row not in self.rows
+        length = len(request.known_ids)
+        self.rows[row] = Row(list(request.pages), length, request.tokens[-1] if request.tokens else -1)
+        if request.tokens:
+            return None
+        assert self._text(request.pages, length) == request.prompt_ids
+        self.rows[row].last = next_token(self._prefilled)
+        return [Committed([self.rows[row].last])]
+
+    def move(self, source: int, target: int) -> None:
+        self.rows[target] = self.rows.pop(source)
+
+    def leave(self, row: int) -> None:
+        self.rows.pop(row, None)
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self.rows[row].pages = list(pages)
+
+    def decode(self, requests: Sequence[Request], block: int) -> Any:
+        assert sorted(self.rows) == list(range(len(requests)))
+        found = []
+        for i in range(len(requests)):
+            row = self.rows[i]
+            for k in range(block):  # what is rejected is written too
+                self._write(row.pages, row.length + k, -1 - k)
+            tokens = []
+            for _ in range(self._dice.randint(1, block)):
+                self._write(row.pages, row.length, row.last)
+                row.length += 1
+                row.last = next_token(self._text(row.pages, row.length))
+                tokens.append(row.last)
+            found.append(Committed(tokens))
+        return found
+
+    def read(self, ticket: Any) -> Any:
+        return ticket
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
+def test_a_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: int, max_batch: int, pages: int) -> None:
+    dice = random.Random(seed)
+    pool = PagePool(pages, SIZE)
+    done: list[Request] = []
+    scheduler = Scheduler(
+        TableDevice(lag, dice),
+        pool,
+        lambda requests: dice.choice([1, 2, BLOCK]),
+        max_batch=max_batch,
+        prefill_chunk=7,
+        max_block=BLOCK,
+        prefix_cache=dice.random() < 0.8,
+        report=lambda request, step: done.append(request) if request.finished else None,
+    )
+    shared = [dice.randrange(97) for _ in range(40)]
+    alive: list[Request] = []
+    cancelled = 0
+    for event in range(300):
+        action = dice.random()
+        if action < 0.25 and event < 250:
+            prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
+            count = dice.randrange(1, 30)
+            request = Request(prompt, SamplingParams(max_new_tokens=count), frozenset(), count)
+            if pool.pages_for(scheduler.tokens_needed(request)) <= pool.capacity:
+                scheduler.add(request)
+                alive.append(request)
+        elif action < 0.3 and alive:
+            request = dice.choice(alive)
+            cancelled += not request.finished and not request.cancelled
+            scheduler.cancel(request)
+        else:
+            scheduler.advance()
+        pool.check()
+    while not scheduler.idle:
+        scheduler.advance()
+    pool.check()
+    assert pool.available == pool.capacity
+    assert len(done) == len(alive) - cancelled
+    for request in done:
+        assert request.tokens == truth(request.prompt_ids, request.limit)
+        assert sum(len(step.tokens) for step in request.generation.steps) == request.limit - 1
+
+
+def test_the_first_page_of_a_prefix_is_evicted_last() -> None:
+    pool = PagePool(5, SIZE)
+    tokens = list(range(16))
+    pages = pool.allocate(4)
+    assert pages is not None
+    pool.publish(tokens, pages)
+    pool.release(pages)
+    assert pool.allocate(2) is not None
+    assert pool.match(tokens, 16) == pages[:2]
+    pool.check()
+
+
+def test_an_evicted_parent_does_not_come_back_through_its_page() -> None:
+    pool = PagePool(3, SIZE)
+    first = pool.allocate(2)
+    assert first is not None
+    pool.publish([1, 1, 1, 1, 2, 2, 2, 2], first)
+    pool.release(first[:1])  # the child is still held
+    (again,) = pool.allocate(1) or [None]
+    assert again == first[0]
+    pool.publish([3, 3, 3, 3], [again])
+    assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == [again], "the child belongs behind the ones"
+
+
+def test_more_pages_than_there_are_change_nothing() -> None:
+    pool = PagePool(4, SIZE)
+    assert pool.allocate(4) is None and pool.available == 3
+    with pytest.raises(ValueError, match="num_pages is 1"):
+        PagePool(1, SIZE)
