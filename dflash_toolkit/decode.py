@@ -150,6 +150,7 @@ def stream(
     assert out.logits is not None
     first = _choose(out.logits[0], prompt_ids, [], [], params).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
+    cache.crop(0)  # takes nothing back; transformers 5.15 wants a crop behind every forward that records
     commit(generation, first, stop_ids, limit)
     if params.logprobs is not None:
         generation.logprobs += token_logprobs(out.logits[0], first, params.logprobs)

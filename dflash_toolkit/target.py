@@ -210,8 +210,6 @@ class Target:
 
     def new_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self.config)
-        if not hasattr(cache, "activate_past_recording"):
-            return DynamicCache()  # transformers < 5.16: only a cache that keeps everything can take tokens back
         cache.activate_past_recording()  # sliding-window layers must be able to roll back rejected tokens
         return cache
 
