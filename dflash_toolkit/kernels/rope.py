@@ -38,11 +38,12 @@ def _norm_rotate(
 
 @triton.jit
 def _copied(p_in, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of heads as they are."""
+    """Both halves [HEADS, BLOCK] of heads as they are, in fp32."""
     o_h = tl.arange(0, BLOCK)
     p_heads = p_in + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
     mask = (o_h < HALF)[None, :]
-    return tl.load(p_heads, mask=mask, other=0.0), tl.load(p_heads + HALF, mask=mask, other=0.0)
+    b_first, b_second = tl.load(p_heads, mask=mask, other=0.0), tl.load(p_heads + HALF, mask=mask, other=0.0)
+    return b_first.to(tl.float32), b_second.to(tl.float32)
 
 
 @triton.jit

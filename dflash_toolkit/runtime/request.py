@@ -22,7 +22,7 @@ class RollingAcceptance:
     """
 
     DECAY = 0.9
-    PRIOR_ACCEPTED, PRIOR_JUDGED = 6.0, 8.0
+    PRIOR_ACCEPTED, PRIOR_JUDGED = 3.0, 4.0
 
     def __init__(self) -> None:
         self._accepted, self._judged = self.PRIOR_ACCEPTED, self.PRIOR_JUDGED

@@ -1,0 +1,229 @@
+"""From checkpoint files to fused weights, and what is refused on the way; step times and the choice of a block."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen2Config
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.runtime.model import ModelSpec, TargetWeights, random_drafter, random_target
+from dflash_toolkit.runtime.request import RollingAcceptance
+from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape
+from dflash_toolkit.runtime.speed import BlockChooser, block_sizes, cached_times, expected_tokens
+
+OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
+CPU = torch.device("cpu")
+
+
+def test_an_engine_from_names_writes_what_the_modules_write(
+    target_dir: Path, drafter_dir: Path, target: Target, drafter: Drafter
+) -> None:
+    engine, tokenizer = load_engine(str(target_dir), str(drafter_dir), "cpu", options=OPTIONS)
+    params = SamplingParams(max_new_tokens=30)
+    assert engine.generate([[1, 2, 3]], params)[0].tokens == generate(target, drafter, [1, 2, 3], params).tokens
+    assert len(tokenizer) == len(target.tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
+    target = make_target(kind, tied=False)
+    target.model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    spec = ModelSpec.of_target(target.config)
+    loaded = TargetWeights.load(tmp_path, spec, CPU, torch.float32)
+    copied = TargetWeights.of_module(target.model, spec)
+    for name, view in loaded.places().items():
+        assert torch.equal(view, copied.places()[name]), name
+    assert (loaded.layers[0].q_norm is not None) == (kind == "qwen3")
+    assert (loaded.layers[0].qkv_bias is not None) == (kind == "qwen2")
+
+
+def edited(target_dir: Path, tmp_path: Path, edit: Any) -> Path:
+    """A copy of a checkpoint whose tensors went through `edit`."""
+    for path in target_dir.iterdir():
+        if path.suffix == ".json":
+            (tmp_path / path.name).write_text(path.read_text())
+    tensors = load_file(target_dir / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "1 tensors are missing from its weights, first 'model.norm.weight'"),
+        (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}), "'model.layers.9.mlp.up_proj"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"has shape \(3,\), not \(32,\)"),
+    ],
+    ids=["missing", "unknown", "misshapen"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(target_dir: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_engine(str(edited(target_dir, tmp_path, edit)), None, "cpu", options=EngineOptions(block_size=1))
+
+
+def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:500])
+    with pytest.raises(UserError, match="cannot read its weights"):
+        load_engine(str(path), None, "cpu")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no \*.safetensors there"):
+        load_engine(str(path), None, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding-window attention"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope type 'dynamic'",
+        ),
+    ],
+)
+def test_what_the_runtime_does_not_compute_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelSpec.of_target(config)
+
+
+def test_named_shapes_make_random_weights_that_fit() -> None:
+    for name, config in SHAPES.items():
+        assert drafter_for(config).feature_size == 5 * ModelSpec.of_target(config).hidden_size, name
+    small = Qwen2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    a, b = (random_target(ModelSpec.of_target(small), CPU, torch.float32, seed=3) for _ in range(2))
+    assert torch.equal(a.layers[7].down, b.layers[7].down) and 0.01 < a.head.std() < 0.03
+    assert random_drafter(drafter_for(small), CPU, torch.float32).context_kv.shape == (5 * 2 * 2 * 4, 16)
+    with pytest.raises(UserError, match="shape 'qwen9' is not known"):
+        named_shape("qwen9")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0"), ({"page_size": 24}, "page_size is 24; it must be a power of two"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"), ({"block_size": 0}, "block_size is 0"),
+    ],
+)  # fmt: skip
+def test_engine_options_refuse_values_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(**values)
+
+
+@pytest.mark.parametrize("values", [{}, {"rate": 0.5, "mean_length": 2.0}, {"rate": 1.5}, {"mean_length": 0.5}])
+def test_synthetic_acceptance_refuses_nonsense(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="synthetic"):
+        SyntheticAcceptance(**values)
+
+
+# ---- how long a block ----------------------------------------------------------------------------------------
+
+
+def requests(*rates: float) -> list[Any]:
+    return [SimpleNamespace(acceptance=SimpleNamespace(rate=rate)) for rate in rates]
+
+
+def chooser(**times: float) -> BlockChooser:
+    """Times of blocks s1, s4, s8, s16 in milliseconds, for every bucket."""
+    table = {(1, int(name[1:])): t for name, t in times.items()}
+    return BlockChooser([int(name[1:]) for name in times], table, lambda rows: 1)
+
+
+def test_expected_tokens_are_the_sum_of_the_chances_to_get_so_far() -> None:
+    for rate in (0.0, 0.3, 0.865, 0.999):
+        assert expected_tokens(rate, 8) == pytest.approx(sum(rate**i for i in range(8)))
+    assert expected_tokens(1.0, 8) == 8
+
+
+def test_the_block_that_promises_most_tokens_a_second_is_chosen() -> None:
+    times = {"s1": 4.0, "s4": 5.0, "s8": 5.2, "s16": 5.6}
+    assert chooser(**times)(requests(0.95)) == 16
+    assert chooser(**times)(requests(0.5)) in (4, 8)
+    assert chooser(**times)(requests(0.05)) == 1, "plain decoding where drafts are useless"
+    compute_bound = {"s1": 4.0, "s4": 6.0, "s8": 10.0, "s16": 19.0}
+    assert chooser(**compute_bound)(requests(0.865)) < 16
+    assert chooser(**compute_bound)(requests(0.95)) == 8
+    assert chooser(**compute_bound)(requests(0.95, 0.0, 0.0, 0.0, 0.0)) == 4, "the batch as a whole"
+
+
+def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
+    choose = chooser(s1=4.0, s4=5.0, s16=5.6)
+    chosen = [choose(requests(0.0)) for _ in range(2 * BlockChooser.PROBE_EVERY)]
+    assert chosen.count(4) == 2 and set(chosen) == {1, 4}
+
+
+def test_a_small_gain_does_not_change_the_block() -> None:
+    choose = chooser(s8=5.00, s16=5.55)
+    first = choose(requests(0.80))
+    rates = [0.79, 0.81] * 10
+    assert {choose(requests(rate)) for rate in rates} == {first}
+
+
+def test_rolling_acceptance_follows_what_happens() -> None:
+    rolling = RollingAcceptance()
+    for _ in range(60):
+        rolling.observe(7, 0)
+    assert rolling.rate < 0.02
+    for _ in range(60):
+        rolling.observe(7, 7)
+    assert rolling.rate > 0.98
+    mixed = RollingAcceptance()
+    for i in range(400):
+        mixed.observe(7, 3 if i % 2 else 4)  # 3 or 4 of 4 or 5 judged
+    assert mixed.rate == pytest.approx(3.5 / 4.5, abs=0.02)
+
+
+def test_block_sizes_end_with_the_drafters_own() -> None:
+    assert block_sizes(16) == (1, 4, 8, 16) and block_sizes(10) == (1, 4, 8, 10) and block_sizes(4) == (1, 4)
+
+
+def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[int] = []
+
+    def measure() -> dict[tuple[int, int], float]:
+        calls.append(1)
+        return {(1, 16): 0.5, (8, 4): 0.25}
+
+    for key in ("a", "a", "b"):
+        assert cached_times([key], measure) == {(1, 16): 0.5, (8, 4): 0.25}
+    assert len(calls) == 2
+    (file, _) = sorted((tmp_path / "dflash-toolkit").iterdir())
+    file.write_text("torn {")
+    other = json.dumps("x")
+    assert cached_times([other], measure) and len(calls) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no directory: nothing can be kept
+    assert cached_times(["a"], measure) and len(calls) == 4
+
+
+def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:
+    free = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4)
+    params = SamplingParams(max_new_tokens=30)
+    answers = []
+    for options in (free, OPTIONS):
+        engine, _ = load_engine(str(target_dir), str(drafter_dir), "cpu", options=options)
+        answers.append([g.tokens for g in engine.generate([[1, 2, 3], [7] * 20, [9]], params)])
+    assert answers[0] == answers[1]
+
+
+def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
+    target = make_target()
+    engine = Engine.of_modules(target, make_drafter(target), EngineOptions(max_batch=1, cache_tokens=1200, page_size=4))
+    times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
+    engine.scheduler._choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
+    (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    drafting = [step for step in got.steps if step.drafted]
+    assert len(drafting) <= 10, "a handful of 300"
