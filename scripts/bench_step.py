@@ -70,7 +70,7 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, block: int
         total += drafter.fc.nbytes + drafter.context_kv.nbytes
         if block > 1:
             total += sum(t.nbytes for layer in drafter.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
-            total += target.head.nbytes
+            total += (drafter.head if drafter.head is not None else target.head).nbytes
     return total
 
 
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
+    parser.add_argument("--draft-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -117,6 +118,7 @@ def main() -> None:
         "command": ["python", "scripts/bench_step.py", *without_output(sys.argv[1:])],
         "shape": args.shape,
         "accept": args.accept,
+        "draft_dtype": args.draft_dtype,
         "weights_s": time.perf_counter() - began,
         "rows": [],
     }
@@ -127,6 +129,7 @@ def main() -> None:
                 max_batch=batch,
                 max_context=args.max_context,
                 block_size=block or None,
+                draft_dtype=args.draft_dtype if drafter is not None and drafter.head is None else "auto",
                 prefix_cache=False,
                 synthetic=SyntheticAcceptance(rate=args.accept),
             )

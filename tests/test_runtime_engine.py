@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.decode import Generation
+from dflash_toolkit.kernels.scaled import ScaledMatrix
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 
 SAMPLINGS = [
@@ -157,6 +158,22 @@ def test_scaled_rope_is_that_of_hugging_face(scaling: dict[str, Any]) -> None:
     (prompt,) = prompts_of(50)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     assert same(make_engine(target, None).generate([prompt], params)[0], generate(target, None, prompt, params))
+
+
+def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay() -> None:
+    target, drafter = pair("qwen3")
+    engine = make_engine(target, drafter, draft_dtype="fp8")
+    prompts = prompts_of(5, 18)
+    params = SamplingParams(max_new_tokens=20)
+    for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert got.tokens == generate(target, None, prompt, params).tokens
+    weights = engine.runner.drafter
+    assert weights is not None and isinstance(weights.head, ScaledMatrix)
+    for name, matrix in (("down", weights.layers[1].down), ("o", weights.layers[0].o)):
+        assert isinstance(matrix, ScaledMatrix)
+        exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
+        error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
+        assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
 
 
 # ---- pages -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import next_power_of_two, pdl
+from .scaled import Matrix, ScaledMatrix
 
 MAX_ROWS = 128
 SHARED_BYTES = 220 * 1024  # of a thread block on sm_90, with room for what the compiler adds
@@ -75,7 +76,8 @@ def _accumulate(
             m_k = k + tl.arange(0, BLOCK_K) < last
             b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
             b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
-        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # for fp32 only, which is not to become tf32
+        # eight-bit weights are exact in the tokens' format; ieee is for fp32 only, which is not to become tf32
+        b_acc = tl.dot(b_w.to(b_x.dtype), b_x, b_acc, input_precision="ieee")
         p_w += BLOCK_K
         p_x += BLOCK_K
     return b_acc
@@ -83,10 +85,10 @@ def _accumulate(
 
 @triton.jit
 def _linear_kernel(
-    x_p, w_p, bias_p, out_p, M, N, K, SPAN,
+    x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
-    SWIGLU: tl.constexpr, PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr,
+    BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN..."""
     i_n, i_s = tl.program_id(0), tl.program_id(1)
@@ -100,6 +102,8 @@ def _linear_kernel(
     b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if SCALED:
+        b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(b_acc, (BLOCK_N // 2, 2, T)), (0, 2, 1)))
         # rounded as separate products would be
@@ -119,9 +123,9 @@ def _linear_kernel(
 
 @triton.jit
 def _argmax_kernel(
-    x_p, w_p, best_p, index_p, M, N, K,
+    x_p, w_p, scale_p, best_p, index_p, M, N, K,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest logit and its column among BLOCK_N columns: best, index [tiles, M]."""
     i_n = tl.program_id(0)
@@ -133,6 +137,8 @@ def _argmax_kernel(
     b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if SCALED:
+        b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     # rounded as stored logits would be, so that ties are those of every other sampler
     b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
     b_acc = tl.where((o_n < N)[:, None], b_acc, -float("inf"))
@@ -181,68 +187,78 @@ def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def launch_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+    x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
 ) -> None:
     """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
+    data, scale = _parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
-        x, weight, bias if bias is not None else x, out, m, n, k, span,
-        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, BIAS=bias is not None,
-        SWIGLU=swiglu, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
+        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None, SWIGLU=swiglu,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+    return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
+
+
+def _dense(weight: Matrix, x: Tensor) -> Tensor:
+    return weight.dense(x.dtype) if isinstance(weight, ScaledMatrix) else weight
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, weight, bias)
+        return F.linear(x, _dense(weight, x), bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, tile_for("linear", len(weight), x.shape[1], len(x)))
     return out[0]
 
 
-def linear_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, weight, bias)[None]
+        return F.linear(x, _dense(weight, x), bias)[None]
     tile = tile_for("partials", len(weight), x.shape[1], len(x))
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
     return out
 
 
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
     width = len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) > MAX_ROWS:
-        product = F.linear(x, weight)
+        product = F.linear(x, _dense(weight, x))
         _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
     else:
         launch_linear(x, weight, None, out, tile_for("swiglu", len(weight), x.shape[1], len(x)), swiglu=True)
     return out
 
 
-def linear_argmax(x: Tensor, weight: Tensor) -> Tensor:
+def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, weight).argmax(-1)
+        return F.linear(x, _dense(weight, x)).argmax(-1)
     return launch_argmax(x, weight, tile_for("argmax", len(weight), x.shape[1], len(x)))
 
 
-def launch_argmax(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+def launch_argmax(x: Tensor, weight: Matrix, tile: Tile) -> Tensor:
     """`linear_argmax` with a given tile."""
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k), n = x.shape, len(weight)
     tiles = -(-n // tile.block_n)
+    data, scale = _parts(weight)
     best = torch.empty(tiles, m, dtype=torch.float32, device=x.device)
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
     out = torch.empty(m, dtype=torch.int64, device=x.device)
     _argmax_kernel[(tiles,)](
-        x, weight, best, index, m, n, k,
-        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0,
+        x, data, data if scale is None else scale, best, index, m, n, k,
+        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
     _reduce_kernel[(m,)](best, index, out, m, tiles, BLOCK=next_power_of_two(tiles), **pdl(x))

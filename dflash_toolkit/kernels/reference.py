@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .scaled import Matrix, ScaledMatrix
+
 
 def filtered_probabilities(
     logits: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
@@ -153,28 +155,32 @@ def frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int 
 # ---- the decoding step: M = B * S rows, S consecutive positions of each of B requests -----------------
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, _dense(weight, x), bias)
 
 
-def linear_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _dense(weight: Matrix, x: Tensor) -> Tensor:
+    return weight.dense(x.dtype) if isinstance(weight, ScaledMatrix) else weight
+
+
+def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` left as a sum of P partial products over K, [P, M, N]; `add_rms_norm` adds them up.
 
     P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
     """
-    return F.linear(x, weight, bias)[None]
+    return F.linear(x, _dense(weight, x), bias)[None]
 
 
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
-    product = F.linear(x, weight)
+    product = F.linear(x, _dense(weight, x))
     return F.silu(product[:, 0::2]) * product[:, 1::2]
 
 
-def linear_argmax(x: Tensor, weight: Tensor) -> Tensor:
+def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    return F.linear(x, weight).argmax(-1)
+    return F.linear(x, _dense(weight, x)).argmax(-1)
 
 
 def add_rms_norm(

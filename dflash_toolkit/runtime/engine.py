@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,9 +73,12 @@ class EngineOptions:
     cache_tokens: int | None = None  # room for so many tokens; None: what memory allows
     memory_fraction: float = 0.9  # of the GPU's memory, for everything
     prefix_cache: bool = True
+    draft_dtype: Literal["auto", "fp8"] = "auto"  # fp8: the drafter and a copy of the head for it; output unchanged
     synthetic: SyntheticAcceptance | None = None
 
     def __post_init__(self) -> None:
+        if self.draft_dtype not in ("auto", "fp8"):
+            raise ValueError(f"draft_dtype is {self.draft_dtype!r}; it must be auto or fp8")
         for name in ("prefill_chunk", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
@@ -159,6 +162,8 @@ class Engine:
         if options.block_size is not None and options.block_size > longest:
             raise UserError(f"block_size is {options.block_size}; the drafter's blocks have at most {longest} tokens")
         max_block = options.block_size or longest
+        if drafter is not None and options.draft_dtype == "fp8":
+            drafter.round(target.head)
         forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
 
         def runner(pages: int) -> StepRunner:
@@ -278,6 +283,15 @@ class Engine:
         runner = self.runner
         place: Any = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
         drafter = runner.drafter.spec if runner.drafter else None
-        key = [place, torch.__version__, str(runner.dtype), max_batch, sizes, runner.target.spec, drafter]
+        key = [
+            place,
+            torch.__version__,
+            str(runner.dtype),
+            max_batch,
+            sizes,
+            runner.target.spec,
+            drafter,
+            self.options.draft_dtype,
+        ]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
         return BlockChooser(sizes, times, runner.bucket)

@@ -6,7 +6,7 @@ Tensors go from safetensors straight to their place in the fused matrix on the d
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..config import UserError
 from ..drafter import Drafter, DrafterConfig
+from ..kernels.scaled import Matrix, ScaledMatrix
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -127,15 +128,15 @@ class LayerWeights:
     """One decoder layer."""
 
     input_norm: Tensor  # [D]
-    qkv: Tensor  # [(N + 2 G) H, D]
+    qkv: Matrix  # [(N + 2 G) H, D]
     qkv_bias: Tensor | None  # [(N + 2 G) H]
     q_norm: Tensor | None  # [H]
     k_norm: Tensor | None  # [H]
-    o: Tensor  # [D, N H]
+    o: Matrix  # [D, N H]
     o_bias: Tensor | None  # [D]
     post_norm: Tensor  # [D]
-    gate_up: Tensor  # [2 I, D], rows gate 0, up 0, gate 1, up 1, ...
-    down: Tensor  # [D, I]
+    gate_up: Matrix  # [2 I, D], rows gate 0, up 0, gate 1, up 1, ...
+    down: Matrix  # [D, I]
 
     @classmethod
     def empty(cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
@@ -156,8 +157,17 @@ class LayerWeights:
             down=new(d, i),
         )
 
+    def rounded(self) -> "LayerWeights":
+        """The same layer with its matrices in fp8."""
+        rounded = replace(self)
+        for name in ("qkv", "o", "gate_up", "down"):
+            setattr(rounded, name, ScaledMatrix.of(getattr(self, name)))
+        return rounded
+
     def places(self, spec: ModelSpec) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into."""
+        assert isinstance(self.qkv, Tensor) and isinstance(self.gate_up, Tensor), "rounded weights are not filled"
+        assert isinstance(self.o, Tensor) and isinstance(self.down, Tensor)
         h = spec.head_dim
         heads = [spec.num_heads * h, spec.num_kv_heads * h, spec.num_kv_heads * h]
         attention = "self_attn"
@@ -235,6 +245,7 @@ class DrafterWeights:
     context_kv: Tensor = field(init=False)  # [L 2 G H, D]
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
+    head: Matrix | None = None  # [V, D], a copy of its own; None: the target's
 
     @classmethod
     def of_module(cls, drafter: Drafter) -> "DrafterWeights":
@@ -264,10 +275,15 @@ class DrafterWeights:
     def stack_context(self) -> None:
         """Stack what turns a context token into every layer's key and value; call it when the layers are filled."""
         start = self.spec.num_heads * self.spec.head_dim
-        self.context_kv = torch.cat([layer.qkv[start:] for layer in self.layers])
+        self.context_kv = torch.cat([layer.qkv[start:] for layer in self.layers if isinstance(layer.qkv, Tensor)])
         biases = [layer.qkv_bias[start:] for layer in self.layers if layer.qkv_bias is not None]
         self.context_bias = torch.cat(biases) if biases else None
         self.k_norms = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])
+
+    def round(self, head: Tensor) -> None:
+        """Draft in fp8, the head included; the context's projection stays as it is. Verification is not touched."""
+        self.layers = [layer.rounded() for layer in self.layers]
+        self.head = ScaledMatrix.of(head)
 
 
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:

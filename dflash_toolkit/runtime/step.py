@@ -233,7 +233,8 @@ class StepRunner:
         masks = last.new_full((len(last), block - 1), self.drafter.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
         hidden = self._proposer.forward(F.embedding(ids.flatten(), self.target.embedding), rows)
-        return self.ops.linear_argmax(hidden, self.target.head).view(-1, block)[:, 1:]  # slot 0 predicts nothing
+        head = self.target.head if self.drafter.head is None else self.drafter.head
+        return self.ops.linear_argmax(hidden, head).view(-1, block)[:, 1:]  # slot 0 predicts nothing
 
     def _features(self, rows: int) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Room for the tapped layers' outputs [rows, K * D] and the view of each."""

@@ -1,0 +1,36 @@
+"""Matrices in eight bits, for what need not be exact: the drafter and its own copy of the head."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0  # of float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatrix:
+    """`data * scale[:, None]`: fp8 with one fp32 scale a row."""
+
+    data: Tensor  # float8_e4m3fn [N, K]
+    scale: Tensor  # fp32 [N]
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> "ScaledMatrix":
+        """Round a matrix [N, K] so that the largest value of each row is the largest of the format."""
+        scale = matrix.abs().amax(1).float().clamp(min=1e-12) / FP8_MAX
+        return cls((matrix.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The values in another format."""
+        return (self.data.float() * self.scale[:, None]).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+
+Matrix = Tensor | ScaledMatrix

@@ -1,0 +1,177 @@
+"""The runtime on a GPU in bf16: kernels against float64, and a drafter that does not change a single token."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target
+from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.step import StepRunner
+
+pytestmark = pytest.mark.gpu
+VOCAB, LIMIT = 4096, 1024
+
+
+@cache
+def pair(kind: str = "qwen3") -> tuple[Target, Drafter]:
+    """A random bf16 target of a few million weights whose answers are varied, and a random drafter."""
+    torch.manual_seed(3)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+        "num_attention_heads": 8 if kind == "qwen3" else 14, "num_key_value_heads": 2, "max_position_embeddings": LIMIT,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.06,
+    }  # fmt: skip
+    if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
+        shape["hidden_size"] = 14 * 64
+    config = Qwen3Config(head_dim=64, **shape) if kind == "qwen3" else Qwen2Config(**shape)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    target = Target(model, make_tokenizer(), f"small-{kind}")
+    drafter = Drafter(
+        DrafterConfig(
+            hidden_size=config.hidden_size, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64,
+            intermediate_size=1024, vocab_size=VOCAB, num_target_layers=6,
+            target_layer_ids=default_target_layer_ids(6, 3), mask_token_id=VOCAB - 1, block_size=16, rope_theta=1e4,
+        )
+    )  # fmt: skip
+    drafter.init_weights(torch.Generator().manual_seed(5), std=0.05)
+    return target, drafter.to("cuda", torch.bfloat16).eval()
+
+
+def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
+    defaults = {"block_size": 16 if drafter else 1, "max_batch": 8, "cache_tokens": 16 * LIMIT, "prefix_cache": False}
+    return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
+
+
+def prompts_of(count: int, seed: int = 1) -> list[list[int]]:
+    dice = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 200, (count,), generator=dice).tolist()
+    return [torch.randint(0, VOCAB - 1, (n,), generator=dice).tolist() for n in lengths]
+
+
+def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    """Draft the known answers on the device, wrong at every seventh position: the graph holds the real steps."""
+    texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
+    runner: StepRunner = engine.runner
+    table = torch.zeros(runner.max_batch, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
+    join, move = runner.join, runner.move
+
+    def joined(row: int, request: Request) -> Any:
+        text = texts[tuple(request.prompt_ids)]
+        table[row, : len(text)] = text
+        return join(row, request)
+
+    def moved(source: int, target: int) -> None:
+        table[target].copy_(table[source])
+        move(source, target)
+
+    def propose(last: Tensor, rows: Any, block: int) -> Tensor:
+        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
+        drafts = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))
+        return torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts)
+
+    for name, function in (("join", joined), ("move", moved), ("_propose", propose)):
+        setattr(runner, name, function)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str) -> None:
+    target, drafter = pair(kind)
+    prompts = prompts_of(320)
+    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
+    alone = make_engine(target, None, max_batch=1).generate(prompts, params)
+    assert [g.tokens for g in alone] == plain
+    for batch, block in ((8, 16), (1, 16), (8, 4)):
+        engine = make_engine(target, drafter, max_batch=batch, block_size=block)
+        knowing(engine, prompts, plain)
+        drafted = engine.generate(prompts, params)
+        assert [g.tokens for g in drafted] == plain
+        steps = sum(len(g.steps) for g in drafted)
+        assert steps < 320 * 47 / 2.5, "drafts were accepted"
+        engine.pool.check()
+
+
+def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(40, seed=2)
+    params = [SamplingParams(max_new_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
+    plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
+    engine = make_engine(target, drafter, prefix_cache=True)
+    assert [g.tokens for g in engine.generate(prompts, params)] == plain
+    assert len(engine.runner._graphs) >= 4, "the batch grew and shrank through its buckets"
+    again = engine.generate(prompts, params)  # now with prefix hits, whose prefill is cut elsewhere
+    assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 36
+
+
+def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(8, seed=4)
+    params = [
+        SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.9, top_k=50, seed=i, logprobs=2)
+        for i in range(8)
+    ]
+    together = make_engine(target, drafter).generate(prompts, params)
+    alone = [make_engine(target, None, max_batch=1).generate([p], s)[0] for p, s in zip(prompts, params, strict=True)]
+    assert sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True)) >= 7
+    assert all(len(g.logprobs) == 40 for g in together)
+
+
+def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
+    target, _ = pair()
+    prompts = prompts_of(64, seed=5)
+    answers = make_engine(target, None).generate(prompts, SamplingParams(max_new_tokens=48, ignore_eos=True))
+    same = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        mask = torch.ones_like(ids)
+        out = target.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=48, pad_token_id=0)
+        expected = out[0, len(prompt) :].tolist()
+        if answer.tokens == expected:
+            same += 1
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(answer.tokens, expected, strict=True)) if a != b)
+        logits = target.forward(torch.tensor([prompt + expected[:at]], device="cuda"), logits="last").logits
+        assert logits is not None
+        logprobs = logits[0, -1].float().log_softmax(-1)
+        assert logprobs.max() - logprobs[answer.tokens[at]] <= 0.2
+    assert same >= 24
+
+
+def rel(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1152, 896), (896, 4864)])
+def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int, k: int) -> None:
+    from dflash_toolkit.kernels import fused, reference
+    from dflash_toolkit.kernels.scaled import ScaledMatrix
+
+    x = torch.randn(128, k, device="cuda", dtype=torch.bfloat16)
+    dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    for weight in (dense, ScaledMatrix.of(dense)):
+        exact = weight.dense(torch.float64) if isinstance(weight, ScaledMatrix) else weight.double()
+        operations: list[tuple[Callable[..., Tensor], Tensor]] = [
+            (fused.linear, x.double() @ exact.T),
+            (lambda *a: fused.linear_partials(*a).sum(0), x.double() @ exact.T),
+            (fused.linear_swiglu, reference.linear_swiglu(x.double(), exact)),
+        ]
+        for operation, expected in operations:
+            whole = operation(x, weight)
+            assert rel(whole, expected) < 5e-3
+            for rows in (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 100, 127):
+                assert torch.equal(operation(x[:rows], weight), whole[:rows])
+            assert torch.equal(operation(x[77:78].contiguous(), weight)[0], whole[77])
+        best = fused.linear_argmax(x, weight)
+        logits = (x.double() @ exact.T).float()
+        chosen = logits.gather(1, best[:, None])[:, 0]
+        assert (logits.amax(1) - chosen <= 0.01 * logits.amax(1)).all()
+        assert torch.equal(fused.linear_argmax(x[:5], weight), best[:5])
