@@ -95,10 +95,10 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)  # stop token included
     steps: list[Step] = field(default_factory=list)  # the first token comes from the prefill and is no step
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
     finish_reason: FinishReason | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
 
     @property
     def acceptance_length(self) -> float:

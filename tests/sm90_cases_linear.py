@@ -22,22 +22,9 @@ def case(kind: str, rows: int, scaled: bool) -> Case:
     sizes = dict.fromkeys(("M", "N", "K"), "i32")
     inputs = {"x_p": "*bf16", "w_p": "*fp8e4nv" if scaled else "*bf16", "scale_p": "*fp32"}
     if kind == "argmax":
-        pointers = {
-            "x_p": "*bf16",
-            "w_p": "*fp8e4nv" if scaled else "*bf16",
-            "scale_p": "*fp32",
-            "best_p": "*fp32",
-            "index_p": "*i32",
-        }
+        pointers = inputs | {"best_p": "*fp32", "index_p": "*i32"}
         return Case(linear._argmax_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
-    out = "*fp32" if kind == "partials" else "*bf16"
-    pointers = {
-        "x_p": "*bf16",
-        "w_p": "*fp8e4nv" if scaled else "*bf16",
-        "scale_p": "*fp32",
-        "bias_p": "*bf16",
-        "out_p": out,
-    }
+    pointers = inputs | {"bias_p": "*bf16", "out_p": "*fp32" if kind == "partials" else "*bf16"}
     constexprs |= {"BIAS": kind == "linear", "SWIGLU": kind == "swiglu"}
     return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
 

@@ -170,12 +170,19 @@ def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
     assert third_party(path) - CORE - EXTRAS - peers == set()
 
 
+SUPPORT = {"launch", "scaled"}  # how kernels are launched, and a matrix in eight bits
+
+
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
     kernels = [path for path in SOURCES if path.parts[:2] == ("dflash_toolkit", "kernels")]
     for path in kernels:
         names = imports_of(PurePosixPath(path), (ROOT / path).read_text())
-        assert not {name for name in names if unit_of(name)}, path
+        ours = {name for name in names if unit_of(name)}
+        assert {unit_of(name) for name in ours} <= {"kernels"}, path
+        if path.stem != "fused":  # it gathers them under one name
+            assert {name.split(".")[2] for name in ours} <= SUPPORT, path
     assert third_party(Path("dflash_toolkit/kernels/reference.py")) == {"torch"}
+    assert not imports_of(PurePosixPath("x.py"), (ROOT / "dflash_toolkit/kernels/scaled.py").read_text()) & {"triton"}
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONAL if name != "triton"])

@@ -108,8 +108,9 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket() -> No
     engine = make_engine(target, drafter, prefix_cache=True)
     assert [g.tokens for g in engine.generate(prompts, params)] == plain
     assert len(engine.runner._graphs) >= 4, "the batch grew and shrank through its buckets"
-    again = engine.generate(prompts, params)  # now with prefix hits, whose prefill is cut elsewhere
-    assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 36
+    again = engine.generate(prompts, params)  # now with prefix hits: a prefill cut elsewhere resolves ties otherwise
+    assert engine.stats.cached_prompt_tokens > 1000
+    assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 28
 
 
 def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:

@@ -61,7 +61,7 @@ def _padded(rows: int) -> int:
 def _accumulate(
     x_p, w_p, o_n, o_m, m_m, N, K, first, last,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
     """The product [BLOCK_N, T] over K columns first..last."""
     o_k = first + tl.arange(0, BLOCK_K)
@@ -76,8 +76,9 @@ def _accumulate(
             m_k = k + tl.arange(0, BLOCK_K) < last
             b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
             b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
-        # eight-bit weights are exact in the tokens' format; ieee is for fp32 only, which is not to become tf32
-        b_acc = tl.dot(b_w.to(b_x.dtype), b_x, b_acc, input_precision="ieee")
+        if EIGHT_BITS:  # exact in fp16, which one instruction makes of two values; bf16 takes several
+            b_w, b_x = b_w.to(tl.float16), b_x.to(tl.float16)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # for fp32 only, which is not to become tf32
         p_w += BLOCK_K
         p_x += BLOCK_K
     return b_acc
@@ -99,7 +100,7 @@ def _linear_kernel(
     last = tl.minimum(first + SPAN, K)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
@@ -134,7 +135,7 @@ def _argmax_kernel(
     m_m = o_m < M
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
