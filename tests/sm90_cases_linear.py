@@ -9,7 +9,7 @@ SHAPES = {"linear": (6144, 4096), "partials": (4096, 12288), "swiglu": (24576, 4
 
 def case(kind: str, rows: int, scaled: bool) -> Case:
     n, k = SHAPES[kind]
-    tile = linear.tile_for(kind, n, k, rows)
+    tile = linear.tile_for(kind, n, k, rows, scaled)
     constexprs = {
         "T": rows,
         "BLOCK_N": tile.block_n,

@@ -34,7 +34,7 @@ class Tile:
     splits: int = 1
 
 
-def tile_for(kind: str, n: int, k: int, rows: int) -> Tile:
+def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False) -> Tile:
     """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax.
 
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
@@ -48,6 +48,10 @@ def tile_for(kind: str, n: int, k: int, rows: int) -> Tile:
         # by (N, K) only: a program for every multiprocessor, but no split shorter than four blocks
         splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // (4 * block_k)))
     stages = {"linear": 6, "partials": 5, "swiglu": 3, "argmax": 4}[kind]
+    if eight_bits:  # half the bytes, so more programs and less ahead
+        stages, warps = 3, 4
+        if splits > 1 and k >= 8 * splits * block_k:
+            splits *= 2
     while stages > 2 and stages * (block_n + padded) * block_k * 2 > SHARED_BYTES:
         stages -= 1
     return Tile(block_n, block_k, stages, warps, splits)
@@ -202,6 +206,10 @@ def launch_linear(
     )  # fmt: skip
 
 
+def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
+    return tile_for(kind, len(weight), x.shape[1], len(x), isinstance(weight, ScaledMatrix))
+
+
 def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
 
@@ -215,7 +223,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     if len(x) > MAX_ROWS:
         return F.linear(x, _dense(weight, x), bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
-    launch_linear(x, weight, bias, out, tile_for("linear", len(weight), x.shape[1], len(x)))
+    launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
 
 
@@ -223,7 +231,7 @@ def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Te
     """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
     if len(x) > MAX_ROWS:
         return F.linear(x, _dense(weight, x), bias)[None]
-    tile = tile_for("partials", len(weight), x.shape[1], len(x))
+    tile = _tile("partials", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
     return out
@@ -237,7 +245,7 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
         product = F.linear(x, _dense(weight, x))
         _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
     else:
-        launch_linear(x, weight, None, out, tile_for("swiglu", len(weight), x.shape[1], len(x)), swiglu=True)
+        launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
     return out
 
 
@@ -245,7 +253,7 @@ def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if len(x) > MAX_ROWS:
         return F.linear(x, _dense(weight, x)).argmax(-1)
-    return launch_argmax(x, weight, tile_for("argmax", len(weight), x.shape[1], len(x)))
+    return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 
 def launch_argmax(x: Tensor, weight: Matrix, tile: Tile) -> Tensor:
