@@ -148,7 +148,7 @@ def _argmax_kernel(
     b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
     b_acc = tl.where((o_n < N)[:, None], b_acc, -float("inf"))
     b_best = tl.max(b_acc, axis=0)
-    b_index = tl.min(tl.where(b_acc == b_best[None, :], o_n[:, None], N), axis=0)
+    b_index = tl.minimum(tl.min(tl.where(b_acc == b_best[None, :], o_n[:, None], N), axis=0), N - 1)
     tl.store(best_p + i_n * M + o_m, b_best, mask=m_m)
     tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
 
@@ -163,7 +163,9 @@ def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: t
     b_best = tl.load(best_p + o_t * M + i_m, mask=o_t < tiles, other=-float("inf"))
     b_index = tl.load(index_p + o_t * M + i_m, mask=o_t < tiles, other=2**31 - 1)
     top = tl.max(b_best, axis=0)
-    tl.store(out_p + i_m, tl.min(tl.where(b_best == top, b_index, 2**31 - 1), axis=0).to(tl.int64))
+    # rows that stand for no request may hold NaN and so no largest value; what they get must still be a column
+    found = tl.min(tl.where(b_best == top, b_index, 2**31 - 1), axis=0)
+    tl.store(out_p + i_m, tl.where(found == 2**31 - 1, 0, found).to(tl.int64))
 
 
 @triton.jit

@@ -149,6 +149,8 @@ class Engine:
         spec, device = target.spec, target.embedding.device
         max_batch = options.max_batch or (32 if device.type == "cuda" else 4)
         self.options = options = replace(options, max_batch=max_batch)
+        if device.type == "cuda" and options.page_size < 16:
+            raise UserError(f"page_size is {options.page_size}; on a GPU it must be 16 or more")
         limits = [spec.context_limit]
         if options.max_context is not None:
             if options.max_context > spec.context_limit:

@@ -37,7 +37,7 @@ class Sampler:
 
         self._ops, self._rows, self._vocab, self._device = ops, rows, vocab_size, device
         self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
-        self.top_k, self.seed = new(torch.int64), new(torch.int64)
+        self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows of no request are computed too
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
         self.counts: Tensor | None = None  # int32 [rows, V], of the answer
