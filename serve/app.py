@@ -107,6 +107,7 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
     app.add_exception_handler(404, no_such_route)
     app.add_exception_handler(405, wrong_method)
     app.add_exception_handler(EngineClosedError, failed)
+    app.add_exception_handler(UserError, failed)
     app.add_exception_handler(Exception, failed)  # starlette raises it again, so the traceback is logged
     return app
 
@@ -176,7 +177,7 @@ class _Service:
                 yield event(chunk)
             yield DONE
         except Exception as error:  # the status has been sent, so the error can only be an event
-            if not isinstance(error, EngineClosedError):
+            if not isinstance(error, EngineClosedError | UserError):
                 log.exception("a streamed answer failed")
             yield event(_as_api_error(error).body())
 
@@ -236,6 +237,8 @@ async def _disconnected(request: Request) -> None:
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the server is shutting down", code="server_shutting_down")
+    if isinstance(error, UserError):  # a request that this engine cannot hold or compute
+        return ApiError(400, str(error))
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 

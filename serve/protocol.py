@@ -77,11 +77,7 @@ class GenerationRequest(_Strict):
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "n": (1,),
-        "presence_penalty": (0, 0.0),
-        "frequency_penalty": (0, 0.0),
-        "repetition_penalty": (1, 1.0),
         "min_tokens": (0,),
-        "logit_bias": ({},),
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
         "guided_json": (),
@@ -100,6 +96,10 @@ class GenerationRequest(_Strict):
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0 keep every token
     min_p: float | None = Field(None, ge=0.0, le=1.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0)  # 1 is none
+    logit_bias: dict[str, float] | None = None  # token id, as JSON keys are strings, -> what is added to its logit
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
     stop: list[str] | None = Field(None, max_length=4)
@@ -117,6 +117,16 @@ class GenerationRequest(_Strict):
         if stop and "" in stop:
             raise ValueError("a stop string must not be empty")
         return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _of_tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token, value in (bias or {}).items():
+            if not (token.isascii() and token.isdigit()):
+                raise ValueError(f"{token!r} is not a token id")
+            if not -100.0 <= value <= 100.0:
+                raise ValueError(f"the bias of token {token} must be in -100..100")
+        return bias
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -149,6 +159,10 @@ class GenerationRequest(_Strict):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_new_tokens=self.length(room),
             stop_token_ids=tuple(self.stop_token_ids or ()),
