@@ -1,7 +1,7 @@
 """Who runs next: admission, chunked prefill, the batch, pages, preemption. Knows tokens and pages, not tensors.
 
-One `advance` launches at most one chunk of a prefill and one decoding step for the whole batch, and reads results
-that are old enough. The device runs behind: a step is launched before the results of the one before it are read, so
+One `advance` launches at most one chunk of prefill and one decoding step for the whole batch, and reads results that
+are old enough. The device runs behind: a step is launched before the results of the one before it are read, so
 a request may run a step past its end; what that step commits is dropped when it is read.
 """
 
@@ -56,7 +56,7 @@ class Scheduler:
     Args:
         choose_block: picks the block length for a batch.
         max_batch: rows of the batch.
-        prefill_chunk: tokens of a prompt that one `advance` computes at most.
+        prefill_chunk: tokens of prompts that one `advance` computes at most.
         max_block: the longest block that `choose_block` returns.
         report: told of every request that got something, with the step it came from (None: the prefill).
     """
@@ -112,25 +112,36 @@ class Scheduler:
 
     def advance(self) -> None:
         """One turn of the loop."""
-        launched = self._prefill()
+        launched = self._prefill_chunk()
         launched |= self._decode()
         while self._launches and (len(self._launches) > self._device.lag or not launched):
             launched |= self._read(self._launches.popleft())
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
-    def _prefill(self) -> bool:
+    def _prefill_chunk(self) -> bool:
+        """Prompts, or parts of one, up to the tokens of a chunk; False if there is none to compute."""
+        left = self._chunk
+        while left > 0:
+            computed = self._prefill(left)
+            if computed is None:
+                break
+            left -= max(computed, 1)
+        return left < self._chunk
+
+    def _prefill(self, most: int) -> int | None:
+        """Compute at most so many tokens of one prompt; how many it were, None if no prompt can be worked on."""
         if self.prefilling is None and not self._admit():
-            return False
+            return None
         request = self.prefilling
         assert request is not None
         ids = request.known_ids
-        chunk = ids[request.prefilled : request.prefilled + self._chunk]
+        chunk = ids[request.prefilled : request.prefilled + most]
         if chunk:
             self._device.prefill(chunk, request.prefilled, request.pages)
             request.prefilled += len(chunk)
         if request.prefilled < len(ids):
-            return True
+            return len(chunk)
         if self._prefix_cache:
             self._pool.publish(ids, request.pages)
         self.prefilling = None
@@ -139,7 +150,7 @@ class Scheduler:
         ticket = self._device.join(request.row, request)
         if ticket is not None:
             self._launches.append(_Launch(ticket, [(request, request.epoch)], 0))
-        return True
+        return len(chunk)
 
     def _admit(self) -> bool:
         """The first waiting request gets its pages, if there are enough for its prompt and a step."""
