@@ -26,17 +26,18 @@ class BlockChooser:
     """Picks the block length that promises the batch the most tokens per second.
 
     A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
-    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain, and a batch that
-    decodes plainly drafts one short block now and then to see whether drafting pays again.
+    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain. A batch that decodes
+    plainly drafts one short block now and then to see whether drafting pays again: soon at first, as the start of an
+    answer says little about the rest, and ever more seldom.
     """
 
     GAIN = 1.02
-    PROBE_EVERY = 128  # plain steps
+    FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
 
     def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
         self._current = self._sizes[-1]
-        self._plain_steps = 0
+        self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
 
     def __call__(self, requests: Sequence[Request]) -> int:
         bucket = self._bucket(len(requests))
@@ -49,12 +50,13 @@ class BlockChooser:
         if tokens_per_second(best) > self.GAIN * tokens_per_second(self._current):
             self._current = best
         if self._current > 1:
-            self._plain_steps = 0
+            self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
             return self._current
         self._plain_steps += 1
-        if self._plain_steps % self.PROBE_EVERY == 0 and len(self._sizes) > 1:
-            return self._sizes[1]
-        return 1
+        if self._plain_steps < self._next_probe or len(self._sizes) == 1:
+            return 1
+        self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
+        return self._sizes[1]
 
 
 def expected_tokens(rate: float, block: int) -> float:
