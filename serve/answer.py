@@ -1,12 +1,23 @@
 """One answer in the making: the text that may be sent, why it ended, and what it cost."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from dflash_toolkit.decode import FinishReason
 
 from .engine import Progress
+from .logprobs import Spelling, SpokenToken, TokenQueue
 from .text import Detokenizer, StopScanner
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What may be sent at once."""
+
+    text: str
+    tokens: tuple[SpokenToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
 
 
 class Answer:
@@ -14,9 +25,14 @@ class Answer:
 
     The result does not depend on how many tokens a step brought: a drafter changes the statistics, never the text,
     the finish reason or the number of tokens.
+
+    Args:
+        spelling: of a request for log-probabilities; the progress must then hold them.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: int, stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_tokens: int, stops: Sequence[str], spelling: Spelling | None = None
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0  # up to the one that ended the answer, which counts
         self.verify_steps = self.drafted = self.accepted = 0
@@ -24,9 +40,10 @@ class Answer:
         self._committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._detokenizer = Detokenizer(tokenizer)
         self._scanner = StopScanner(stops)
+        self._queue = TokenQueue(spelling) if spelling else None
 
-    def add(self, progress: Progress) -> str:
-        """The text that may be sent now; sets `finish_reason` when it is the last."""
+    def add(self, progress: Progress) -> Piece:
+        """What may be sent now; sets `finish_reason` when it is the last."""
         if progress.step is not None:
             self.verify_steps += 1
             self.drafted += progress.step.drafted
@@ -35,18 +52,34 @@ class Answer:
 
         text = ""
         spoken = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
-        for token in spoken:  # one by one, to know which of them completed a stop string
+        # one by one, to know which of them completed a stop string
+        for token, logprobs in zip_longest(spoken, progress.logprobs[: len(spoken)]):
             self.completion_tokens += 1
-            text += self._scanner.add(self._detokenizer.add([token]))
+            if self._queue is not None:
+                self._queue.add(token, logprobs)
+            text += self._scan(self._detokenizer.add([token]))
             if self._scanner.stopped:
                 self.finish_reason = "stop"
-                return text
+                return self._piece(text)
         if progress.finish_reason is not None:
             self.completion_tokens += len(progress.tokens) - len(spoken)
-            text += self._scanner.add(self._detokenizer.finish())
+            text += self._scan(self._detokenizer.finish())
             text += self._scanner.finish()
             self.finish_reason = "stop" if self._scanner.stopped else progress.finish_reason
-        return text
+        return self._piece(text)
+
+    def _scan(self, text: str) -> str:
+        if self._queue is not None:
+            self._queue.completed(text)
+        return self._scanner.add(text)
+
+    def _piece(self, text: str) -> Piece:
+        if self._queue is None:
+            return Piece(text)
+        tokens = self._queue.carried_by(text)
+        if self.finish_reason is not None and not self._scanner.stopped:
+            tokens += self._queue.rest()
+        return Piece(text, tokens)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`, with the acceptance statistics under `dflash`."""

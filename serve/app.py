@@ -15,8 +15,9 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.prompts import encode_chat
 
-from .answer import Answer
+from .answer import Answer, Piece
 from .engine import Engine, EngineClosedError
+from .logprobs import Spelling
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
@@ -73,14 +74,19 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
             ids = encode_chat(engine.tokenizer, [message.plain() for message in body.messages], thinking)
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        return await service.respond(request, body, ids, Replies("chat", model, body.include_usage))
+        service.check_prompt(ids, "messages")
+        replies = Replies("chat", model, body.include_usage, service.spelling_for(body))
+        return await service.respond(request, body, ids, replies)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = CompletionRequest.parse(await read_body(request))
         service.check_model(body.model)
         ids = list(engine.tokenizer.encode(body.prompt)) if isinstance(body.prompt, str) else body.prompt
-        return await service.respond(request, body, ids, Replies("text", model, body.include_usage))
+        service.check_prompt(ids, "prompt")
+        text = body.prompt if isinstance(body.prompt, str) else engine.tokenizer.decode(ids)
+        replies = Replies("text", model, body.include_usage, service.spelling_for(body), len(text))
+        return await service.respond(request, body, ids, replies)
 
     async def refuse(request: Request, error: Any) -> Response:
         metrics.refused()
@@ -117,6 +123,7 @@ class _Service:
 
     def __init__(self, engine: Engine, model: str, metrics: Metrics) -> None:
         self._engine, self._model, self._metrics = engine, model, metrics
+        self._spelling = Spelling(engine.tokenizer)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) for a name that is not served."""
@@ -124,13 +131,11 @@ class _Service:
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def respond(self, request: Request, body: GenerationRequest, ids: list[int], replies: Replies) -> Response:
-        """Decode `ids` and answer, at once or as events. Raises ApiError (400) for a prompt that cannot be."""
-        param = "messages" if replies.kind == "chat" else "prompt"
-        room = self._engine.context_limit - len(ids)
+    def check_prompt(self, ids: list[int], param: str) -> None:
+        """Raises ApiError (400) for a prompt that cannot be decoded."""
         if not ids:
             raise ApiError(400, "the prompt is empty", param=param)
-        if room < 1:
+        if len(ids) >= self._engine.context_limit:
             message = (
                 f"the prompt has {len(ids)} tokens; the context limit is {self._engine.context_limit} tokens "
                 f"and an answer needs at least one"
@@ -139,23 +144,30 @@ class _Service:
         if not 0 <= min(ids) <= max(ids) < self._engine.vocabulary:
             raise ApiError(400, f"token ids must be in 0..{self._engine.vocabulary - 1}", param=param)
 
-        answer = Answer(self._engine.tokenizer, len(ids), body.stop or ())
-        pieces = self._pieces(answer, ids, body.sampling(room))
+    def spelling_for(self, body: GenerationRequest) -> Spelling | None:
+        """What names the tokens, if the request is to hear of them."""
+        return None if body.best_tokens() is None else self._spelling
+
+    async def respond(self, request: Request, body: GenerationRequest, ids: list[int], replies: Replies) -> Response:
+        """Decode `ids` and answer, at once or as events."""
+        answer = Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling)
+        pieces = self._pieces(answer, ids, body.sampling(self._engine.context_limit - len(ids)))
         if body.stream:
             return EventResponse(self._events(pieces, answer, replies))
-        text = await _unless_disconnected(request, _join(pieces))
-        if text is None:
+        whole = await _unless_disconnected(request, _join(pieces))
+        if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(replies.whole(text, answer.finish_reason, answer.usage()))
+        return JSONResponse(replies.whole(whole, answer.finish_reason, answer.usage()))
 
-    async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[str]:
-        """The answer's text as it comes, counted however it ends."""
+    async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """The answer as it comes, counted however it ends."""
         outcome = "disconnected"
         try:
             with self._metrics.waiting.track_inprogress():
                 async with aclosing(self._engine.decode(ids, params)) as steps:
                     async for progress in steps:
-                        if piece := answer.add(progress):
+                        piece = answer.add(progress)
+                        if piece.text or piece.tokens:
                             yield piece
                         if answer.finish_reason is not None:
                             outcome = answer.finish_reason
@@ -166,7 +178,7 @@ class _Service:
         finally:
             self._metrics.ended(answer, outcome)
 
-    async def _events(self, pieces: AsyncGenerator[str], answer: Answer, replies: Replies) -> AsyncGenerator[bytes]:
+    async def _events(self, pieces: AsyncGenerator[Piece], answer: Answer, replies: Replies) -> AsyncGenerator[bytes]:
         try:
             for chunk in replies.opening():
                 yield event(chunk)
@@ -214,8 +226,9 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _join(pieces: AsyncGenerator[str]) -> str:
-    return "".join([piece async for piece in pieces])
+async def _join(pieces: AsyncGenerator[Piece]) -> Piece:
+    all_of_it = [piece async for piece in pieces]
+    return Piece("".join(piece.text for piece in all_of_it), tuple(t for piece in all_of_it for t in piece.tokens))
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:

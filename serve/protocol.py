@@ -7,11 +7,12 @@ does not implement is refused by name; one that would not (`user`, `metadata`, .
 import secrets
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.decode import MAX_LOGPROBS, SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
+COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
 GREEDY_BELOW = 1e-5  # colder than this is greedy: logits / temperature would leave the range of fp32
 
 
@@ -137,7 +138,7 @@ class GenerationRequest(_Strict):
             raise _describe(error) from error
         for name, harmless in cls.unsupported.items():
             value = (request.model_extra or {}).get(name)
-            # by type too: for /v1/completions `logprobs: 0` asks for something and `false` does not
+            # by type too: for Python 1 is True
             if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
                 message = f"`{name}` is not supported by this server; leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
@@ -151,6 +152,10 @@ class GenerationRequest(_Strict):
         """The most tokens of an answer, when the context has `room` for so many."""
         return min(self.max_tokens or room, room)
 
+    def best_tokens(self) -> int | None:
+        """How many to report beside each token; None: no log-probabilities at all."""
+        raise NotImplementedError
+
     def sampling(self, room: int) -> SamplingParams:
         """How to decode; without a seed a random one is drawn."""
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -163,6 +168,7 @@ class GenerationRequest(_Strict):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
+            logprobs=self.best_tokens(),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_new_tokens=self.length(room),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -174,8 +180,6 @@ class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
@@ -190,22 +194,34 @@ class ChatRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: TemplateOptions | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, best: int | None, info: ValidationInfo) -> int | None:
+        if best is not None and not info.data.get("logprobs"):
+            raise ValueError("`logprobs` must be true if this is set")
+        return best
 
     def length(self, room: int) -> int:
         return min(self.max_completion_tokens or self.max_tokens or room, room)
+
+    def best_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions: one prompt, as text or as token ids."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "logprobs": (),
         "echo": (False,),
         "best_of": (1,),
         "suffix": ("",),
     }
 
     prompt: str | list[int]
+    logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -221,6 +237,9 @@ class CompletionRequest(GenerationRequest):
 
     def length(self, room: int) -> int:
         return min(self.max_tokens or COMPLETION_TOKENS, room)
+
+    def best_tokens(self) -> int | None:
+        return self.logprobs
 
 
 def _describe(error: ValidationError) -> ApiError:

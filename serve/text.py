@@ -6,13 +6,18 @@ from typing import Any
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
 
 
+def silent_tokens(tokenizer: Any) -> set[int]:
+    """The special tokens, of which an answer's text has nothing."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+
+
 class Detokenizer:
     """Incremental `tokenizer.decode(ids, skip_special_tokens=True)`: the pieces joined are exactly its result."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self._silent = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+        self._silent = silent_tokens(tokenizer)
         # the tokens of the last piece and those after it; with the last piece in front, decoders that treat the
         # start of a text differently (SentencePiece drops its space) do not see a start in the middle
         self._window: list[int] = []

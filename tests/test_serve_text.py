@@ -122,7 +122,7 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
         sent = ""
         for i, tokens in enumerate(steps):
             last = reason if i == len(steps) - 1 else None
-            sent += answer.add(Progress(tuple(tokens), Step(7, len(tokens), tuple(tokens)), last))
+            sent += answer.add(Progress(tuple(tokens), Step(7, len(tokens), tuple(tokens)), last)).text
             if answer.finish_reason:
                 break
         return sent, answer.finish_reason, answer.completion_tokens
@@ -137,5 +137,5 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
 @pytest.mark.parametrize(("reason", "text"), [("stop", "a"), ("length", "ab")])
 def test_a_stop_token_is_no_text_even_when_it_has_some(reason: Any, text: str) -> None:
     answer = Answer(BYTES, 1, ())
-    assert answer.add(Progress(tuple(encode("ab")), None, reason)) == text
+    assert answer.add(Progress(tuple(encode("ab")), None, reason)).text == text
     assert answer.completion_tokens == 2

@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from ..decode import FinishReason, SamplingParams, Step
+from ..decode import FinishReason, SamplingParams, Step, TokenLogprobs
 from .engine import Engine
 from .request import Request
 
@@ -22,6 +22,7 @@ class Progress:
     tokens: tuple[int, ...]  # the stop token included
     step: Step | None  # None: the prefill, which verifies nothing
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
 
 
 class AsyncEngine:
@@ -101,9 +102,10 @@ class AsyncEngine:
 
         def on_progress(request: Request, step: Step | None) -> None:
             nonlocal told
-            fresh = tuple(request.tokens[told:])
-            told = len(request.tokens)
-            tell(Progress(fresh, step, request.generation.finish_reason))
+            generation = request.generation
+            fresh, logprobs = tuple(generation.tokens[told:]), tuple(generation.logprobs[told:])
+            told = len(generation.tokens)
+            tell(Progress(fresh, step, generation.finish_reason, logprobs))
             if request.finished:
                 self._waiting.pop(request, None)
 

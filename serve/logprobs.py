@@ -1,0 +1,166 @@
+"""Log-probabilities as OpenAI reports them: what a token is called, and which tokens a piece of the text carries."""
+
+import codecs
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_toolkit.decode import TokenLogprobs
+
+from .text import REPLACEMENT, silent_tokens
+
+FLOOR = -9999.0  # OpenAI's value for "very unlikely"; JSON has no infinity
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet, in which byte-level vocabularies are written: a printable letter for every byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a SentencePiece vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """One token of the vocabulary."""
+
+    raw: bytes | None  # what it adds to the text; None for special tokens and ids without any
+    text: str | None  # None: the bytes are no whole characters
+
+    def name(self, prefix: str = "") -> str:
+        """The text, or the bytes that are none as `\\xe9\\x80` behind the prefix."""
+        if self.text is not None:
+            return self.text
+        assert self.raw is not None
+        return prefix + self.raw.decode("ascii", "backslashreplace")
+
+
+class Spelling:
+    """The tokens of a tokenizer one by one, inside a text: joined, their bytes are those of the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._silent = silent_tokens(tokenizer)
+        # SentencePiece drops the space of the token that starts a text, so every token is decoded behind another
+        self._before = tokenizer.encode("a", add_special_tokens=False)
+        self._skip = len(self._decode(self._before))
+        self._known: dict[int, Spelled] = {}
+
+    def __getitem__(self, token: int) -> Spelled:
+        if token not in self._known:
+            self._known[token] = self._spell(token)
+        return self._known[token]
+
+    def _spell(self, token: int) -> Spelled:
+        text = self._decode([*self._before, token])[self._skip :]
+        if not text or token in self._silent:
+            return Spelled(None, text)
+        if REPLACEMENT not in text:
+            return Spelled(text.encode(), text)
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if byte := BYTE_PIECE.fullmatch(piece):
+            raw = bytes.fromhex(byte[1])
+        elif all(letter in BYTE_LETTERS for letter in piece):
+            raw = bytes(BYTE_LETTERS[letter] for letter in piece)
+        else:
+            raw = piece.encode()  # the replacement character itself
+        try:
+            return Spelled(raw, raw.decode())
+        except UnicodeDecodeError:
+            return Spelled(raw, None)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenToken:
+    """A token of an answer."""
+
+    token: int
+    start: int  # characters of the answer before it; before the character that it continues, if it does
+    logprobs: TokenLogprobs
+
+
+class TokenQueue:
+    """Tokens waiting for their text to be sent: each leaves once, with the piece that its text starts in."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._waiting: deque[SpokenToken] = deque()
+        self._sent = 0  # characters
+        self._whole = 0  # characters that the detokenizer has completed
+        self._begun = 0  # characters behind those, which it holds because the last one is not complete
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int, logprobs: TokenLogprobs) -> None:
+        """The next token of the answer."""
+        raw = self._spelling[token].raw or b""
+        start = self._whole + self._begun
+        unfinished, _ = self._utf8.getstate()
+        if raw and unfinished:  # two characters if the token does not continue it
+            start += len((unfinished + raw[:1]).decode(errors="replace")) - 1
+        self._waiting.append(SpokenToken(token, start, logprobs))
+        self._begun += len(self._utf8.decode(raw))
+
+    def completed(self, text: str) -> None:
+        """The text that the detokenizer made of the tokens so far."""
+        if text:
+            self._whole += len(text)
+            self._begun = 0
+            self._utf8.reset()
+
+    def carried_by(self, text: str) -> tuple[SpokenToken, ...]:
+        """The tokens that leave with the next text."""
+        self._sent += len(text)
+        leaving = []
+        while self._waiting and self._leaves(self._waiting[0]):
+            leaving.append(self._waiting.popleft())
+        return tuple(leaving)
+
+    def rest(self) -> tuple[SpokenToken, ...]:
+        """The tokens that are left when all text was sent."""
+        leaving = tuple(self._waiting)
+        self._waiting.clear()
+        return leaving
+
+    def _leaves(self, token: SpokenToken) -> bool:
+        without_text = self._spelling[token.token].raw is None
+        return token.start < self._sent or (without_text and token.start == self._sent)
+
+
+def chat_logprobs(spelling: Spelling, tokens: Sequence[SpokenToken]) -> dict[str, Any]:
+    """`choices[].logprobs` of /v1/chat/completions."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        spelled = spelling[token]
+        raw = None if spelled.raw is None else list(spelled.raw)
+        return {"token": spelled.name(), "logprob": max(FLOOR, logprob), "bytes": raw}
+
+    content = [
+        {**entry(t.token, t.logprobs.chosen), "top_logprobs": [entry(*best) for best in t.logprobs.best]}
+        for t in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(spelling: Spelling, tokens: Sequence[SpokenToken], prompt_length: int) -> dict[str, Any]:
+    """`choices[].logprobs` of /v1/completions; offsets count from the start of the prompt, in characters."""
+
+    def best_of(t: SpokenToken) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, logprob in t.logprobs.best:  # of tokens of one name the most probable, but always the chosen
+            found.setdefault(spelling[token].name("bytes:"), max(FLOOR, logprob))
+        return found | {spelling[t.token].name("bytes:"): max(FLOOR, t.logprobs.chosen)}
+
+    return {
+        "text_offset": [prompt_length + t.start for t in tokens],
+        "token_logprobs": [max(FLOOR, t.logprobs.chosen) for t in tokens],
+        "tokens": [spelling[t.token].name("bytes:") for t in tokens],
+        "top_logprobs": [best_of(t) for t in tokens],
+    }
