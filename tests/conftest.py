@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from dflash_toolkit import Drafter, DrafterConfig, Target
 from dflash_toolkit.drafter import default_target_layer_ids
 
+torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
+
 VOCAB = 300
 EOS, PAD, MASK = 256, 257, 299
 TEMPLATE = (
@@ -34,7 +36,6 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
     yield
 
 

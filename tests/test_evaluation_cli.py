@@ -10,9 +10,10 @@ import pytest
 from conftest import make_drafter
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_drafter
-from dflash_toolkit.evaluation import EncodedPrompt, evaluate, run, write_report
+from dflash_toolkit.evaluation import EncodedPrompt, EngineRuntime, evaluate, run, write_report
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
+from dflash_toolkit.evaluation.runtimes import Runtime
 
 SUMMARY_KEYS = {
     "requests", "generated_tokens", "verify_steps", "tau_pooled", "tau_mean", "accepted_per_position",
@@ -49,6 +50,11 @@ def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return output
 
 
+@pytest.fixture(scope="session")
+def runtime(target: Target, drafter: Drafter) -> Runtime:
+    return EngineRuntime.of_modules(target, drafter)
+
+
 def load(output: Path) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -73,6 +79,7 @@ def test_report_json(finished: Path) -> None:
     assert report["schema"] == 1
     assert report["environment"]["device"] == "cpu"
     assert report["environment"]["dtype"] == "float32"
+    assert report["arguments"]["runtime"] == "engine"
     assert report["arguments"]["block_size"] == 8
     assert report["arguments"]["target_layer_ids"] == [1, 2, 3]
     assert report["arguments"]["target_num_layers"] == 6
@@ -169,11 +176,11 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(stop_before: int | None = None) -> list[str]:
         decoded: list[str] = []
 
-        def counted(target: Target, drafter: Drafter, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
+        def counted(runtime: Runtime, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
             if len(decoded) == stop_before:
                 raise Killed
             decoded.append(prompt.id)
-            return measure(target, drafter, prompt, *rest, **more)
+            return measure(runtime, prompt, *rest, **more)
 
         monkeypatch.setattr(run, "measure", counted)
         return decoded
@@ -214,40 +221,36 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
     ],
 )
 def test_a_journal_that_is_not_this_runs_is_started_afresh(
-    target: Target, drafter: Drafter, tmp_path: Path, interrupt: Any, damage: Any
+    runtime: Runtime, tmp_path: Path, interrupt: Any, damage: Any
 ) -> None:
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
     partial, params = tmp_path / "partial.jsonl", SamplingParams(max_new_tokens=4)
-    evaluate(target, drafter, sets, params, partial=partial)
+    evaluate(runtime, sets, params, partial=partial)
     decoded = interrupt()
-    evaluate(target, drafter, sets, params, partial=partial)
+    evaluate(runtime, sets, params, partial=partial)
     assert decoded == []
     partial.write_bytes(damage(partial.read_bytes()))
-    evaluate(target, drafter, sets, params, partial=partial)
+    evaluate(runtime, sets, params, partial=partial)
     assert decoded == ["a", "b"]
-    evaluate(target, drafter, sets, params, partial=partial)
+    evaluate(runtime, sets, params, partial=partial)
     assert decoded == ["a", "b"]
 
 
-def test_another_seed_or_prompt_is_another_run(
-    target: Target, drafter: Drafter, tmp_path: Path, interrupt: Any
-) -> None:
+def test_another_seed_or_prompt_is_another_run(runtime: Runtime, tmp_path: Path, interrupt: Any) -> None:
     partial, decoded = tmp_path / "partial.jsonl", interrupt()
     runs = [("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)]
     for name, ids, seed in runs:
         params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=seed)
-        evaluate(target, drafter, {"s": [EncodedPrompt(name, ids)]}, params, partial=partial)
+        evaluate(runtime, {"s": [EncodedPrompt(name, ids)]}, params, partial=partial)
     assert decoded == ["a", "a", "a", "b"]
 
 
 # ---- from Python --------------------------------------------------------------------------------------
 
 
-def test_differences_are_reported(
-    target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(target: Target, drafter: Drafter, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
-        found = measure(target, drafter, prompt, *rest, **more)
+def test_differences_are_reported(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(runtime: Runtime, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
+        found = measure(runtime, prompt, *rest, **more)
         if prompt.id == "b":
             found.drafted.tokens[1] += 1
             found = replace(found, difference=Difference(1, 5, 6, float("nan")))
@@ -255,7 +258,7 @@ def test_differences_are_reported(
 
     monkeypatch.setattr(run, "measure", wrong)
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
-    report = evaluate(target, drafter, sets, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    report = evaluate(runtime, sets, SamplingParams(max_new_tokens=4, ignore_eos=True))
     write_report(report, tmp_path)
     result = load(tmp_path)["sets"]["s"]
     assert result["identical_to_plain"] == 0.5
@@ -263,7 +266,7 @@ def test_differences_are_reported(
     assert "| s | b | 1 | 5 | 6 | - |" in (tmp_path / "report.md").read_text()
 
 
-def test_nothing_is_decoded_if_one_prompt_does_not_fit(target: Target, drafter: Drafter, interrupt: Any) -> None:
+def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Runtime, interrupt: Any) -> None:
     decoded = interrupt()
     fitting, long, empty = EncodedPrompt("a", [65]), EncodedPrompt("b", [65] * 512), EncodedPrompt("c", [])
     for prompts, message in [
@@ -272,16 +275,16 @@ def test_nothing_is_decoded_if_one_prompt_does_not_fit(target: Target, drafter: 
         ([], "no prompts"),
     ]:
         with pytest.raises(UserError, match=message):
-            evaluate(target, drafter, {"s": prompts})
+            evaluate(runtime, {"s": prompts})
     with pytest.raises(UserError, match="no prompt set"):
-        evaluate(target, drafter, {})
+        evaluate(runtime, {})
     assert decoded == []
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = evaluate(target, drafter, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_new_tokens=4))
+    report = evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_new_tokens=4))
     write = Path.write_text
 
     def full(path: Path, content: str, **more: Any) -> int:
@@ -296,7 +299,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
 
 def test_a_full_disk_while_decoding_is_one_line(
-    target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Path.open
 
@@ -308,7 +311,7 @@ def test_a_full_disk_while_decoding_is_one_line(
     monkeypatch.setattr(Path, "open", full)
     partial = tmp_path / "partial.jsonl"
     with pytest.raises(UserError, match=r"partial\.jsonl: cannot be written \(No space left on device\)"):
-        evaluate(target, drafter, {"s": [EncodedPrompt("a", [65])]}, partial=partial)
+        evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, partial=partial)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------
@@ -330,6 +333,7 @@ def test_a_full_disk_while_decoding_is_one_line(
         pytest.param(["--block-size", "1"], "block_size is 1", id="block size"),
         pytest.param(["--target", "/no/such"], "target /no/such: no such directory", id="target"),
         pytest.param(["--drafter", "/no/such"], "drafter /no/such: no such directory", id="drafter"),
+        pytest.param(["--runtime", "vllm"], "'vllm' is not one of engine, reference", id="runtime"),
         pytest.param(["--device", "cuda:77"], "cuda:77", id="device"),
         pytest.param(["tempersture=1"], "did you mean `temperature`", id="typo"),
     ],

@@ -3,14 +3,13 @@
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_toolkit import Drafter, Generation, SamplingParams, Target, decode
 from dflash_toolkit.decode import Step, generate
-from dflash_toolkit.evaluation import Acceptance, EncodedPrompt, held_out_acceptance
-from dflash_toolkit.evaluation.measure import measure, verdicts
+from dflash_toolkit.evaluation import Acceptance, held_out_acceptance
+from dflash_toolkit.evaluation.measure import verdicts
 
 PROMPT = list(b"Why is the sky blue?")
 
@@ -142,38 +141,3 @@ def test_decoding_with_a_known_drafter(
     assert found.accepted_per_position[:right] == (1.0,) * right
     assert not any(found.accepted_per_position[right:])
     assert found.steps == math.ceil((len(plain) - 1) / (right + 1))
-
-
-def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Drafter) -> None:
-    seen: list[int] = []
-    prompt = EncodedPrompt("sky", PROMPT)
-    params = SamplingParams(max_new_tokens=12)
-    found = measure(
-        target,
-        drafter,
-        prompt,
-        params,
-        baseline=True,
-        on_step=lambda growing: seen.append(len(growing.tokens)),
-    )
-    assert found.plain is not None
-    assert found.drafted.tokens == found.plain.tokens
-    assert found.difference is None
-    assert seen[0] == 1
-    assert seen[-1] == len(found.drafted.tokens)
-    assert measure(target, drafter, prompt, params, baseline=False).plain is None
-
-
-def test_the_first_difference_and_its_gap(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
-    plain = generate(target, None, PROMPT, params)
-    wrong = generate(target, drafter, PROMPT, params)
-    wrong.tokens[4] = other = (plain.tokens[4] + 1) % 200
-    monkeypatch.setattr("dflash_toolkit.evaluation.measure.stream", lambda *_: iter([wrong]))
-    found = measure(target, drafter, EncodedPrompt("sky", PROMPT), params, baseline=True).difference
-    assert found is not None
-    assert (found.position, found.plain_token, found.drafted_token) == (4, plain.tokens[4], other)
-    ids = torch.tensor([PROMPT + plain.tokens[:4]])
-    p = target.model(ids).logits[0, -1].softmax(-1)
-    assert found.gap == pytest.approx(float(p[plain.tokens[4]] - p[other]), abs=1e-6)
-    assert found.gap > 0

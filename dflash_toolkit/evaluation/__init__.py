@@ -1,6 +1,6 @@
 """Measure a drafter: how much the target accepts, how much faster that is, and whether it is lossless.
 
-`measure.py` decodes and counts, `run.py` goes through prompt sets, `journal.py` lets a killed run continue,
+`runtimes.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run continue,
 `report.py` holds the results. `tables.py`, `plots.py`, `markdown.py` and `page.py` show them, `files.py`
 writes them; `cli.py` is `dflash-eval`.
 """
@@ -9,5 +9,15 @@ from .files import write_report
 from .measure import Acceptance, EncodedPrompt, held_out_acceptance
 from .report import Report
 from .run import evaluate
+from .runtimes import EngineRuntime, ReferenceRuntime
 
-__all__ = ["Acceptance", "EncodedPrompt", "Report", "evaluate", "held_out_acceptance", "write_report"]
+__all__ = [
+    "Acceptance",
+    "EncodedPrompt",
+    "EngineRuntime",
+    "ReferenceRuntime",
+    "Report",
+    "evaluate",
+    "held_out_acceptance",
+    "write_report",
+]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -15,6 +16,7 @@ from .files import write_report
 from .markdown import render_table
 from .measure import EncodedPrompt
 from .run import evaluate
+from .runtimes import EngineRuntime, ReferenceRuntime, Runtime
 from .tables import summary_table
 
 PROG = "dflash-eval"
@@ -32,6 +34,9 @@ class EvalConfig:
     drafter: str = knob(help="the drafter: Hugging Face id or directory")
     prompts: tuple[str, ...] = knob(help="prompt sets, each as NAME=FILE (JSONL, also .gz and .xz)")
     output: str = knob("report", "directory for the report")
+    runtime: str = knob(
+        "engine", "engine: what dflash-serve runs; reference: Hugging Face modules, slow", ("engine", "reference")
+    )
     baseline: bool = knob(True, "also decode without the drafter: gives speed-up and identity")
     limit: int | None = knob(None, "use the first LIMIT prompts of each set")
     max_new_tokens: int = knob(512, "longest answer, in tokens")
@@ -86,23 +91,17 @@ def _run(config: EvalConfig) -> None:
     # what can be wrong is looked at before the target's weights, which take longest
     prompts = {name: read_prompts(path, config.limit) for name, path in config.files}
     hashes = {name: file_hash([path]) for name, path in config.files}
-    drafter = load_drafter(config.drafter)
-    check_fits(drafter.config, load_config(config.target))
-    if config.block_size is not None:
-        try:
-            drafter.config = drafter.config.with_block_size(config.block_size)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    target = Target.load(config.target, config.device, config.dtype)
-    drafter.to(target.device, target.dtype)
-    sets = {name: [_encode(target, name, prompt, config.thinking) for prompt in rows] for name, rows in prompts.items()}
+    runtime = _load(config)
+    sets = {
+        name: [_encode(runtime.tokenizer, name, prompt, config.thinking) for prompt in rows]
+        for name, rows in prompts.items()
+    }
 
     output = Path(config.output)
     partial = output / "partial.jsonl"
     arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
     report = evaluate(
-        target,
-        drafter,
+        runtime,
         sets,
         config.sampling,
         baseline=config.baseline,
@@ -115,8 +114,21 @@ def _run(config: EvalConfig) -> None:
     print(f"{render_table(summary_table(report))}\n\nThe report is in {output / 'report.html'}")
 
 
-def _encode(target: Target, name: str, prompt: Prompt, thinking: bool | None) -> EncodedPrompt:
+def _load(config: EvalConfig) -> Runtime:
+    drafter = load_drafter(config.drafter)
+    check_fits(drafter.config, load_config(config.target))
+    if config.block_size is not None:
+        try:
+            drafter.config = drafter.config.with_block_size(config.block_size)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if config.runtime == "reference":
+        return ReferenceRuntime(Target.load(config.target, config.device, config.dtype), drafter)
+    return EngineRuntime.load(config.target, drafter, config.device, config.dtype)
+
+
+def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> EncodedPrompt:
     try:
-        return EncodedPrompt(prompt.id, encode_chat(target.tokenizer, prompt.messages, thinking))
+        return EncodedPrompt(prompt.id, encode_chat(tokenizer, prompt.messages, thinking))
     except UserError as error:
         raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}") from error

@@ -1,6 +1,7 @@
 """Decode prompts with a drafter and without one, and count what was accepted.
 
-Everything here is batch 1 through `decode.py`. A figure with nothing to count is NaN; the report writes null.
+Everything here is batch 1, on one of the two runtimes of `runtimes.py`. A figure with nothing to count is NaN; the
+report writes null.
 """
 
 import math
@@ -8,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from ..decode import Generation, SamplingParams, generate, stream
+from ..decode import Generation, SamplingParams, generate
 from ..drafter import Drafter
 from ..target import Target
+from .runtimes import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,7 @@ def verdicts(generation: Generation) -> list[Verdict]:
 
 
 def measure(
-    target: Target,
-    drafter: Drafter,
+    runtime: Runtime,
     prompt: EncodedPrompt,
     params: SamplingParams,
     *,
@@ -142,34 +141,32 @@ def measure(
     """Decode one prompt with the drafter and, with `baseline`, without, one after the other.
 
     Args:
-        on_step: called with the growing drafted answer, outside the timed part.
+        on_step: called with the growing drafted answer.
 
     Raises:
         UserError: a prompt that is empty or leaves no room for an answer.
     """
-    for drafted in stream(target, drafter, prompt.token_ids, params):
-        if on_step:
-            on_step(drafted)
-    plain = generate(target, None, prompt.token_ids, params) if baseline else None
-    difference = _difference(target, prompt.token_ids, plain.tokens, drafted.tokens) if plain else None
+    drafted = runtime.decode(prompt.token_ids, params, draft=True, on_step=on_step)
+    plain = runtime.decode(prompt.token_ids, params, draft=False) if baseline else None
+    difference = _difference(runtime, prompt.token_ids, plain.tokens, drafted.tokens) if plain else None
     return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference)
 
 
-def _difference(target: Target, prompt_ids: list[int], plain: list[int], drafted: list[int]) -> Difference | None:
+def _difference(runtime: Runtime, prompt_ids: list[int], plain: list[int], drafted: list[int]) -> Difference | None:
     # an answer ends by a rule on its own tokens, so neither of two different ones is a prefix of the other
     for position, (a, b) in enumerate(zip(plain, drafted, strict=False)):
         if a != b:
-            ids = torch.tensor([prompt_ids + plain[:position]], device=target.device)
-            logits = target.forward(ids, logits="last").logits
-            assert logits is not None
-            p = logits[0, -1].float().softmax(-1)
-            return Difference(position, a, b, float(p[a] - p[b]))
+            return Difference(position, a, b, runtime.gap(prompt_ids + plain[:position], a, b))
     return None
 
 
 def held_out_acceptance(
     target: Target, drafter: Drafter, prompts: list[list[int]], params: SamplingParams | None = None
 ) -> Acceptance:
-    """Decode token-id prompts with the drafter and count. Raises UserError for a prompt that does not fit."""
+    """Decode token-id prompts by `decode.py` with the drafter and count; for modules that are in memory anyway.
+
+    Raises:
+        UserError: a prompt that does not fit.
+    """
     answers = [generate(target, drafter, prompt, params) for prompt in prompts]
     return Acceptance.of(answers, drafter.config.block_size)

@@ -13,8 +13,8 @@ import transformers
 
 import dflash_toolkit
 
-from ..target import Target
 from .measure import Acceptance, Difference, Measurement
+from .runtimes import Runtime
 
 SCHEMA = 1
 
@@ -35,17 +35,17 @@ class Environment:
     date: str  # UTC, ISO 8601
 
     @classmethod
-    def of(cls, target: Target) -> "Environment":
-        """This machine, as the loaded `target` uses it, now."""
+    def of(cls, runtime: Runtime) -> "Environment":
+        """This machine, as the loaded `runtime` uses it, now."""
         return cls(
             dflash_toolkit=dflash_toolkit.__version__,
             torch=torch.__version__,
             transformers=transformers.__version__,
             python=platform.python_version(),
             platform=platform.platform(),
-            device=str(target.device),
-            device_name=_device_name(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
+            device=str(runtime.device),
+            device_name=_device_name(runtime.device),
+            dtype=str(runtime.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -1,4 +1,4 @@
-"""Go through prompt sets with a target and its drafter, keeping what is done."""
+"""Go through prompt sets with a runtime, keeping what is done."""
 
 import contextlib
 import hashlib
@@ -8,25 +8,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..config import UserError
-from ..decode import Generation, SamplingParams, generate
-from ..drafter import Drafter
+from ..decode import Generation, SamplingParams
 from ..progress import Progress
-from ..prompts import template_hash
-from ..target import Target
 from .journal import Journal, Key
 from .measure import EncodedPrompt, Measurement, measure
 from .report import Environment, Report, SetReport, Summary
+from .runtimes import Runtime
 
 WARM_UP_TOKENS = 8
 
 
 def evaluate(
-    target: Target,
-    drafter: Drafter,
+    runtime: Runtime,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams | None = None,
     *,
@@ -41,35 +35,37 @@ def evaluate(
         sets: at least one set of at least one prompt, by name.
         arguments: further JSON values to note in the report.
         partial: file that keeps finished requests. A later call that would measure the same thing (models,
-            prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
+            runtime, prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
             the rest. The caller removes it once the report is safe.
 
     Raises:
         UserError: nothing to decode, a prompt that does not fit the target's context, or a full disk.
     """
     params = params or SamplingParams()
-    _check_prompts(target, sets)
-    environment = Environment.of(target)
-    noted = {**(arguments or {}), **_describe(target, drafter, sets, params, baseline)}
+    _check_prompts(runtime, sets)
+    environment = Environment.of(runtime)
+    noted = {**(arguments or {}), **_describe(runtime, sets, params, baseline)}
     journal = Journal(partial, _fingerprint(environment, noted)) if partial else None
     done: dict[Key, Measurement] = dict(journal.done) if journal else {}
     pending = [(name, i) for name, prompts in sets.items() for i in range(len(prompts)) if (name, i) not in done]
 
     if pending:
+        longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
+        runtime.make_room(longest + params.max_new_tokens)
         name, first = pending[0]
-        _warm_up(target, (drafter, None) if baseline else (drafter,), sets[name][first], params)
+        _warm_up(runtime, (True, False) if baseline else (True,), sets[name][first], params)
     meter = _Meter(len(done) + len(pending), done.values()) if show_progress else None
     with meter or contextlib.nullcontext():
         for name, i in pending:
             on_step = meter.step if meter else None
-            measurement = measure(target, drafter, sets[name][i], params, baseline=baseline, on_step=on_step)
+            measurement = measure(runtime, sets[name][i], params, baseline=baseline, on_step=on_step)
             done[name, i] = measurement
             if journal:
                 journal.append((name, i), measurement)
             if meter:
                 meter.finished(measurement)
 
-    size = drafter.config.block_size
+    size = runtime.block_size
     results = {name: tuple(done[name, i] for i in range(len(prompts))) for name, prompts in sets.items()}
     return Report(
         environment,
@@ -79,7 +75,7 @@ def evaluate(
     )
 
 
-def _check_prompts(target: Target, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
+def _check_prompts(runtime: Runtime, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
     if not sets:
         raise UserError("there is no prompt set to evaluate")
     for name, prompts in sets.items():
@@ -89,18 +85,18 @@ def _check_prompts(target: Target, sets: Mapping[str, Sequence[EncodedPrompt]]) 
             where, length = f"set {name!r}, prompt {prompt.id!r}", len(prompt.token_ids)
             if length == 0:
                 raise UserError(f"{where}: the prompt is empty")
-            if length >= target.context_limit:
+            if length >= runtime.context_limit:
                 raise UserError(
                     f"{where}: {length} tokens leave no room for an answer in the target's context of "
-                    f"{target.context_limit}; shorten or remove it"
+                    f"{runtime.context_limit}; shorten or remove it"
                 )
 
 
-def _warm_up(target: Target, drafters: Iterable[Drafter | None], prompt: EncodedPrompt, params: SamplingParams) -> None:
+def _warm_up(runtime: Runtime, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
     """A few tokens that nobody times: the first kernels of a process are slow."""
-    short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
-    for drafter in drafters:
-        generate(target, drafter, prompt.token_ids, short)
+    short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens), ignore_eos=True)
+    for draft in drafts:
+        runtime.decode(prompt.token_ids, short, draft=draft)
 
 
 class _Meter:
@@ -138,24 +134,16 @@ class _Meter:
 
 
 def _describe(
-    target: Target,
-    drafter: Drafter,
+    runtime: Runtime,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams,
     baseline: bool,
 ) -> dict[str, Any]:
-    config = drafter.config
     return {
-        "target": target.name,
-        "target_num_layers": target.config.num_hidden_layers,
-        "target_sample_sha256": _sample_hash(target.model),
-        "chat_template_sha256": template_hash(target.tokenizer),
-        "drafter_sha256": _weights_hash(drafter),
-        "block_size": config.block_size,
-        "target_layer_ids": list(config.target_layer_ids),
-        "mask_token_id": config.mask_token_id,
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "runtime": runtime.name,
+        **runtime.facts,
+        "device": str(runtime.device),
+        "dtype": str(runtime.dtype).removeprefix("torch."),
         "baseline": baseline,
         **asdict(params),
         "stop_token_ids": list(params.stop_token_ids),
@@ -169,22 +157,3 @@ def _describe(
 def _fingerprint(environment: Environment, arguments: dict[str, Any]) -> str:
     stable = asdict(replace(environment, date=""))
     return hashlib.sha256(json.dumps([stable, arguments], sort_keys=True).encode()).hexdigest()
-
-
-def _weights_hash(drafter: Drafter) -> str:
-    """sha256 over names and bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
-    digest = hashlib.sha256()
-    for name, parameter in drafter.named_parameters():
-        digest.update(name.encode())
-        weights = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(weights.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _sample_hash(model: nn.Module) -> str:
-    """sha256 over the first values of every tensor: tells checkpoints apart without reading it all."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:64].cpu().float().numpy().tobytes())
-    return digest.hexdigest()

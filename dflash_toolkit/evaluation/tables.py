@@ -37,8 +37,9 @@ DEFINITIONS = (
     (
         "Tokens per second",
         "Tokens committed by steps over the time of those steps, one request at a time; the prefill is left "
-        "out. Measured with this project's reference decoder, with and without the drafter, on the same "
-        "machine in the same run. A serving engine has other absolute figures.",
+        "out. With and without the drafter alike: on the same runtime (`engine` is what dflash-serve runs, "
+        "`reference` the readable definition on Hugging Face modules), machine and run. Every step with the "
+        "drafter drafts a full block.",
     ),
     (
         "Identical to plain",

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ..checkpoint import check_fits, load_drafter
 from ..config import UserError
@@ -43,9 +44,17 @@ def load_engine(
         check_fits(module.config, config)
         draft = DrafterWeights.of_module(module.to(where, precision))
     tokenizer = load_tokenizer(target)
-    folder = _folder(target)
-    weights = TargetWeights.load(folder, spec, where, precision)
-    return Engine(weights, draft, declared_stop_ids(config, _generation_config(folder)), options), tokenizer
+    weights, stop_ids = load_target(target, config, spec, where, precision)
+    return Engine(weights, draft, stop_ids, options), tokenizer
+
+
+def load_target(
+    name: str, config: PreTrainedConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[TargetWeights, tuple[int, ...]]:
+    """The weights of a target and every end-of-sequence id it declares. Raises UserError."""
+    folder = _folder(name)
+    weights = TargetWeights.load(folder, spec, device, dtype)
+    return weights, declared_stop_ids(config, _generation_config(folder))
 
 
 def _folder(name: str) -> Path:
