@@ -77,19 +77,50 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, block: int
     return total
 
 
-def breakdown(engine: Engine, rows: int, block: int) -> dict[str, float]:
-    """Microseconds of a step by kernel, largest first, from the profiler."""
+PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the products
+    "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
+    "products": ("layer_kernel", "_linear_kernel", "nvjet", "cutlass", "gemm", "splitK", "_swiglu", "add_rms_norm"),
+}
+
+
+def breakdown(engine: Engine, rows: int, block: int, steps: int = 5) -> dict[str, float]:
+    """Microseconds of a step by part; they add up to the step.
+
+    Kernels overlap (one starts while the one before ends), so each is charged from the end of the one before it to
+    its own end. What comes before the drafted tokens is `draft`, but for its head.
+    """
     step = engine.runner.launcher(rows, block)
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
+        for _ in range(steps + 1):
             step()
         torch.cuda.synchronize()
+    kernels = sorted((e.time_range.end, e.name) for e in profile.events() if e.time_range.end > e.time_range.start)
+    size = len(kernels) // (steps + 1)
+    names = [name for _, name in kernels[:size]]
+    argmaxes = [i for i, name in enumerate(names) if "reduce_kernel" in name and "splitK" not in name]
     found: dict[str, float] = {}
-    for event in profile.key_averages():
-        found[event.key[:60]] = found.get(event.key[:60], 0.0) + event.self_device_time_total / 5
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:14])
+    for i in range(size, len(kernels)):  # the first step has nothing before it
+        at = i % size
+        part = next((part for part, keys in PARTS.items() if any(key in names[at] for key in keys)), "rest")
+        if at in argmaxes or at + 1 in argmaxes:
+            part = "head"
+        elif block > 1 and at < argmaxes[0]:
+            part = "draft"
+        found[part] = found.get(part, 0.0) + (kernels[i][0] - kernels[i - 1][0]) / steps
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def fill(engine: Engine, rows: int, context: int) -> None:
+    """Pretend that every row has a context of its own, for timing; nothing is active, so nothing advances."""
+    runner = engine.runner
+    pages = runner.pages_per_request
+    room = engine.runner._verifier.cache.shape[2] // runner.page_size - 1
+    with torch.inference_mode():
+        table = 1 + torch.arange(rows * pages, device=runner.device, dtype=torch.int32) % room
+        runner.page_table[:rows].copy_(table.view(rows, pages))
+        runner.lengths[:rows] = context
 
 
 def main() -> None:
@@ -145,13 +176,14 @@ def main() -> None:
                     floor = 1e3 * step_bytes(target, drafter, block) / (args.read_tb_s * 1e12)
                     row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}
                 if args.breakdown and block:
-                    row["kernels_us"] = breakdown(engine, batch, block)
+                    fill(engine, batch, prompt)
                     row["graph_ms"] = graph_ms(engine, batch, block)
+                    row["of_floor_graph"] = row["floor_ms"] / row["graph_ms"]
+                    row["parts_us"] = breakdown(engine, batch, block)
                 result["rows"].append(row)
-                shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "kernels_us"}
+                shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "parts_us"}
                 print(json.dumps(shown), flush=True)
-                for name, us in row.get("kernels_us", {}).items():
-                    print(f"    {us:8.1f} us  {name}")
+                print("    " + ", ".join(f"{name} {us:.0f} us" for name, us in row.get("parts_us", {}).items()))
             del engine
             gc.collect()  # an engine and its scheduler know each other
             torch.cuda.empty_cache()
@@ -160,7 +192,7 @@ def main() -> None:
 
 
 def graph_ms(engine: Engine, rows: int, block: int) -> float:
-    """The captured step alone, back to back, on an empty batch."""
+    """The captured step alone, back to back."""
     step = engine.runner.launcher(rows, block)
     times = []
     for _ in range(3):

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import transformers
 
@@ -30,7 +29,7 @@ class ServeConfig:
     max_batch: int | None = knob(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
     max_context: int | None = knob(None, "tokens of prompt and answer (default: what the target was made for)")
     block_size: int | None = knob(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
-    draft_dtype: Literal["auto", "fp8"] = knob("auto", "fp8: draft in eight bits; the answers stay the same")
+    draft_dtype: str = knob("auto", "fp8: draft in eight bits; the answers stay the same", choices=("auto", "fp8"))
     memory_fraction: float = knob(0.9, "of the GPU's memory, for weights, caches and all")
     api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
     served_model_name: str | None = knob(None, "the name clients ask for (default: the target, as given)")

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 class Case:
     """One specialisation of a kernel."""
 
-    kernel: Any  # the @triton.jit function
+    kernel: Any  # the @triton.jit or @gluon.jit function
     signature: dict[str, str]  # run-time parameters: "*bf16", "i32", "fp32", ...; 16-byte aligned unless in `ragged`
     constexprs: dict[str, Any]
     num_warps: int = 4
@@ -36,6 +36,7 @@ def compile_case(case: Case) -> dict[str, int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     signature = {name: case.signature.get(name, "constexpr") for name in names}
@@ -43,9 +44,9 @@ def compile_case(case: Case) -> dict[str, int]:
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name] != "constexpr" and not signature[name].startswith("fp") and name not in case.ragged
+        if not signature[name].startswith(("constexpr", "fp", "tensordesc")) and name not in case.ragged
     }
-    source = ASTSource(case.kernel, signature, constexprs, attrs)
+    source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(case.kernel, signature, constexprs, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities, frozen_head_loss
+from dflash_toolkit.kernels.loss import frozen_head_loss
+from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities
 
 
 @pytest.fixture(autouse=True)

@@ -182,6 +182,7 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
         if path.stem != "fused":  # it gathers them under one name
             assert {name.split(".")[2] for name in ours} <= SUPPORT, path
     assert third_party(Path("dflash_toolkit/kernels/reference.py")) == {"torch"}
+    assert third_party(Path("dflash_toolkit/kernels/loss.py")) == {"torch"}
     assert third_party(Path("dflash_toolkit/kernels/scaled.py")) == {"torch"}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_toolkit.kernels.reference import frozen_head_loss
+from dflash_toolkit.kernels.loss import frozen_head_loss
 
 from .blocks import Blocks
 from .config import LossKnobs

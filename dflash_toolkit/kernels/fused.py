@@ -1,19 +1,46 @@
 """The Triton kernels under the names of their definitions in `reference.py`."""
 
+from torch import Tensor
+
 from .accept import accept
 from .attention import block_attention
+from .layer import fits, launch_layer
 from .linear import linear, linear_argmax, linear_partials, linear_swiglu
 from .norm import add_rms_norm
 from .rope import context_write, rope_write
+from .scaled import Matrix
 
 __all__ = [
     "accept",
     "add_rms_norm",
     "block_attention",
     "context_write",
+    "finish_layer",
     "linear",
     "linear_argmax",
     "linear_partials",
     "linear_swiglu",
     "rope_write",
 ]
+
+
+def finish_layer(
+    x: Tensor,
+    a: Tensor,
+    o: Matrix,
+    o_bias: Tensor | None,
+    post_norm: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    norm: Tensor,
+    qkv: Matrix | None,
+    qkv_bias: Tensor | None,
+    eps: float,
+    tap: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One launch where that kernel fits, else one for every product and norm."""
+    if o_bias is None and fits(x, [o, gate_up, down, qkv]):
+        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, qkv_bias, eps, tap)  # type: ignore[arg-type]
+    x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
+    x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
+    return x, h, None if qkv is None else linear(h, qkv, qkv_bias)

@@ -1,7 +1,5 @@
 """Plain torch definitions of the project's own operations, written for reading. They know tensors, not models."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -101,57 +99,6 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
     return (draft == choice[:, : draft.shape[1]]).long().cumprod(dim=1).sum(dim=1)
 
 
-@dataclass(slots=True)
-class RowLoss:
-    """Per-row result of the frozen head."""
-
-    loss: Tensor  # [R] cross-entropy in nats, fp32, differentiable with respect to the hidden states
-    correct: Tensor  # [R] bool, whether the argmax is the label
-
-
-class _FrozenHeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        loss = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = (hidden[rows].to(weight.dtype) @ weight.T).float()  # [chunk, V], the only logits that ever exist
-            target = labels[rows, None]
-            log_normaliser = logits.logsumexp(-1, keepdim=True)
-            loss[rows] = (log_normaliser - logits.gather(-1, target))[:, 0]
-            correct[rows] = logits.argmax(-1) == labels[rows]
-            if d_hidden is not None:
-                d_logits = logits.sub_(log_normaliser).exp_()
-                d_logits.scatter_add_(-1, target, torch.full_like(target, -1.0, dtype=torch.float32))
-                d_hidden[rows] = (d_logits.to(weight.dtype) @ weight).to(hidden.dtype)
-        ctx.save_for_backward(d_hidden)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
-
-    @staticmethod
-    def backward(ctx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        (d_hidden,) = ctx.saved_tensors
-        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None
-
-
-def frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 512) -> RowLoss:
-    """Cross-entropy of a frozen LM head without ever holding the full logits.
-
-    Args:
-        hidden: [R, D], rows that count (slot 0 and unsupervised slots already dropped).
-        weight: [V, D], frozen; it gets no gradient.
-        labels: [R] token ids.
-        chunk: rows whose logits exist at one time.
-
-    Returns:
-        `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
-    """
-    return RowLoss(*_FrozenHeadLoss.apply(hidden, weight, labels, chunk))
-
-
 # ---- the decoding step: M = B * S rows, S consecutive positions of each of B requests -----------------
 
 
@@ -220,6 +167,38 @@ def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
 def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     """Cache slots [B, S] of positions [B, S]: `page_table[b, position // page_size]` is the page that holds it."""
     return page_table.gather(1, (positions // page_size).long()).long() * page_size + positions % page_size
+
+
+def finish_layer(
+    x: Tensor,
+    a: Tensor,
+    o: Matrix,
+    o_bias: Tensor | None,
+    post_norm: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    norm: Tensor,
+    qkv: Matrix | None,
+    qkv_bias: Tensor | None,
+    eps: float,
+    tap: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From a layer's attention to the queries, keys and values of the next layer.
+
+    Args:
+        x: the residual stream [M, D] before the layer.
+        a: the layer's attention [M, N * H].
+        o, o_bias, post_norm, gate_up, down: of the layer; gate_up as for `linear_swiglu`.
+        norm: [D], of the next layer, or the final one.
+        qkv, qkv_bias: [(N + 2 * G) * H, D] of the next layer; None behind the last.
+        tap: a view [M, D] that receives the layer's output.
+
+    Returns:
+        The layer's output and its norm, both [M, D], and the next layer's qkv [M, (N + 2 * G) * H] or None.
+    """
+    x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
+    x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
+    return x, h, None if qkv is None else linear(h, qkv, qkv_bias)
 
 
 def rope_write(

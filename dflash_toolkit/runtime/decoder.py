@@ -40,11 +40,10 @@ class Decoder:
         """
         ops, eps, page_size = self.ops, self.spec.rms_norm_eps, rows.page_size
         taps = taps or {}
-        partials: Tensor | None = None
-        for i, layer in enumerate(self.layers):
-            # the norm that opens a layer closes the one before, so the tap of layer i - 1 is written there
-            x, h = ops.add_rms_norm(x, partials, layer.input_norm, eps, taps.get(i - 1))
-            qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
+        first = self.layers[0]
+        _, h = ops.add_rms_norm(x, None, first.input_norm, eps)
+        qkv = ops.linear(h, first.qkv, first.qkv_bias)
+        for i, (layer, following) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True)):
             q = ops.rope_write(
                 qkv,
                 layer.q_norm,
@@ -65,7 +64,18 @@ class Decoder:
                 causal=self.spec.causal[i],
                 window=self.spec.windows[i],
             )
-            x, h = ops.add_rms_norm(x, ops.linear_partials(a, layer.o, layer.o_bias), layer.post_norm, eps)
-            partials = ops.linear_partials(ops.linear_swiglu(h, layer.gate_up), layer.down)
-        _, h = ops.add_rms_norm(x, partials, self.norm, eps, taps.get(len(self.layers) - 1))
+            x, h, qkv = ops.finish_layer(
+                x,
+                a,
+                layer.o,
+                layer.o_bias,
+                layer.post_norm,
+                layer.gate_up,
+                layer.down,
+                following.input_norm if following else self.norm,
+                following.qkv if following else None,
+                following.qkv_bias if following else None,
+                eps,
+                taps.get(i),
+            )
         return h

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class EngineOptions:
     cache_tokens: int | None = None  # room for so many tokens; None: what memory allows
     memory_fraction: float = 0.9  # of the GPU's memory, for everything
     prefix_cache: bool = True
-    draft_dtype: Literal["auto", "fp8"] = "auto"  # fp8: the drafter and a copy of the head for it; output unchanged
+    draft_dtype: str = "auto"  # auto or fp8: the drafter and a copy of the head for it; output unchanged
     synthetic: SyntheticAcceptance | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,123 @@
+"""Time how long the engine takes from nothing to its first answer, from a random checkpoint of a named shape on disk.
+
+    python scripts/bench_start.py --shape qwen3-8b --folder /tmp/start --output start.json
+
+Writes the checkpoint once (an 8B target in bf16 is 16 GB), then starts a fresh process for each case: the first
+compiles every kernel, the second finds them compiled; the third also has to read the files from the disk instead of
+the system's file cache.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from dflash_toolkit import Drafter, save_drafter
+from dflash_toolkit.runtime.model import ModelSpec, random_target
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+
+SHARD = 4 << 30  # bytes
+CHILD = """
+import json, sys, time
+began = time.perf_counter()
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.runtime.loading import load_engine
+imported = time.perf_counter()
+engine, _ = load_engine(sys.argv[1], sys.argv[2])
+loaded = time.perf_counter()
+answer, = engine.generate([list(range(100, 164))], SamplingParams(max_new_tokens=16, ignore_eos=True))
+ended = time.perf_counter()
+print(json.dumps({"import_s": imported - began, "load_s": loaded - imported, "first_answer_s": ended - loaded,
+                  "total_s": ended - began, "tokens": len(answer.tokens)}))
+"""
+
+
+def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
+    """A random target and drafter as Hugging Face directories."""
+    config = named_shape(shape)
+    target, drafter = folder / "target", folder / "drafter"
+    target.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(target)
+    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(target)
+    weights = random_target(ModelSpec.of_target(config), torch.device("cuda"), torch.bfloat16)
+    shard: dict[str, torch.Tensor] = {}
+    files: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(files.values())):05d}.safetensors"
+        files.update(dict.fromkeys(shard, name))
+        save_file(shard, target / name)
+        shard.clear()
+
+    for name, tensor in weights.places().items():
+        shard[name] = tensor.cpu().contiguous()
+        if sum(t.nbytes for t in shard.values()) > SHARD:
+            flush()
+    flush()
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    module = Drafter(drafter_for(config))
+    module.init_weights(torch.Generator().manual_seed(0))
+    save_drafter(module, drafter)
+    return target, drafter
+
+
+def forget(folder: Path) -> None:
+    """Drop the folder's files from the system's file cache."""
+    for path in folder.rglob("*.safetensors"):
+        with open(path, "rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def start(target: Path, drafter: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    command = [sys.executable, "-c", CHILD, str(target), str(drafter)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return {"process_s": time.perf_counter() - began} | json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint goes")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    target, drafter = write_checkpoint(args.shape, args.folder)
+    torch.cuda.empty_cache()
+    size = sum(path.stat().st_size for path in args.folder.rglob("*.safetensors"))
+    print(f"{size / 1e9:.1f} GB written in {time.perf_counter() - began:.0f} s", flush=True)
+    rows = {}
+    for name in ("nothing compiled", "compiled", "compiled, files not cached"):
+        if name.endswith("not cached"):
+            forget(args.folder)
+        rows[name] = start(target, drafter)
+        print(name, {k: round(v, 2) for k, v in rows[name].items()}, flush=True)
+    if args.output:
+        result = {
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+            "command": ["python", "scripts/bench_start.py", "--shape", args.shape],
+            "checkpoint_gb": size / 1e9,
+            "starts": rows,
+        }
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company.
+
+Gluon has no interpreter, so the kernel itself runs on a GPU only; that it compiles is in test_kernels_sm90.py.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from dflash_toolkit.kernels import fused, layer, reference
+
+EPS = 1e-6
+# D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
+SHAPES = [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152), (512, 512, 1408, 768), (128, 256, 128, 64)]
+ROWS = (1, 3, 16, 17, 40, 64, 100, 128)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, so that an element that nobody writes shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: _poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: _poison(empty_like(*a, **k)))
+
+
+def _poison(fresh: Tensor) -> Tensor:
+    return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh
+
+
+def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    d, width, ffn, qkv = shape
+    found = {
+        "o": torch.randn(d, width) / width**0.5,
+        "o_bias": None,
+        "post_norm": 1 + torch.randn(d) / 10,
+        "gate_up": torch.randn(2 * ffn, d) / d**0.5,
+        "down": torch.randn(d, ffn) / ffn**0.5,
+        "norm": 1 + torch.randn(d) / 10,
+        "qkv": torch.randn(qkv, d) / d**0.5,
+        "qkv_bias": torch.randn(qkv),
+    }
+    return {name: None if t is None else t.to(device, dtype) for name, t in found.items()}
+
+
+def double(weights: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if t is None else t.double() for name, t in weights.items()}
+
+
+def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    """At most twice the worst error of torch's own products in the same dtype."""
+    for ours, theirs, true in zip(found, torchs, exact, strict=True):
+        bound = 2 * (theirs.double() - true).abs().max() + torch.finfo(theirs.dtype).eps
+        assert bool(((ours.double() - true).abs() <= bound).all())  # NaN fails too
+
+
+@given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
+def test_splits_divide_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
+    splits = layer.splits_of(n * layer.BLOCK_N, k * layer.BLOCK_K, programs)
+    assert k % splits == 0 and 1 <= splits <= 8
+    assert splits == 1 or n * splits <= programs
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_the_ring_fits_into_shared_memory(rows: int) -> None:
+    assert layer.stages_of(rows) >= 3
+    assert layer.stages_of(rows) * (layer.BLOCK_N + rows) * layer.BLOCK_K * 2 <= layer.SHARED_BYTES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what runs where the kernel does not fit")
+def test_without_the_kernel_one_launch_a_product() -> None:
+    weights = matrices((128, 64, 96, 80), "cpu", torch.float32)
+    x, a, tap = torch.randn(3, 128), torch.randn(3, 64), torch.full((3, 300), math.nan)
+    found = fused.finish_layer(x, a, *weights.values(), EPS, tap[:, 100:228])
+    torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+    exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+    assert_close(found, torchs, exact)
+    assert torch.equal(tap[:, 100:228], found[0]) and bool(tap[:, :100].isnan().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, int, int, int]) -> None:
+    weights = matrices(shape, "cuda", torch.bfloat16)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[0], device="cuda").bfloat16()
+        a = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        assert layer.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        tap = torch.full((rows, 3 * shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
+        view = tap[:, shape[0] : 2 * shape[0]]
+        found = fused.finish_layer(x, a, *weights.values(), EPS, view)
+        torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+        exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+        assert_close(found, torchs, exact)
+        assert torch.equal(view, found[0])
+        assert int(tap.isnan().sum()) == 2 * rows * shape[0]
+        i = rows // 2
+        alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
+        assert all(torch.equal(one[0], many[i]) for one, many in zip(alone, found, strict=True))
+        weightless = {**weights, "qkv": None, "qkv_bias": None}
+        last = fused.finish_layer(x, a, *weightless.values(), EPS)
+        assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
+
+
+@pytest.mark.gpu
+def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> None:
+    w = matrices(SHAPES[0], "cuda", torch.bfloat16)
+    for rows in ROWS:
+        x, a = (torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2))
+        found = fused.finish_layer(x, a, *w.values(), EPS)
+        y, h = fused.add_rms_norm(x, fused.linear_partials(a, w["o"]), w["post_norm"], EPS)
+        y, h = fused.add_rms_norm(
+            y, fused.linear_partials(fused.linear_swiglu(h, w["gate_up"]), w["down"]), w["norm"], EPS
+        )
+        assert torch.equal(found[0], y) and torch.equal(found[1], h)
+        assert torch.equal(found[2], fused.linear(h, w["qkv"], w["qkv_bias"]))
