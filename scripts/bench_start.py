@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import triton
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
@@ -50,8 +48,9 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
     target, drafter = folder / "target", folder / "drafter"
     target.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(target)
-    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(target)
+    words = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}}
+    (target / "tokenizer.json").write_text(json.dumps(words))
+    PreTrainedTokenizerFast(tokenizer_file=str(target / "tokenizer.json"), unk_token="?").save_pretrained(target)
     weights = random_target(ModelSpec.of_target(config), torch.device("cuda"), torch.bfloat16)
     shard: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
