@@ -142,9 +142,9 @@ def load_drafter(name: str, device: torch.device | str = "cpu", dtype: torch.dty
         UserError: missing or corrupt files, an unknown, missing or misshapen tensor (named), a network that this
             project does not implement (named).
     """
-    path = _resolve(name)
+    path = locate(name)
     config = read_config(path)
-    tensors = _read_tensors(path, _ignored(path))
+    tensors = read_tensors(path)
     expected = tensor_shapes(config)
     for tensor in tensors:
         if tensor not in expected:
@@ -159,7 +159,8 @@ def load_drafter(name: str, device: torch.device | str = "cpu", dtype: torch.dty
     return drafter.to(device).eval().requires_grad_(False)
 
 
-def _resolve(name: str) -> Path:
+def locate(name: str) -> Path:
+    """The directory of a drafter, downloaded if `name` is a Hugging Face id. Raises UserError."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
@@ -173,7 +174,8 @@ def _resolve(name: str) -> Path:
         raise UserError(f"drafter {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a drafter's directory. Raises UserError."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -183,13 +185,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _ignored(path: Path) -> set[str]:
-    """Tensors of the speculators form that only repeat the target's own."""
-    raw = _read_json(path / "config.json")
-    return {"embed_tokens.weight", "lm_head.weight"} if "speculators_model_type" in raw else set()
-
-
-def _read_tensors(path: Path, ignore: set[str]) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor on disk, but for those of the speculators form that only repeat the target's. Raises UserError."""
+    speculators = "speculators_model_type" in read_json(path / "config.json")
+    ignore = {"embed_tokens.weight", "lm_head.weight"} if speculators else set()
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError(f"drafter {path}: no *.safetensors file in this directory")
@@ -205,7 +204,7 @@ def _read_tensors(path: Path, ignore: set[str]) -> dict[str, Tensor]:
 
 def read_config(path: Path) -> DrafterConfig:
     """Read either form's `config.json`, nested or flat, as it is published. Raises UserError."""
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
 
     def group(parent: dict[str, Any], key: str) -> dict[str, Any]:
         if not isinstance(parent.get(key) or {}, dict):

@@ -24,9 +24,11 @@ class UserError(Exception):
     """A mistake the user can mend. The message is one line that names the value and the way out."""
 
 
-def knob(default: Any = dataclasses.MISSING, help: str = "", choices: Sequence[str] = ()) -> Any:
-    """A dataclass field with a help line and, for strings, the values allowed."""
-    metadata = {"help": help, "choices": tuple(choices)}
+def knob(
+    default: Any = dataclasses.MISSING, help: str = "", choices: Sequence[str] = (), flag: str | None = None
+) -> Any:
+    """A dataclass field with a help line, for strings the values allowed, and the flag if it is not the name."""
+    metadata = {"help": help, "choices": tuple(choices), "flag": flag}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -138,7 +140,7 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(hints[field.name]):
             continue
-        flag = "--" + field.name.replace("_", "-")
+        flag = "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
         text = field.metadata.get("help", "").replace("%", "%%") + _default_note(field)
         hint = hints[field.name]
         if typing.get_origin(hint) is tuple:

@@ -199,9 +199,15 @@ class DraftAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
+# blocks of 16 slots and their contexts leave tiles half empty: small ones lose less (an H200, heads of 64: 5.3 instead
+# of 7.2 ms for forward and backward of 37 thousand slots)
+FLEX_OPTIONS = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
     attention: Any = _compiled_flex_attention() if q.is_cuda else flex_attention
-    return attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+    options = FLEX_OPTIONS if q.is_cuda and q.shape[-1] <= 64 else None
+    return attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
 
 
 @functools.cache
@@ -259,7 +265,7 @@ class Drafter(nn.Module):
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
         """Project tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
         ctx = self.hidden_norm(self.fc(features))  # [B, T, D], the same for every layer
-        rope = self._rope(positions)
+        rope = self.rope(positions)
         pairs = [layer.self_attn.keys_values(ctx, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
         return ContextKV([k for k, _ in pairs], [v for _, v in pairs], positions)
 
@@ -278,14 +284,14 @@ class Drafter(nn.Module):
         Returns:
             Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits.
         """
-        rope = self._rope(positions)
+        rope = self.rope(positions)
         x = block
         for i, layer in enumerate(self.layers):
-            layer_mask = self._single_block_mask(i, positions, context.positions) if mask is None else mask
+            layer_mask = self.own_mask(i, positions, context.positions) if mask is None else mask
             x = layer(x, rope, (context.keys[i], context.values[i]), layer_mask)
         return self.norm(x)
 
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, T, H] of plain neox RoPE, in fp32 and then rounded to the drafter's dtype.
 
         The frequencies are no buffer: `module.to(bfloat16)` would round them and shift every far position.
@@ -295,7 +301,8 @@ class Drafter(nn.Module):
         angles = (positions[..., None].float() * frequencies).repeat(1, 1, 2)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
-    def _single_block_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
+    def own_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
+        """Who sees whom by the rule of `layer`, bool [B, 1, Q, T + Q] from positions [B, Q], [B, T]; None: everyone."""
         causal = self.config.causal_inside_block(layer)
         sliding = self.config.layer_types[layer] == "sliding_attention"
         if not (causal or sliding):

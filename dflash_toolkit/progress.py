@@ -10,9 +10,12 @@ PLAIN_EVERY_S = 10.0  # how often a stage speaks up where no bar can be drawn
 
 
 class Progress:
-    """A context manager around one bar on stderr; in a log file, a plain line every few seconds instead."""
+    """A context manager around one bar on stderr; in a log file, a plain line every few seconds instead.
 
-    def __init__(self, stage: str, total: int, unit: str = "it") -> None:
+    A `total` of None is not known.
+    """
+
+    def __init__(self, stage: str, total: int | None, unit: str = "it") -> None:
         self._unit = unit
         self._units = 0.0
         self._console = rich.console.Console(stderr=True)
@@ -46,10 +49,9 @@ class Progress:
         self._bar.update(self._task, advance=done, rate=rate)
         if not self._console.is_terminal and time.monotonic() - self._spoke > PLAIN_EVERY_S and not task.finished:
             self._spoke = time.monotonic()
+            total = "?" if task.total is None else f"{task.total:.0f}"
             left = "?" if task.time_remaining is None else f"{task.time_remaining:.0f} s"
-            self.print(
-                f"{task.description} {task.completed:.0f}/{task.total:.0f} {rate} {left} left {task.fields['note']}"
-            )
+            self.print(f"{task.description} {task.completed:.0f}/{total} {rate} {left} left {task.fields['note']}")
 
     def print(self, message: str) -> None:
         """A line above the bar."""

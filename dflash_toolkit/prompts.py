@@ -15,6 +15,7 @@ from .config import UserError
 Message = dict[str, str]
 
 REASONING = "Please reason step by step, and put your final answer within \\boxed{}."
+UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)  # what reading `open_text` may raise
 SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
 
 
@@ -25,6 +26,83 @@ class Prompt:
     id: str
     messages: tuple[Message, ...]
     answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is asked, turn by turn: the messages before each answer. The answers themselves are left out."""
+
+    id: str
+    turns: tuple[tuple[Message, ...], ...]
+
+    @property
+    def text(self) -> str:
+        """Everything that is asked."""
+        return "\n".join(message["content"] for turn in self.turns for message in turn)
+
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+
+
+def conversation(row: Any, default_id: str) -> Conversation:
+    """A row of any usual shape, all its turns.
+
+    Besides what `read_prompts` knows: ShareGPT's `conversations` (`from` and `value`), every one of `turns`, a `prompt`
+    that is a list of messages, contents that are lists of text parts, and a bare string.
+
+    Raises:
+        ValueError: says in a few words what is wrong with the row.
+    """
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    name = next((row[key] for key in ("id", "task_id") if isinstance(row.get(key), str | int)), default_id)
+    try:
+        turns = _asked(row)
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"malformed row ({error!r})") from error
+    if not turns or not all(any(m["role"] == "user" and m["content"].strip() for m in turn) for turn in turns):
+        raise ValueError("a turn asks nothing")
+    return Conversation(str(name), turns)
+
+
+def _asked(row: dict[str, Any]) -> tuple[tuple[Message, ...], ...]:
+    messages = next((row[k] for k in ("messages", "conversations", "prompt") if isinstance(row.get(k), list)), None)
+    if messages is not None:
+        return _turns([_message(turn) for turn in messages])
+    if isinstance(row.get("turns"), list):
+        return tuple(({"role": "user", "content": turn.strip()},) for turn in row["turns"])
+    given = {key: value for key, value in row.items() if value is not None}  # columns that a row does not fill
+    asked, _ = _messages({key: value for key, value in given.items() if key not in ("messages", "turns")})
+    if asked is None:
+        raise ValueError("none of messages, conversations, turns, question, prompt, text, instruction is in this row")
+    if not all(isinstance(message["content"], str) for message in asked):
+        raise TypeError("the prompt must be text")
+    return (tuple(asked),)
+
+
+def _message(turn: dict[str, Any]) -> Message:
+    role = turn["role"] if "role" in turn else turn["from"]
+    content = turn["content"] if "content" in turn else turn["value"]
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise TypeError("content must be text")
+    role = ROLES.get(role, role)
+    if role not in ("system", "user", "assistant"):
+        raise ValueError(f"role {role!r} is not one of system, user, assistant")
+    return {"role": role, "content": content}
+
+
+def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] == "assistant":
+            turns.append([])
+        else:
+            turns[-1].append(message)
+    return tuple(tuple(turn) for turn in (turns if turns[-1] else turns[:-1]))
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -40,20 +118,21 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     try:
-        with _open(Path(path)) as lines:
+        with open_text(Path(path)) as lines:
             for number, line in enumerate(lines, 1):
                 if limit is not None and len(prompts) >= limit:
                     break
                 if line.strip():
                     prompts.append(_parse(line, f"{path}, line {number}", f"{Path(path).name}/{number}"))
-    except (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if not prompts:
         raise UserError(f"{path}: holds no prompts; expected one JSON object a line")
     return prompts
 
 
-def _open(path: Path) -> TextIO:
+def open_text(path: Path) -> TextIO:
+    """A text file, plain, .gz or .xz."""
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     return openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # some editors write a byte order mark
 

@@ -26,7 +26,8 @@ from train.answers import Row
 from train.blocks import sample_blocks
 from train.config import LossKnobs, TrainConfig
 from train.features import FeatureSource
-from train.loop import compute_loss, make_optimizer, use_flex
+from train.loop import compute_loss, use_flex
+from train.optimizers import make_optimizer
 
 
 def shape_config(name: str) -> PreTrainedConfig:
@@ -89,7 +90,7 @@ def time_training(target: Target, drafter: Drafter, length: int, rows: int, anch
         started = time.perf_counter()
         compute_loss(drafter, target, features, blocks, knobs, flex).loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         synchronize(target.device)
         step_s.append(time.perf_counter() - started)
     target_s, draft_s = statistics.median(features_s[2:]), statistics.median(step_s[2:])

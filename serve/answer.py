@@ -34,7 +34,7 @@ class Answer:
         self, tokenizer: Any, prompt_tokens: int, stops: Sequence[str], spelling: Spelling | None = None
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        self.completion_tokens = 0  # up to the one that ended the answer, which counts
+        self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
         self.finish_reason: FinishReason | None = None
         self._committed = 0  # by verify steps; tokens after a stop string in the last step count here only
@@ -54,7 +54,7 @@ class Answer:
         spoken = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
         # one by one, to know which of them completed a stop string
         for token, logprobs in zip_longest(spoken, progress.logprobs[: len(spoken)]):
-            self.completion_tokens += 1
+            self.tokens.append(token)
             if self._queue is not None:
                 self._queue.add(token, logprobs)
             text += self._scan(self._detokenizer.add([token]))
@@ -62,7 +62,7 @@ class Answer:
                 self.finish_reason = "stop"
                 return self._piece(text)
         if progress.finish_reason is not None:
-            self.completion_tokens += len(progress.tokens) - len(spoken)
+            self.tokens += progress.tokens[len(spoken) :]
             text += self._scan(self._detokenizer.finish())
             text += self._scanner.finish()
             self.finish_reason = "stop" if self._scanner.stopped else progress.finish_reason
@@ -80,6 +80,10 @@ class Answer:
         if self.finish_reason is not None and not self._scanner.stopped:
             tokens += self._queue.rest()
         return Piece(text, tokens)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.tokens)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`, with the acceptance statistics under `dflash`."""

@@ -157,7 +157,10 @@ class _Service:
         whole = await _unless_disconnected(request, _join(pieces))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(replies.whole(whole, answer.finish_reason, answer.usage()))
+        reply = replies.whole(whole, answer.finish_reason, answer.usage())
+        if body.return_token_ids:
+            reply["choices"][0] |= {"token_ids": answer.tokens, "prompt_token_ids": ids}
+        return JSONResponse(reply)
 
     async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """The answer as it comes, counted however it ends."""

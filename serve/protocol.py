@@ -106,6 +106,7 @@ class GenerationRequest(_Strict):
     stop: list[str] | None = Field(None, max_length=4)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
+    return_token_ids: bool | None = False  # as vLLM and SGLang: `token_ids` and `prompt_token_ids` beside the text
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -128,6 +129,13 @@ class GenerationRequest(_Strict):
             if not -100.0 <= value <= 100.0:
                 raise ValueError(f"the bias of token {token} must be in -100..100")
         return bias
+
+    @field_validator("return_token_ids")
+    @classmethod
+    def _of_whole_answers(cls, wanted: bool | None, info: ValidationInfo) -> bool | None:
+        if wanted and info.data.get("stream"):
+            raise ValueError("is not supported for streamed answers")
+        return wanted
 
     @classmethod
     def parse(cls, body: bytes) -> Self:

@@ -1,6 +1,7 @@
 """What only a CUDA device can show: the flex mask's forward and backward, bf16 training and decoding."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from train.answers import Row
 from train.blocks import dense_mask, flex_mask, sample_blocks
 from train.config import LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from train.features import FeatureSource
-from train.loop import train
+from train.loop import compute_loss, train
 from train.losses import draft_loss
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,31 @@ def test_flex_attention_equals_the_dense_mask_forward_and_backward() -> None:
         assert torch.allclose(a, b, rtol=2e-2, atol=2e-3 * a.abs().max().item())
 
 
-def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(tmp_path) -> None:
+def test_packed_compiled_steps_equal_the_dense_mask_at_every_step() -> None:
+    """Anchors and documents change from step to step; a compiled mask must not remember the first ones."""
+    target = on_gpu(torch.float32)
+    drafter = make_drafter(target, head_dim=16).cuda()
+    source = FeatureSource(target, drafter.config.target_layer_ids, 200, 0.0, packed=640)
+    fast = TrainConfig(target="tiny")
+    plain = replace(fast, run=RunKnobs(compile="off"))
+    for step in range(4):
+        lengths = torch.randint(40, 200, (3,)).tolist()
+        rows = [Row(10 * step + i, 9 + step, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate(lengths)]
+        features = source(rows)
+        blocks = sample_blocks(features, 64, 8, MASK, torch.Generator().manual_seed(step), fixed=True)
+        found = []
+        for config, flex in ((plain, False), (fast, True)):
+            drafter.zero_grad()
+            loss = compute_loss(drafter, target, features, blocks, config, flex).loss
+            loss.backward()
+            found.append((loss.item(), torch.cat([p.grad.flatten() for p in drafter.parameters()])))
+        (dense, dense_grad), (flexed, flexed_grad) = found
+        assert math.isclose(dense, flexed, rel_tol=2e-3), step
+        assert (dense_grad - flexed_grad).norm() <= 0.03 * dense_grad.norm(), step
+
+
+@pytest.mark.parametrize("pack", [0, 128])
+def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: int, tmp_path) -> None:
     target = on_gpu(torch.bfloat16)
     prompt = list(range(30, 50))
     answer = generate(target, None, prompt, SamplingParams(max_new_tokens=64, ignore_eos=True)).tokens
@@ -58,7 +83,7 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(tmp_pa
         target="tiny",
         drafter=TrainConfig(target="tiny").drafter,
         loss=LossKnobs(anchors=64),
-        optim=OptimKnobs(steps=400, batch_size=1, learning_rate=3e-3),
+        optim=OptimKnobs(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack),
         run=RunKnobs(device="cuda", log_every=50),
     )
     exported: list[Drafter] = []
@@ -72,8 +97,6 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(tmp_pa
 
 
 def _with_block_size(config: TrainConfig, block_size: int) -> TrainConfig:
-    from dataclasses import replace
-
     return replace(config, drafter=replace(config.drafter, block_size=block_size))
 
 

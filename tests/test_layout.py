@@ -204,7 +204,7 @@ def test_importing_the_library_loads_nothing_that_is_optional() -> None:
     loaded = set(done.stdout.split())
     assert "dflash_toolkit.decode" in loaded
     assert loaded & set(OPTIONAL) == set()
-    heavier = ("evaluation", "runtime", "train", "serve")
+    heavier = ("doctor", "evaluation", "runtime", "train", "serve")
     assert [m for m in loaded if m.startswith(tuple(f"dflash_toolkit.{unit}" for unit in heavier))] == []
 
 

@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 
 from dflash_toolkit.config import parse_cli
+from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation.cli import EvalConfig
 from serve.cli import ServeConfig
 from train.config import TrainConfig
+from train.data_cli import DataConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
-PROGRAMS = {"dflash-train": TrainConfig, "dflash-eval": EvalConfig, "dflash-serve": ServeConfig}
+PROGRAMS = {
+    "dflash-train": TrainConfig, "dflash-data": DataConfig, "dflash-eval": EvalConfig, "dflash-serve": ServeConfig,
+    "dflash-doctor": DoctorConfig,
+}  # fmt: skip
 
 
 def shell_lines() -> list[str]:

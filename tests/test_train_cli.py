@@ -13,8 +13,10 @@ import train.loop
 import train.state
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.runtime import Engine
 from dflash_toolkit.target import load_tokenizer
 from train.answers import Question, read_rows, regenerate
+from train.backends import EngineBackend
 from train.cli import main
 from train.config import AnswerKnobs, DataKnobs, TrainConfig
 from train.data import load_prompts
@@ -145,13 +147,13 @@ def test_answers_are_the_target_s_own_and_survive_a_torn_line(target: Target, tm
     questions = [Question(i, list(range(20 + i, 24 + 3 * i))) for i in range(5)]
     knobs = AnswerKnobs(batch_size=2, max_new_tokens=20)
     path = tmp_path / "answers.jsonl"
-    whole = regenerate(target, questions, path, knobs, 64)
+    whole = regenerate(lambda: EngineBackend(Engine.of_modules(target, None)), questions, path, knobs, 64)
     for question, row in zip(questions, whole, strict=True):
         answer = generate(target, None, question.tokens, SamplingParams(max_new_tokens=20)).tokens
         assert row.tokens == question.tokens + answer and row.prompt_tokens == len(question.tokens)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) - 9])
-    assert regenerate(target, questions, path, knobs, 64) == whole
+    assert regenerate(lambda: EngineBackend(Engine.of_modules(target, None)), questions, path, knobs, 64) == whole
     assert sorted(row.index for row in read_rows(path)) == [0, 1, 2, 3, 4]
 
 

@@ -1,6 +1,7 @@
 """What a run is made from: prompts, their split, and answers that are the target's own, whatever happened before."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,20 @@ from conftest import EOS, make_target, make_tokenizer
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.prompts import encode_chat
+from dflash_toolkit.runtime import Engine, EngineOptions
 from train.answers import Question, Row, read_rows, regenerate
+from train.backends import Backend, EngineBackend, ReferenceBackend
 from train.blocks import PADDING
 from train.config import AnswerKnobs, DataKnobs, RunKnobs, TrainConfig
 from train.data import load_prompts, rows_from_answers, with_anchors
 from train.features import FeatureSource
 
 KNOBS = AnswerKnobs(batch_size=3, max_new_tokens=20)
+
+
+def opener(target: Target) -> Callable[[], Backend]:
+    """The engine on a loaded target."""
+    return lambda: EngineBackend(Engine.of_modules(target, None, EngineOptions(max_batch=KNOBS.batch_size)))
 
 
 def prompt_file(path: Path, start: int, stop: int) -> str:
@@ -106,7 +114,7 @@ def questions(count: int = 7) -> list[Question]:
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], bytes]:
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    return regenerate(target, questions(), path, KNOBS, 64), path.read_bytes()
+    return regenerate(opener(target), questions(), path, KNOBS, 64), path.read_bytes()
 
 
 def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
@@ -119,11 +127,21 @@ def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
         assert (row.tokens, row.prompt_tokens) == (question.tokens + answer, len(question.tokens))
 
 
+def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
+    for i, knobs in enumerate((KNOBS, AnswerKnobs(max_new_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
+        both = [
+            regenerate(backend, questions(), tmp_path / f"{name}{i}.jsonl", knobs, 64)
+            for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceBackend(target)))
+        ]
+        assert both[0] == both[1]
+        assert len({tuple(row.tokens[row.prompt_tokens :][:5]) for row in both[0]}) > 1
+
+
 def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path) -> None:
     target = make_target()
     plain = [generate(target, None, q.tokens, SamplingParams(max_new_tokens=20)).tokens for q in questions()]
     target.model.generation_config.eos_token_id = [plain[0][4], EOS]  # a token that some answers reach early
-    rows = regenerate(target, questions(), tmp_path / "a.jsonl", KNOBS, 64)
+    rows = regenerate(opener(target), questions(), tmp_path / "a.jsonl", KNOBS, 64)
     lengths = set()
     for question, row in zip(questions(), rows, strict=True):
         assert row.tokens == question.tokens + generate(target, None, question.tokens, SamplingParams(
@@ -135,10 +153,10 @@ def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path)
 
 
 def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_path: Path) -> None:
-    rows = regenerate(target, questions(), tmp_path / "a.jsonl", KNOBS, 20)
+    rows = regenerate(opener(target), questions(), tmp_path / "a.jsonl", KNOBS, 20)
     assert max(len(row.tokens) for row in rows) == 20
     with pytest.raises(UserError, match=r"prompt 14 has 12 tokens, prompts.max_length is 13"):
-        regenerate(target, questions(), tmp_path / "b.jsonl", KNOBS, 13)
+        regenerate(opener(target), questions(), tmp_path / "b.jsonl", KNOBS, 13)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.999, 1.0])
@@ -148,7 +166,7 @@ def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
     rows, data = whole
     path = tmp_path / "answers.jsonl"
     path.write_bytes(data[: int(len(data) * share)])
-    assert regenerate(target, questions(), path, KNOBS, 64) == rows
+    assert regenerate(opener(target), questions(), path, KNOBS, 64) == rows
     assert sorted(read_rows(path), key=lambda r: r.index) == rows
     assert path.read_bytes().count(b"\n") == len(rows)
 
@@ -156,8 +174,10 @@ def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
 def test_complete_answers_are_not_made_again(whole: tuple[list[Row], bytes], tmp_path: Path) -> None:
     rows, data = whole
     (tmp_path / "answers.jsonl").write_bytes(data)
-    silent = make_target()
-    silent.model.generate = None  # cannot answer
+
+    def silent() -> Backend:
+        raise AssertionError("nothing is left to answer")
+
     assert regenerate(silent, questions(), tmp_path / "answers.jsonl", KNOBS, 64) == rows
 
 
@@ -165,7 +185,7 @@ def test_a_target_without_pad_and_stop_tokens_still_answers(tmp_path: Path) -> N
     target = make_target()
     for settings in (target.config, target.model.generation_config):
         settings.pad_token_id = settings.eos_token_id = None
-    rows = regenerate(target, questions(3), tmp_path / "a.jsonl", KNOBS, 64)
+    rows = regenerate(opener(target), questions(3), tmp_path / "a.jsonl", KNOBS, 64)
     for question, row in zip(questions(3), rows, strict=True):
         assert row.tokens == question.tokens + generate(target, None, question.tokens, SamplingParams(
             max_new_tokens=20)).tokens  # fmt: skip
@@ -184,9 +204,25 @@ def test_the_data_s_answers_end_with_the_stop_token_and_are_cut_at_max_length(co
 def test_a_row_needs_two_supervised_tokens() -> None:
     rows = [Row(i, 3, list(range(3 + i))) for i in range(5)]
     assert [row.index for row in with_anchors(rows)] == [2, 3, 4]
+    spans = [((2, 3), (5, 6)), ((2, 3), (5, 7)), ((2, 4),)]
+    assert [row.index for row in with_anchors([Row(i, 2, list(range(7)), s) for i, s in enumerate(spans)])] == [1, 2]
+
+
+def test_a_cut_row_keeps_what_it_has_of_its_answers() -> None:
+    row = Row(0, 2, list(range(9)), ((2, 4), (6, 9)))
+    assert row.cut(9) is row
+    assert row.cut(7) == Row(0, 2, list(range(7)), ((2, 4), (6, 7)))
+    assert row.cut(5) == Row(0, 2, list(range(5)), ((2, 4),))
+    assert not row.cut(2).has_anchor and row.cut(2).answer_tokens == 0
 
 
 # ---- features --------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_of_a_conversation_is_supervised_and_nothing_else() -> None:
+    source = FeatureSource(make_target(), (1, 3), 10, 0.0)
+    row = Row(0, 2, list(range(12)), ((2, 4), (7, 12)))
+    assert source([row]).supervised[0].nonzero().flatten().tolist() == [2, 3, 7, 8, 9]
 
 
 @pytest.mark.parametrize("cache_gb", [0.0, 1.0, 1e-5])  # none, all of it, the first row only

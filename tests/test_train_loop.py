@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dflash_toolkit import UserError
@@ -25,6 +27,7 @@ from train.cli import main
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from train.loop import Schedule, learning_rate_factor, train
 from train.metrics import MetricsLog
+from train.packing import PackedSchedule
 from train.state import RunState, first_difference, load_state, save_state
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
@@ -47,7 +50,7 @@ def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
     target = make_target()
     config = TrainConfig(
         target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8, weights=weights),
-        optim=OptimKnobs(steps=40, batch_size=4, learning_rate=3e-3), run=RunKnobs(log_every=4),
+        optim=OptimKnobs(optimizer="adamw", steps=40, batch_size=4, learning_rate=3e-3), run=RunKnobs(log_every=4),
     )  # fmt: skip
     train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda trained, tau: None)
     curve = losses(tmp_path / "metrics.jsonl")
@@ -69,6 +72,17 @@ def test_every_epoch_sees_every_row_once_in_its_own_order() -> None:
     assert schedule.indices(4) == Schedule(10, 4, 3, 0, seed=1).indices(4) != Schedule(10, 4, 3, 0, seed=2).indices(4)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 100), st.integers(0, 5))
+def test_packs_hold_every_row_once_an_epoch_and_never_too_much(lengths: list[int], room: int, seed: int) -> None:
+    schedule = PackedSchedule(lengths, room, epochs=2, steps=0, seed=seed)
+    packs = [schedule.indices(step) for step in range(schedule.total)]
+    assert sorted(i for pack in packs for i in pack) == sorted([*range(len(lengths))] * 2)
+    assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= room for pack in packs)
+    again = PackedSchedule(lengths, room, epochs=1, steps=schedule.total, seed=seed)
+    assert [again.indices(step) for step in reversed(range(again.total))] == packs[::-1]
+
+
 def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() -> None:
     factors = [learning_rate_factor(step, 100, 0.1) for step in range(101)]
     assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
@@ -78,7 +92,7 @@ def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() ->
 
 def lines_without_speed(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    return [{key: value for key, value in line.items() if not key.endswith("_per_second")} for line in lines]
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------
@@ -143,6 +157,24 @@ def test_cached_features_change_nothing(target_dir: Path, data: Path, tmp_path: 
     off, on = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("off", "on"))
     assert len(off) == 27 and off == on
     assert weights(tmp_path / "off") == weights(tmp_path / "on")
+
+
+def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    packed = ["optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
+    assert main(argv(target_dir, data, tmp_path / "whole", *packed)) == 0
+    run_killed_after(3, argv(target_dir, data, tmp_path / "killed", *packed), tmp_path / "killed/work/metrics.jsonl")
+    assert main(argv(target_dir, data, tmp_path / "killed", *packed)) == 0
+    whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed"))
+    assert whole == killed and [line["step"] for line in whole if "loss" in line][-1] == 9
+    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+
+
+def test_a_run_by_the_clock_ends_by_the_clock(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert main(argv(target_dir, data, tmp_path / "run", "optim.minutes=0.05", "run.evaluate_every=0")) == 0
+    lines = lines_without_speed(tmp_path / "run/work/metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    assert time.monotonic() - began > 3 and rates[-1] < max(rates) / 100
 
 
 def test_other_settings_in_the_same_output_are_refused_by_name(

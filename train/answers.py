@@ -1,21 +1,24 @@
-"""Answers in the target's own words: batched generation into a JSONL file that survives any kill.
+"""Answers in the target's own words: rows in a JSONL file that survives any kill.
 
-A row is `{"index", "prompt_tokens", "tokens"}`: token ids of prompt and answer, as the chat template and the target
-made them. Nothing is re-tokenised later.
+A row of `dflash-train` is `{"index", "prompt_tokens", "tokens"}`: token ids of prompt and answer, as the chat template
+and the target made them. Nothing is re-tokenised later. `dflash-data` writes more beside these; see `data_cli.py`.
 """
 
 import json
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from transformers import GenerationConfig
+from typing import Any, Protocol, TypeVar
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.target import Target
 
+from .backends import Answer, Backend
 from .config import AnswerKnobs
+
+Span = tuple[int, int]  # start and end of an answer in its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,32 @@ class Row:
     """One training text."""
 
     index: int  # of its prompt in the data
-    prompt_tokens: int  # the first so many tokens are the prompt, the rest is supervised
+    prompt_tokens: int  # the first so many tokens are the prompt; the rest is supervised unless there are spans
     tokens: list[int]
+    spans: tuple[Span, ...] = ()  # the answers of a conversation of several turns
+
+    @property
+    def supervised(self) -> tuple[Span, ...]:
+        """Every [start, end) that the target wrote."""
+        return self.spans or ((self.prompt_tokens, len(self.tokens)),)
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(end - start for start, end in self.supervised)
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether there are two supervised tokens in a row."""
+        return any(end - start >= 2 for start, end in self.supervised)
+
+    def cut(self, length: int) -> "Row":
+        """At most so many tokens of it."""
+        if len(self.tokens) <= length:
+            return self
+        spans = tuple((start, min(end, length)) for start, end in self.spans if start < length)
+        # without a span left nothing may count as supervised
+        prompt = min(self.prompt_tokens, length) if spans or not self.spans else length
+        return replace(self, prompt_tokens=prompt, tokens=self.tokens[:length], spans=spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +60,61 @@ class Question:
 
     index: int
     tokens: list[int]
+
+
+class Dialogue(Protocol):
+    """What is to be answered, in one turn or in several."""
+
+    @property
+    def question(self) -> tuple[list[int], SamplingParams] | None:
+        """The prompt to answer next and how; None when all is said."""
+
+    def hear(self, answer: Answer) -> None:
+        """The answer to the question."""
+
+
+D = TypeVar("D", bound=Dialogue)
+
+
+def converse(backend: Backend, dialogues: Iterable[D]) -> Iterator[D]:
+    """Every dialogue once it is over, in the order in which they end; no more are begun than the backend has use for.
+
+    Raises:
+        UserError: whatever the backend raises.
+    """
+    waiting = iter(dialogues)
+    asked: dict[int, D] = {}
+    key = 0
+    exhausted = False
+    while True:
+        while not exhausted and len(asked) < backend.width:
+            dialogue = next(waiting, None)
+            if dialogue is None:
+                exhausted = True
+            elif dialogue.question is None:
+                yield dialogue
+            else:
+                key += 1
+                asked[key] = dialogue
+                backend.ask(key, *dialogue.question)
+        if not asked:
+            return
+        answer = backend.wait()
+        dialogue = asked[answer.key]
+        dialogue.hear(answer)
+        if dialogue.question is None:
+            del asked[answer.key]
+            yield dialogue
+        else:
+            backend.ask(answer.key, *dialogue.question)
+
+
+def seed_of(seed: int, index: int, sample: int = 0) -> int:
+    """The seed of one answer, in 0..2^31 - 1: it does not depend on what else is answered."""
+    return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
+
+
+# ---- dflash-train: one answer to every question --------------------------------------------------------------
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -47,73 +129,68 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(**json.loads(line)) for line in data[:whole].splitlines()]
 
 
-def regenerate(target: Target, questions: list[Question], path: Path, knobs: AnswerKnobs, max_length: int) -> list[Row]:
-    """Answer every question that `path` does not hold yet, appending as batches finish.
+class _Single:
+    """A question, answered once."""
+
+    def __init__(self, index: int, tokens: list[int], params: SamplingParams) -> None:
+        self.row = Row(index, len(tokens), tokens)
+        self.question: tuple[list[int], SamplingParams] | None = (tokens, params)
+
+    def hear(self, answer: Answer) -> None:
+        self.row = replace(self.row, tokens=self.row.tokens + answer.tokens)
+        self.question = None
+
+
+def regenerate(
+    open_backend: Callable[[], Backend], questions: list[Question], path: Path, knobs: AnswerKnobs, max_length: int
+) -> list[Row]:
+    """Answer every question that `path` does not hold yet, appending each answer when it is finished.
 
     Args:
+        open_backend: called if there is anything left to answer.
         max_length: prompt and answer together; longer answers are cut.
 
     Returns:
         All rows, in the order of `questions`.
 
     Raises:
-        UserError: the disk is full.
+        UserError: the disk is full, or a prompt leaves no room for an answer.
     """
+    for question in questions:
+        if max_length - len(question.tokens) < 2:
+            raise UserError(
+                f"prompt {question.index} has {len(question.tokens)} tokens, prompts.max_length is {max_length}: "
+                f"no room for an answer"
+            )
     done = {row.index: row for row in read_rows(path)}
-    # the longest prompts first: memory peaks in the first batch, and a batch holds prompts of one length
-    todo = sorted((q for q in questions if q.index not in done), key=lambda q: (-len(q.tokens), q.index))
-    with Progress("answers", len(questions), unit="tok") as progress:
-        progress.advance(len(done), units=0)
-        for start in range(0, len(todo), knobs.batch_size):
-            batch = todo[start : start + knobs.batch_size]
-            rows = _answer(target, batch, knobs, max_length)
-            _append(rows, path)
-            done |= {row.index: row for row in rows}
-            progress.advance(len(rows), units=sum(len(r.tokens) - r.prompt_tokens for r in rows))
+    todo = [q for q in questions if q.index not in done]
+    if todo:
+        params = SamplingParams(
+            temperature=knobs.temperature, top_p=knobs.top_p, top_k=knobs.top_k, min_p=knobs.min_p
+        )  # fmt: skip
+
+        def begin(q: Question) -> _Single:
+            room = min(knobs.max_new_tokens, max_length - len(q.tokens))
+            return _Single(q.index, q.tokens, replace(params, seed=seed_of(0, q.index), max_new_tokens=room))
+
+        backend = open_backend()
+        try:
+            with Progress("answers", len(questions), unit="tok") as progress:
+                progress.advance(len(done), units=0)
+                for single in converse(backend, map(begin, todo)):
+                    row = single.row
+                    append(path, [{"index": row.index, "prompt_tokens": row.prompt_tokens, "tokens": row.tokens}])
+                    done[row.index] = row
+                    progress.advance(1, units=row.answer_tokens)
+        finally:
+            backend.close()
     return [done[q.index] for q in questions]
 
 
-def _append(rows: list[Row], path: Path) -> None:
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add rows to a JSONL file in one write. Raises UserError."""
     try:
         with open(path, "a", encoding="utf-8") as handle:  # closing flushes, and may fail like a write
-            handle.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+            handle.write("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
-
-
-@torch.inference_mode()
-def _answer(target: Target, batch: list[Question], knobs: AnswerKnobs, max_length: int) -> list[Row]:
-    longest = max(len(q.tokens) for q in batch)
-    room = max_length - longest
-    if room < 2:
-        raise UserError(
-            f"prompt {batch[0].index} has {longest} tokens, prompts.max_length is {max_length}: no room for an answer"
-        )
-    pad = target.config.pad_token_id
-    if pad is None:
-        pad = target.stop_token_ids[0] if target.stop_token_ids else 0
-    ids = torch.full((len(batch), longest), pad, device=target.device)
-    attention = torch.zeros_like(ids)
-    for i, question in enumerate(batch):  # padded on the left
-        ids[i, longest - len(question.tokens) :] = torch.tensor(question.tokens, device=target.device)
-        attention[i, longest - len(question.tokens) :] = 1
-    torch.manual_seed(batch[0].index)  # what is sampled does not depend on what an earlier run left to do
-    sampling = {"temperature": knobs.temperature, "top_p": knobs.top_p} if knobs.temperature else {}
-    out = target.model.generate(
-        input_ids=ids,
-        attention_mask=attention,
-        generation_config=GenerationConfig(
-            max_new_tokens=min(knobs.max_new_tokens, room),
-            do_sample=knobs.temperature > 0,
-            eos_token_id=list(target.stop_token_ids) or None,
-            pad_token_id=pad,
-            repetition_penalty=1.0,  # else filled in from the checkpoint's own generation_config
-            top_k=0 if knobs.temperature else None,
-            **sampling,
-        ),
-    )
-    rows = []
-    for question, answer in zip(batch, out[:, longest:].tolist(), strict=True):
-        end = next((i + 1 for i, token in enumerate(answer) if token in target.stop_token_ids), len(answer))
-        rows.append(Row(question.index, len(question.tokens), question.tokens + answer[:end]))
-    return rows

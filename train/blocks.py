@@ -4,15 +4,15 @@ A block is `[anchor, MASK, ...]`. Slot k stands at position anchor + k and predi
 block sees the context strictly before its anchor, and itself; nothing else.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 PADDING = -1  # document id of padding
+TILE = 128  # of FlexAttention's block mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,12 @@ class Blocks:
 
 
 def sample_blocks(
-    features: Features, anchors: int, block_size: int, mask_token_id: int, generator: torch.Generator
+    features: Features,
+    anchors: int,
+    block_size: int,
+    mask_token_id: int,
+    generator: torch.Generator,
+    fixed: bool = False,
 ) -> Blocks:
     """Draw anchors uniformly without replacement from supervised positions, sorted by position.
 
@@ -60,9 +65,10 @@ def sample_blocks(
     Args:
         anchors: at most this many blocks a row; rows with fewer candidates get invalid blocks.
         generator: a CPU generator, so that the draw is the same on every device.
+        fixed: exactly `anchors` blocks a row, however few candidates there are.
     """
     candidates = anchor_candidates(features)
-    count = min(anchors, int(candidates.sum(1).max()))
+    count = anchors if fixed else min(anchors, int(candidates.sum(1).max()))
     scores = torch.rand(candidates.shape, generator=generator).to(candidates.device)
     scores = scores.masked_fill(~candidates, -1.0)
     best, anchor = scores.topk(max(count, 1), dim=1)
@@ -152,14 +158,35 @@ def dense_mask(features: Features, blocks: Blocks) -> Tensor:
 
 
 def flex_mask(features: Features, blocks: Blocks) -> BlockMask:
-    """The rule as a FlexAttention block mask over the same axes; empty tiles are skipped."""
-    rows, context = features.tokens.shape
-    queries = blocks.anchor.shape[1] * blocks.size
+    """The rule as a FlexAttention block mask over the same axes; empty tiles are skipped.
+
+    Anchors are sorted and documents contiguous, so what a tile of queries sees of the context lies between its first
+    document's start and its last anchor, and all of it sees what lies between its last document's start and its first
+    anchor. The predicates are evaluated only inside tiles that are partly visible.
+    """
+    context, size = features.tokens.shape[1], blocks.size
+    queries = blocks.anchor.shape[1] * size
     device = features.tokens.device
-    build = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
-    return build(block_mask_mod(features, blocks), rows, None, queries, context + queries, device=device)
+    slot = torch.arange(-(-queries // TILE) * TILE, device=device).clamp(max=queries - 1).view(-1, TILE)
+    block = slot // size  # [query tiles, TILE]
+    start = (blocks.anchor - features.positions.gather(1, blocks.anchor))[:, block]  # of the anchor's document
+    anchor = blocks.anchor[:, block]  # [B, query tiles, TILE]
+    first = torch.arange(0, context + queries, TILE, device=device)  # of a key tile
+    end = first + TILE
+    visible = (first < anchor.amax(2)[..., None]) & (end > start.amin(2)[..., None])
+    whole = (first >= start.amax(2)[..., None]) & (end <= anchor.amin(2)[..., None])
+    own = (first < context + (block.amax(1)[:, None] + 1) * size) & (end > context + block.amin(1)[:, None] * size)
+    return BlockMask.from_kv_blocks(
+        *_listed((visible | own) & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=TILE,
+        mask_mod=block_mask_mod(features, blocks),
+        seq_lengths=(queries, context + queries),
+    )
 
 
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask)  # uncompiled, it materialises the dense grid
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key tiles each query tile has, and which: the form that BlockMask wants."""
+    tiles = tiles[:, None]  # one mask for all heads
+    order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1).to(torch.int32), order.to(torch.int32)

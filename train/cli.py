@@ -23,6 +23,7 @@ from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer, resolve_device
 
 from .answers import Row, regenerate
+from .backends import Backend, open_backend
 from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .loop import Outcome, train, use_flex
@@ -86,6 +87,7 @@ def run(config: TrainConfig) -> None:
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_tokenizer(config.target)
     shape = drafter_config(config, target_config, tokenizer)
+    check_fits(shape, target_config)
     data = load_prompts(config, tokenizer)
     work = _work_directory(output)
     record = _provenance(config, shape, data, template_hash(tokenizer))
@@ -93,14 +95,20 @@ def run(config: TrainConfig) -> None:
         print(f"{output} holds this run, finished; give another --output to train again", file=sys.stderr)
         return
 
+    answered = data.rows
+    if config.answers.regenerate and not config.answer_files:
+        answered = _answered(config, data, work, record)  # before the target is loaded: the engine has its own copy
     target = Target.load(config.target, config.run.device, config.run.dtype)
     check_fits(shape, target.config, target.embedding.num_embeddings)
-    rows = _rows(config, target, data, work, record)
+    if not answered:
+        stop = target.stop_token_ids[0] if target.stop_token_ids else None
+        answered = rows_from_answers(data, tokenizer, stop, length)
+    rows = _kept(answered)
     drafter = Drafter(shape)
     drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
-    answers = sum(len(r.tokens) - r.prompt_tokens for r in rows)
+    answers = sum(row.answer_tokens for row in rows)
     attention = "flex" if use_flex(config.run.attention, target.device) else "sdpa"
     print(
         f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
@@ -125,23 +133,28 @@ def run(config: TrainConfig) -> None:
     print(serving_commands(config.target, str(output), shape.block_size))
 
 
-def _rows(config: TrainConfig, target: Target, data: PromptData, work: Path, record: dict[str, Any]) -> list[Row]:
-    if config.answers.regenerate:
-        wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
-        # the prompt knobs and the seed fix which prompt an index means
-        wanted |= {k: record["config"][k] for k in ("answers", "prompts")} | {"seed": config.run.seed}
-        meta = work / "answers.json"
-        if meta.exists():
-            if difference := first_difference(json.loads(meta.read_text()), wanted):
-                raise UserError(
-                    f"{work} holds answers of another run ({difference}); choose another --output or remove it"
-                )
-        else:
-            _write_json(meta, wanted)
-        rows = regenerate(target, data.training, work / "answers.jsonl", config.answers, config.prompts.max_length)
-    else:
-        stop = target.stop_token_ids[0] if target.stop_token_ids else None
-        rows = rows_from_answers(data, target.tokenizer, stop, config.prompts.max_length)
+def _answered(config: TrainConfig, data: PromptData, work: Path, record: dict[str, Any]) -> list[Row]:
+    """The target's answers to every prompt; those of an earlier run are kept."""
+    wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
+    # the prompt knobs and the seed fix which prompt an index means
+    wanted |= {k: record["config"][k] for k in ("answers", "prompts")} | {"seed": config.run.seed}
+    meta = work / "answers.json"
+    if meta.exists() and (difference := first_difference(json.loads(meta.read_text()), wanted)):
+        raise UserError(f"{work} holds answers of another run ({difference}); choose another --output or remove it")
+
+    def begin() -> Backend:
+        knobs, length = config.answers, config.prompts.max_length
+        backend = open_backend(
+            config.target, runtime=knobs.runtime, device=config.run.device, dtype=config.run.dtype,
+            batch=knobs.batch_size, context=length,
+        )  # fmt: skip
+        _write_json(meta, wanted)
+        return backend
+
+    return regenerate(begin, data.training, work / "answers.jsonl", config.answers, config.prompts.max_length)
+
+
+def _kept(rows: list[Row]) -> list[Row]:
     kept = with_anchors(rows)
     if not kept:
         raise UserError(f"none of {len(rows)} answers has two supervised tokens; there is nothing to train on")
@@ -172,6 +185,7 @@ def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, tem
         "config": to_mapping(config),
         "drafter": to_mapping(shape),
         "data_hash": data.digest,
+        "samplers": data.samplers or [to_mapping(config.answers)],
         "template_hash": template,
         "argv": sys.argv,
         "versions": {
@@ -187,7 +201,7 @@ def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, tem
 
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
-    config = {k: v for k, v in record["config"].items() if k not in ("output", "data", "held_out")}
+    config = {k: v for k, v in record["config"].items() if k not in ("output", "data", "held_out", "answer_files")}
     config["run"] = {k: v for k, v in config["run"].items() if k not in FREE_KNOBS}
     return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")}
 
@@ -200,7 +214,7 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
         "target": record["target"],
         "template_hash": record["template_hash"],
         "data_hash": record["data_hash"],
-        "answers": record["config"]["answers"],
+        "answers": record["samplers"],
     }
 
 
@@ -220,7 +234,7 @@ def _result(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
     return {
         "steps": outcome.steps,
         "answers": len(rows),
-        "answer_tokens": sum(len(r.tokens) - r.prompt_tokens for r in rows),
+        "answer_tokens": sum(row.answer_tokens for row in rows),
         "acceptance_length": outcome.best if math.isfinite(outcome.best) else None,
         "training_seconds": round(outcome.elapsed_s, 1),
     }

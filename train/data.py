@@ -1,17 +1,20 @@
 """Prompts for a run: from files or a public dataset, rendered by the target's chat template, split for measuring."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.prompts import Prompt, encode_chat, file_hash, read_prompts, split_messages
+from dflash_toolkit.prompts import ROLES, Prompt, encode_chat, file_hash, read_prompts, split_messages, template_hash
+from dflash_toolkit.target import load_config
 
+from .answer_file import read_training_rows
 from .answers import Question, Row
 from .config import TrainConfig
+from .sources import load_rows
 
 
 @dataclass(slots=True)
@@ -22,6 +25,8 @@ class PromptData:
     answers: dict[int, str]  # the data's own answers, by question index; used only without regeneration
     held_out: list[list[int]]
     digest: str  # of everything read
+    rows: list[Row] = field(default_factory=list)  # of answers files, which leave nothing to ask
+    samplers: list[dict[str, Any]] = field(default_factory=list)  # that wrote them
 
 
 def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
@@ -30,6 +35,8 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
     Raises:
         UserError: unreadable or malformed files, no network for the public dataset, a prompt that leaves no room.
     """
+    if config.answer_files:
+        return _from_answers(config, tokenizer)
     limit = config.prompts.max_prompts or None
     if config.data:
         prompts = [p for path in config.data for p in read_prompts(path, limit)][:limit]
@@ -76,19 +83,31 @@ def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: 
     return rendered
 
 
+def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
+    """Rows that dflash-data wrote; without files of held-out prompts, all rows of some prompts are kept out."""
+    vocabulary = int(load_config(config.target).vocab_size)
+    found = read_training_rows(config.answer_files, config.target, vocabulary, template_hash(tokenizer))
+    digest = file_hash([*config.answer_files, *config.held_out])
+    if config.held_out:
+        prompts = [p for path in config.held_out for p in read_prompts(path)]
+        held_out, chosen = _render(prompts, config, tokenizer, strict=True), set()
+    else:
+        asked = {prompt: row.tokens[: row.prompt_tokens] for row, prompt in zip(found.rows, found.prompts, strict=True)}
+        names = list(asked)
+        order = torch.randperm(len(names), generator=torch.Generator().manual_seed(config.run.seed)).tolist()
+        chosen = {names[i] for i in order[: min(config.prompts.held_out, len(names) // 2)]}
+        held_out = [ids for name, ids in asked.items() if name in chosen and len(ids) <= config.prompts.max_length - 2]
+    rows = [
+        row.cut(config.prompts.max_length)
+        for row, prompt in zip(found.rows, found.prompts, strict=True)
+        if prompt not in chosen
+    ]
+    return PromptData([], {}, held_out, digest, rows, found.samplers)
+
+
 def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
     name = config.prompts.dataset
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"reading {name} needs datasets: pip install 'dflash-toolkit[train]', or give --data FILE"
-        ) from error
-    try:
-        data = datasets.load_dataset(name, split=config.prompts.split)
-    except Exception as error:  # the hub client raises a dozen kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give --data FILE") from error
+    data = load_rows(name, name, split=config.prompts.split)
     data = data.shuffle(seed=config.run.seed)
     if config.prompts.max_prompts:
         data = data.select(range(min(config.prompts.max_prompts, len(data))))
@@ -97,9 +116,6 @@ def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
     if not kept:
         raise UserError(f"dataset {name} has no `messages`, `conversations` or `prompt` column; give --data FILE")
     return kept, f"{name}/{config.prompts.split}/{data._fingerprint}"
-
-
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 def _from_row(row: dict[str, Any], index: int) -> Prompt | None:
@@ -134,4 +150,4 @@ def rows_from_answers(data: PromptData, tokenizer: Any, stop_id: int | None, max
 
 def with_anchors(rows: list[Row]) -> list[Row]:
     """Rows that hold at least one anchor: two supervised tokens in a row."""
-    return [row for row in rows if len(row.tokens) - row.prompt_tokens >= 2]
+    return [row for row in rows if row.has_anchor]

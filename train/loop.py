@@ -1,6 +1,7 @@
 """The training loop: features -> blocks -> drafter -> loss -> step, with resume points and real decoding."""
 
 import contextlib
+import functools
 import math
 import time
 import zlib
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.drafter import Drafter
@@ -24,6 +26,8 @@ from .config import TrainConfig
 from .features import FeatureSource
 from .losses import DraftLoss, draft_loss
 from .metrics import MetricsLog
+from .optimizers import Optimizers, make_optimizer
+from .packing import PackedSchedule
 from .state import RunState, load_state, save_state
 
 
@@ -65,6 +69,15 @@ def learning_rate_factor(step: int, total: int, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, total - ramp)))
 
 
+def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
+    """Tokens and blocks of a packed row; (0, 0) where sequences stay apart."""
+    optim = config.optim
+    tokens = optim.pack_tokens
+    if tokens is None:
+        tokens = 8192 if device.type == "cuda" else 0
+    return tokens, (optim.pack_blocks or tokens * 3 // 4) if tokens else 0
+
+
 def use_flex(attention: str, device: torch.device) -> bool:
     """FlexAttention skips empty tiles but has no backward on a CPU."""
     return device.type == "cuda" if attention == "auto" else attention == "flex"
@@ -74,12 +87,26 @@ def compute_loss(
     drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool
 ) -> DraftLoss:
     """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
+    compiled = config.run.compile == "on" or (config.run.compile == "auto" and target.device.type == "cuda")
+    run = _compiled_run() if compiled else _run
+    mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
+    embedded = target.embed(blocks.inputs.flatten(1))
     with _autocast(target.device):
-        context = drafter.context_kv(features.hidden.to(target.dtype), features.positions)
-        mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
-        embedded = target.embed(blocks.inputs.flatten(1))
-        hidden = drafter(embedded, blocks.positions.flatten(1), context, mask)
+        hidden = run(
+            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
+        )
         return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma)
+
+
+def _run(
+    drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor | BlockMask
+) -> Tensor:
+    return drafter(embedded, positions, drafter.context_kv(features, context), mask)
+
+
+@functools.cache
+def _compiled_run() -> Callable[..., Tensor]:
+    return torch.compile(_run)
 
 
 def _autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -111,11 +138,20 @@ def train(
     """
     run, optim = config.run, config.optim
     flex = use_flex(run.attention, target.device)
-    schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
+    tokens, count = packing(config, target.device)
+    schedule: Schedule | PackedSchedule
+    if tokens:
+        lengths = [min(len(row.tokens), tokens) for row in rows]
+        schedule = PackedSchedule(lengths, tokens, optim.epochs, optim.steps, run.seed)
+    else:
+        schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
     source = FeatureSource(
-        target, drafter.config.target_layer_ids, config.prompts.max_length, run.feature_cache_gb, 128 if flex else 1
-    )
-    optimizer = make_optimizer(drafter, config)
+        target, drafter.config.target_layer_ids, config.prompts.max_length, run.feature_cache_gb,
+        128 if flex else 1, tokens,
+    )  # fmt: skip
+    if target.device.type == "cuda" and not optim.steps:  # a run over all rows
+        source.fill(rows)
+    optimizer = make_optimizer(drafter, optim)
     state_file = work / "state.pt"
     step, best, elapsed = 0, -math.inf, 0.0
     if state := load_state(state_file, fingerprint):
@@ -127,6 +163,12 @@ def train(
     speed = _Speed()
     acceptance: Acceptance | None = None
 
+    def share_done() -> float:
+        """Of the run, when the next step begins."""
+        if optim.minutes:
+            return min(1.0, (time.perf_counter() - started) / (60 * optim.minutes))
+        return step / schedule.total
+
     def save() -> None:
         save_state(
             RunState(
@@ -137,32 +179,38 @@ def train(
 
     with _closing(metrics), Progress("training", schedule.total, unit="tok") as progress:
         progress.advance(step, units=0)
-        while step < schedule.total:
-            features = source([rows[i] for i in schedule.indices(step)])
+        last = share_done() >= 1
+        while not last:
+            chosen = schedule.indices(step)
+            features = source([rows[i] for i in chosen])
             blocks = sample_blocks(
-                features, config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
-                _generator(run.seed, 2, step),
+                features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
+                _generator(run.seed, 2, step), fixed=bool(tokens),
             )  # fmt: skip
             for group in optimizer.param_groups:
-                group["lr"] = optim.learning_rate * learning_rate_factor(step, schedule.total, optim.warmup)
+                if optim.minutes:
+                    factor = learning_rate_factor(round(1e6 * share_done()), 1_000_000, optim.warmup)
+                else:
+                    factor = learning_rate_factor(step, schedule.total, optim.warmup)
+                group["lr"] = optim.learning_rate * factor
             result = compute_loss(drafter, target, features, blocks, config, flex)
             result.loss.backward()
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), optim.clip)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             step += 1
 
-            tokens = int((features.document >= 0).sum())
-            speed.count(tokens)
-            if step % run.log_every == 0 or step == schedule.total:
+            last = share_done() >= 1
+            seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
+            speed.count(seen, len(chosen))
+            if step % run.log_every == 0 or last:
                 values = log_values(result, norm, optimizer, step / schedule.per_epoch)
-                metrics.write(step, values | {"tokens_per_second": speed.take()})
+                metrics.write(step, values | speed.take())
                 note = f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}"
-                progress.advance(1, units=tokens, note=note)
+                progress.advance(1, units=seen, note=note)
             else:
-                progress.advance(1, units=tokens)
+                progress.advance(1, units=seen)
 
-            last = step == schedule.total
             if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
                 acceptance = decode_held_out(target, drafter, held_out[: run.evaluate_prompts], config)
                 metrics.write(step, {"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
@@ -186,30 +234,24 @@ def _closing(metrics: MetricsLog) -> Iterator[None]:
 
 
 class _Speed:
-    """Context tokens per second since the last line of metrics.jsonl."""
+    """Context tokens and sequences per second since the last line of metrics.jsonl."""
 
     def __init__(self) -> None:
-        self._tokens, self._since = 0, time.perf_counter()
+        self._tokens, self._sequences, self._since = 0, 0, time.perf_counter()
 
-    def count(self, tokens: int) -> None:
+    def count(self, tokens: int, sequences: int) -> None:
         self._tokens += tokens
+        self._sequences += sequences
 
-    def take(self) -> float:
+    def take(self) -> dict[str, float]:
         now = time.perf_counter()
-        rate = self._tokens / (now - self._since)
-        self._tokens, self._since = 0, now
-        return rate
+        seconds = now - self._since
+        rates = {"tokens_per_second": self._tokens / seconds, "sequences_per_second": self._sequences / seconds}
+        self._tokens, self._sequences, self._since = 0, 0, now
+        return rates
 
 
-def make_optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the fp32 weights; norms are never decayed."""
-    matrices = [p for p in drafter.parameters() if p.dim() >= 2]
-    vectors = [p for p in drafter.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.optim.learning_rate, fused=drafter.device.type == "cuda")
-
-
-def log_values(result: DraftLoss, norm: Tensor, optimizer: torch.optim.Optimizer, epoch: float) -> dict[str, Any]:
+def log_values(result: DraftLoss, norm: Tensor, optimizer: Optimizers, epoch: float) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     return {
         "loss": float(result.loss.detach()),

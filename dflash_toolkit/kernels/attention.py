@@ -88,7 +88,7 @@ def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
     return end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
 def _attention_kernel(
     q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
     S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
@@ -136,7 +136,7 @@ def _attention_kernel(
         tl.store(p_acc + i_s * ROWS * HEAD, b_acc, mask=m_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
 def _merge_kernel(
     m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,

@@ -210,7 +210,7 @@ def _norm(
         gl.store(h_p + i_m * D + o_d, b_h, mask=mask)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "stride_tap"])
 def layer_kernel(
     o_d, gate_up_d, down_d, qkv_d, a_d, h_d, act_d,
     x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p,

@@ -88,7 +88,7 @@ def _accumulate(
     return b_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -126,7 +126,7 @@ def _linear_kernel(
         tl.store(p_out, b_acc.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _argmax_kernel(
     x_p, w_p, scale_p, best_p, index_p, M, N, K,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -153,7 +153,7 @@ def _argmax_kernel(
     tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "tiles"])
 def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i_m = tl.program_id(0)
     o_t = tl.arange(0, BLOCK)

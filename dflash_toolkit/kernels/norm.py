@@ -9,7 +9,7 @@ from torch import Tensor
 from .launch import next_power_of_two, pdl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_tap", "PARTS"])
 def _add_rms_norm_kernel(
     x_p, part_p, w_p, sum_p, h_p, tap_p, M, D, eps, stride_tap, PARTS,
     BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, PDL: tl.constexpr,

@@ -55,7 +55,7 @@ def _store(p_out, b_first, b_second, HALF, HEADS: tl.constexpr, BLOCK: tl.conste
     tl.store(p_heads + HALF, b_second.to(p_out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _rope_write_kernel(
     qkv_p, qw_p, kw_p, rope_p, lengths_p, pages_p, cache_p, q_p,
     S, N, G, HALF, positions, width, slots, eps,
@@ -82,7 +82,7 @@ def _rope_write_kernel(
             _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, HEADS, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "LAYERS"])
 def _context_write_kernel(
     kv_p, kw_p, rope_p, lengths_p, counts_p, pages_p, cache_p,
     S, LAYERS, G, HALF, positions, width, slots, eps,

@@ -1,0 +1,251 @@
+"""What dflash-data reads: every usual shape of row and kind of file, and which prompts count as the same."""
+
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_toolkit import UserError
+from dflash_toolkit.prompts import REASONING, Conversation, conversation
+from train.dedup import Duplicates, shingles, similarity
+from train.sources import Malformed, Source
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+# ---- rows ------------------------------------------------------------------------------------------------------
+
+SHAPES: dict[str, tuple[Any, list[list[dict[str, str]]]]] = {
+    "messages": ({"messages": [SYSTEM, user("a"), assistant("b"), user("c")]}, [[SYSTEM, user("a")], [user("c")]]),
+    "messages that end with an answer": ({"messages": [user("a"), assistant("b")]}, [[user("a")]]),
+    "two questions before an answer": ({"messages": [user("a"), user("b"), assistant("c")]}, [[user("a"), user("b")]]),
+    "text parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [[user("a")]]),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        [[user("a")]],
+    ),
+    "ShareGPT with a system turn": (
+        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a"}]},
+        [[SYSTEM, user("a")]],
+    ),
+    "turns": ({"turns": ["a ", "b"]}, [[user("a")], [user("b")]]),
+    "prompt and response": ({"prompt": "a", "response": "b"}, [[user("a")]]),
+    "prompt as messages": ({"prompt": [user("a")], "chosen": [assistant("b")]}, [[user("a")]]),
+    "instruction": ({"instruction": "a", "input": "", "output": "b"}, [[user("a")]]),
+    "instruction with an input": ({"instruction": "a", "input": "x", "output": "b"}, [[user("a\nx")]]),
+    "question and answer": ({"question": "a", "answer": "b"}, [[user(f"a\n{REASONING}")]]),
+    "text": ({"text": "a"}, [[user("a")]]),
+    "a bare string": ("a", [[user("a")]]),
+    "columns that are not filled": ({"messages": None, "question": None, "prompt": "a"}, [[user("a")]]),
+}
+
+
+@pytest.mark.parametrize(("row", "turns"), SHAPES.values(), ids=SHAPES)
+def test_every_shape_becomes_the_turns_that_ask(row: Any, turns: list[list[dict[str, str]]]) -> None:
+    assert conversation(row, "f, line 1") == Conversation("f, line 1", tuple(tuple(turn) for turn in turns))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"reply": "a"}, "none of messages, conversations"),
+        ({"messages": []}, "a turn asks nothing"),
+        ({"messages": [assistant("a"), user("b")]}, "a turn asks nothing"),
+        ({"messages": [user(" ")]}, "a turn asks nothing"),
+        ({"messages": [SYSTEM]}, "a turn asks nothing"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "role 'tool'"),
+        ({"messages": [{"role": "user"}]}, "malformed"),
+        ({"messages": [user("a") | {"content": 3}]}, "content must be text"),
+        ({"messages": ["a"]}, "malformed"),
+        ({"turns": ["a", ""]}, "a turn asks nothing"),
+        ({"turns": [1]}, "malformed"),
+        ({"prompt": 3}, "must be text"),
+        ({"instruction": 3}, "malformed"),
+        (3, "expected an object, got int"),
+        (None, "expected an object"),
+    ],
+)
+def test_a_row_that_asks_nothing_says_what_is_wrong(row: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        conversation(row, "x")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": "first"}, {"id": "b", "prompt": "second"}]
+
+
+def write(path: Path) -> Path:
+    """`ROWS` in the form that the name asks for."""
+    if path.suffix == ".parquet":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list([{"id": None, **row} for row in ROWS]).to_parquet(str(path))
+        return path
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    texts = {".jsonl": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS)}
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(texts[next(s for s in path.suffixes if s in texts)].encode()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "a.json.gz", "a.txt", "a.parquet"])
+def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path) -> None:
+    found = list(Source(str(write(tmp_path / name))).read())
+    assert [c.text for c in found if isinstance(c, Conversation)] == ["first", "second"]
+    assert len(Source(str(tmp_path / name)).digest("train")) == 64
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps({"version": 1, "data": ROWS}), json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])],
+    ids=["an object around the array", "JSON lines"],
+)
+def test_json_that_is_no_bare_array(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert [c.text for c in Source(str(tmp_path / "a.json")).read()] == ["first", "second"]
+
+
+def test_a_json_file_may_be_a_single_conversation(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"messages": [user("only")]}))
+    assert [c.text for c in Source(str(tmp_path / "a.json")).read()] == ["only"]
+
+
+def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{nope\n{"reply": 1}\n{"prompt": "b"}\n')
+    first, broken, odd, last = Source(str(tmp_path / "a.jsonl")).read()
+    assert isinstance(first, Conversation) and isinstance(last, Conversation)
+    assert isinstance(broken, Malformed) and broken.where == "a.jsonl, line 3" and "not valid JSON" in broken.reason
+    assert isinstance(odd, Malformed) and odd.where == "a.jsonl, line 4"
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, 3]')
+    _, odd = Source(str(tmp_path / "a.json")).read()
+    assert isinstance(odd, Malformed) and odd.where == "a.json, row 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.jsonl", None, "No such file"),
+        ("a.parquet", None, "no such file"),
+        ("a.json", "[1, 2", "not valid JSON"),
+        ("a.json", "3", "expected an array of rows, got int"),
+        ("a.json", '{"a": [], "b": []}', "got an object"),
+        ("a.jsonl", "\n", "holds no prompts"),
+        ("a.jsonl.gz", "no gzip", "cannot be read"),
+        ("a.parquet", "no parquet", "a.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, reason: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=reason) as caught:
+        list(Source(str(tmp_path / name)).read())
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_dataset_is_streamed_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    rows = [json.dumps({"prompt": str(i)}) for i in range(30)]
+    (tmp_path / "set" / "train.jsonl").write_text("\n".join(rows) + "\n")
+    source = Source(str(tmp_path / "set"))
+
+    def read(shuffle: int, seed: int = 0) -> list[str]:
+        return [c.text for c in source.read("train", shuffle, seed) if isinstance(c, Conversation)]
+
+    assert read(0) == [str(i) for i in range(30)]
+    assert read(100, 1) == read(100, 1) != read(100, 2)
+    assert sorted(read(100, 1)) == sorted(read(0)) != read(100, 1)
+    assert source.digest("train") != source.digest("test")
+
+
+def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(UserError, match="dataset no-such/set:main cannot be loaded") as caught:
+        list(Source("no-such/set:main").read())
+    assert "\n" not in str(caught.value)
+
+
+# ---- duplicates ------------------------------------------------------------------------------------------------
+
+LONG = " ".join(f"word{i}" for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("Say hello", "say   HELLO\n"),
+        ("\uff21\uff22\uff23", "abc"),  # full width
+        (LONG, LONG.replace("word30", "other")),
+        (LONG, "Please, " + LONG),
+        ("\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed\u73a9",
+         "\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed"),
+    ],
+)  # fmt: skip
+def test_prompts_that_say_the_same_are_duplicates(a: str, b: str) -> None:
+    duplicates = Duplicates(0.8)
+    assert not duplicates.seen(a) and duplicates.seen(b) and duplicates.seen(a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("What is 2 + 2?", "What is 2 + 3?"),
+        ("What is 5 - 1?", "What is 5 + 1?"),
+        ("Count from 1 to 20.", "Count from 1 to 30."),
+        ("yes", "no"),
+        (LONG, LONG[: len(LONG) // 2]),
+    ],
+)
+def test_prompts_that_ask_something_else_are_not(a: str, b: str) -> None:
+    duplicates = Duplicates(0.8)
+    assert not duplicates.seen(a) and not duplicates.seen(b)
+
+
+def test_at_a_threshold_of_one_only_equal_prompts_are_dropped() -> None:
+    duplicates = Duplicates(1.0)
+    assert not duplicates.seen(LONG) and not duplicates.seen(LONG + " more") and duplicates.seen(LONG.upper())
+
+
+def test_minhash_finds_what_comparing_all_pairs_finds() -> None:
+    rng = random.Random(3)
+    texts = []
+    for _ in range(40):
+        words = [f"w{rng.randrange(500)}" for _ in range(rng.randrange(20, 80))]
+        texts.append(" ".join(words))
+        for _ in range(3):
+            changed = list(words)
+            for _ in range(rng.randrange(1, 8)):
+                changed[rng.randrange(len(changed))] = f"w{rng.randrange(500)}"
+            texts.append(" ".join(changed))
+    rng.shuffle(texts)
+    duplicates = Duplicates(0.8)
+    kept: list[frozenset[int]] = []
+    verdicts, expected = [], []
+    for text in texts:
+        mine = shingles(text)
+        expected.append(any(similarity(mine, other) >= 0.8 for other in kept))
+        verdicts.append(duplicates.seen(text))
+        if not expected[-1]:
+            kept.append(mine)
+    assert verdicts == expected and 10 < sum(expected) < 110
+
+
+@given(st.text(max_size=40))
+def test_any_text_can_be_compared(text: str) -> None:
+    duplicates = Duplicates(0.8)
+    assert not duplicates.seen(text) and duplicates.seen(text)
+    assert similarity(shingles(text), shingles(text)) == 1.0

@@ -1,0 +1,152 @@
+"""What `dflash-data` writes and `dflash-train --answers` reads: one JSON line an answer, appended, never changed.
+
+`index` (of the prompt), `sample`, `id`, `messages` with the answers, `tokens` (ids of prompt and answers),
+`prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every answer), `part` of `parts` (more than
+one where the turns of a conversation do not continue each other token for token), `finish_reason`, `target`,
+`vocab_size`, `template_hash` and `sampler`.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit.config import UserError
+
+from .answers import Row
+from .dialogue import ChatDialogue
+
+
+def lines_of(dialogue: ChatDialogue, common: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is written of a dialogue that is over; nothing if it was dropped."""
+    return [
+        {
+            "index": dialogue.index,
+            "sample": dialogue.sample,
+            "part": number,
+            "parts": len(dialogue.parts),
+            "id": dialogue.id,
+            "messages": part.messages,
+            "prompt_tokens": part.row.prompt_tokens,
+            "tokens": part.row.tokens,
+            "spans": part.row.spans,
+            "finish_reason": part.finish_reason,
+            **common,
+        }
+        for number, part in enumerate(dialogue.parts)
+    ]
+
+
+def resume(path: Path) -> tuple[set[tuple[int, int]], int, int]:
+    """What a file holds: (index, sample) of complete answers, rows, answer tokens.
+
+    A row torn by a kill, or an answer whose last part is missing, can only stand at the end; it is cut off.
+
+    Raises:
+        UserError: a line is not one of ours.
+    """
+    done: set[tuple[int, int]] = set()
+    rows = tokens = position = whole = 0
+    open_rows = open_tokens = 0
+    for number, line, row in _lines(path):
+        position += len(line)
+        open_rows += 1
+        try:
+            open_tokens += _row_of(row, 0).answer_tokens
+            last = row["part"] == row["parts"] - 1
+            key = (int(row["index"]), int(row["sample"]))
+        except (LookupError, TypeError, ValueError) as error:
+            raise _foreign(path, number, error) from error
+        if last:
+            done.add(key)
+            rows, tokens, whole = rows + open_rows, tokens + open_tokens, position
+            open_rows = open_tokens = 0
+    if path.exists() and path.stat().st_size > whole:
+        os.truncate(path, whole)
+    return done, rows, tokens
+
+
+@dataclass(slots=True)
+class TrainingRows:
+    """What answers files hold."""
+
+    rows: list[Row]  # renumbered
+    prompts: list[tuple[str, int]]  # of each row: file and index of the prompt
+    samplers: list[dict[str, Any]]  # every one that is there
+
+
+def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, template: str) -> TrainingRows:
+    """The rows of answers files.
+
+    Raises:
+        UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
+    """
+    rows: list[Row] = []
+    prompts: list[tuple[str, int]] = []
+    samplers: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        found = len(rows)
+        for number, _, row in _lines(Path(path)):
+            try:
+                rows.append(_row_of(row, len(rows)))
+                prompts.append((path, int(row["index"])))
+                samplers[json.dumps(row["sampler"], sort_keys=True)] = row["sampler"]
+                wrote, words, rendered = str(row["target"]), row["vocab_size"], row["template_hash"]
+            except (LookupError, TypeError, ValueError) as error:
+                raise _foreign(Path(path), number, error) from error
+            where = f"{path}, line {number}"
+            if _last_name(wrote) != _last_name(target) or words != vocab_size:
+                raise UserError(
+                    f"{where}: written by {wrote} with {words} tokens in its vocabulary, "
+                    f"and the target is {target} with {vocab_size}; answer the prompts with dflash-data again"
+                )
+            if rendered != template:
+                raise UserError(
+                    f"{where}: rendered with another chat template than {target} has; "
+                    f"answer the prompts with dflash-data again"
+                )
+            if not 0 <= min(rows[-1].tokens) <= max(rows[-1].tokens) < vocab_size:
+                raise UserError(f"{where}: holds a token outside the target's vocabulary of {vocab_size}")
+        if len(rows) == found:
+            raise UserError(f"{path}: holds no answers")
+    return TrainingRows(rows, prompts, list(samplers.values()))
+
+
+def _row_of(row: dict[str, Any], index: int) -> Row:
+    tokens = row["tokens"]
+    spans = tuple((int(start), int(end)) for start, end in row["spans"])
+    made = Row(index, int(row["prompt_tokens"]), tokens, spans)
+    ends = [0, *(edge for span in spans for edge in span), len(tokens)]
+    if not spans or ends != sorted(ends) or not all(type(token) is int for token in tokens):
+        raise ValueError("spans or tokens are not in order")
+    return made
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Every complete line with its number and what it holds; a last one without its end is left out."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    try:
+        with open(path, "rb") as handle:
+            for number, line in enumerate(handle, 1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise _foreign(path, number, error) from error
+                if not isinstance(row, dict):
+                    raise _foreign(path, number, TypeError("not an object"))
+                yield number, line, row
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _foreign(path: Path, number: int, error: Exception) -> UserError:
+    return UserError(f"{path}, line {number}: not a row that dflash-data wrote ({error!r})")
+
+
+def _last_name(target: str) -> str:
+    return target.rstrip("/").split("/")[-1]

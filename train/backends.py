@@ -1,0 +1,143 @@
+"""Who answers: the runtime's engine, or the readable reference where the engine cannot compute the target."""
+
+import gc
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dflash_toolkit.checkpoint import check_fits, load_drafter
+from dflash_toolkit.config import UserError
+from dflash_toolkit.decode import SamplingParams, generate
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.engine import operations
+from dflash_toolkit.runtime.loading import load_target
+from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.target import Target, load_config, resolve_device, resolve_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back for a question."""
+
+    key: int  # that it was asked with
+    tokens: list[int]  # stop token included; none if the backend cannot say which they were
+    finish_reason: str  # stop or length
+
+
+class Backend(Protocol):
+    """Answers questions, several at a time, in the order in which they are finished."""
+
+    width: int  # questions worth having asked at a time
+
+    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+        """Begin to answer a prompt. Raises UserError for one that cannot be answered."""
+
+    def wait(self) -> Answer:
+        """The next finished answer; something must have been asked. Raises UserError."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class EngineBackend:
+    """Continuous batching on the engine that `dflash-serve` runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._finished: deque[Answer] = deque()
+        self.width = 2 * (engine.options.max_batch or 1)  # whoever ends finds the next one waiting
+
+    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+        def on_progress(request: Request, step: object) -> None:
+            if request.finished:
+                self._finished.append(Answer(key, request.tokens, request.generation.finish_reason or "length"))
+
+        assert self._engine is not None, "closed"
+        self._engine.submit(prompt, params, on_progress)
+
+    def wait(self) -> Answer:
+        assert self._engine is not None, "closed"
+        while not self._finished:
+            if not self._engine.step():
+                raise RuntimeError("nothing was asked")
+        return self._finished.popleft()
+
+    def close(self) -> None:
+        self._engine = None  # training needs its memory
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class ReferenceBackend:
+    """`decode.py`, one prompt at a time."""
+
+    width = 1
+
+    def __init__(self, target: Target) -> None:
+        self._target: Target | None = target
+        self._asked: deque[tuple[int, list[int], SamplingParams]] = deque()
+
+    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+        self._asked.append((key, prompt, params))
+
+    def wait(self) -> Answer:
+        key, prompt, params = self._asked.popleft()
+        assert self._target is not None, "closed"
+        generation = generate(self._target, None, prompt, params)
+        return Answer(key, generation.tokens, generation.finish_reason or "length")
+
+    def close(self) -> None:
+        self._target = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def open_backend(
+    target: str,
+    *,
+    runtime: str = "auto",
+    drafter: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch: int,
+    context: int,
+) -> Backend:
+    """Load a target to answer with.
+
+    Args:
+        runtime: one of `config.RUNTIMES`; auto is the engine, or, with a line that says why not, the reference.
+        drafter: speeds the engine up; the answers stay the same.
+        batch: answers written at a time.
+        context: prompt and answer together, in tokens.
+
+    Raises:
+        UserError: missing or broken weights, no such device, too little memory, or (`runtime="engine"`) a target that
+            the engine does not compute.
+    """
+    config = load_config(target)
+    where = resolve_device(device)
+    precision = resolve_dtype(dtype, where)
+    if runtime != "reference":
+        try:
+            spec = ModelSpec.of_target(config)
+            operations(where)
+            weights, stop_ids = load_target(target, config, spec, where, precision)
+        except UserError as error:
+            if runtime == "engine":
+                raise
+            print(f"the reference answers, one prompt at a time, for the engine cannot: {error}", file=sys.stderr)
+        else:
+            draft = None
+            if drafter is not None:
+                module = load_drafter(drafter)
+                check_fits(module.config, config)
+                draft = DrafterWeights.of_module(module.to(where, precision))
+            options = EngineOptions(max_batch=batch, max_context=min(context, spec.context_limit))
+            return EngineBackend(Engine(weights, draft, stop_ids, options))
+    return ReferenceBackend(Target.load(target, device, dtype))

@@ -1,0 +1,336 @@
+"""dflash-data: prompts -> the target's own answers, one JSON line each, for `dflash-train --answers`.
+
+Beside FILE.jsonl (its rows: `answer_file.py`) stand FILE.prompts.jsonl, the prompts that were chosen, and
+FILE.run.json, what was asked for.
+"""
+
+import contextlib
+import fcntl
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
+from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.progress import Progress
+from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
+from dflash_toolkit.target import declared_stop_ids, load_config, load_tokenizer
+
+from .answer_file import lines_of, resume
+from .answers import append, converse, seed_of
+from .backends import Backend, open_backend
+from .config import RUNTIMES
+from .dedup import Duplicates
+from .dialogue import ChatDialogue
+from .endpoint import EndpointBackend
+from .sources import Malformed, Source
+from .state import first_difference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptKnobs:
+    """Which prompts are read."""
+
+    split: str = knob("train", "of datasets")
+    shuffle: int = knob(10_000, "rows of a dataset held to draw the next from; 0 keeps its order; files keep theirs")
+    max_prompts: int = knob(0, "prompts to take; 0 is all")
+    max_length: int = knob(3072, "tokens of prompt and answers together")
+    similarity: float = knob(
+        0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
+    )
+    strict: bool = knob(True, "a malformed row of a file ends the run; false skips and counts it, as in datasets")
+
+    def __post_init__(self) -> None:
+        if min(self.shuffle, self.max_prompts) < 0 or self.max_length < 8:
+            raise ValueError("prompts.shuffle and prompts.max_prompts must be >= 0, prompts.max_length >= 8")
+        if not 0 < self.similarity <= 1:
+            raise ValueError(f"prompts.similarity is {self.similarity}; it must be in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerKnobs:
+    """How the target answers."""
+
+    samples: int = knob(1, "answers to every prompt, each with a seed of its own")
+    temperature: float = knob(0.0, "0 is greedy")
+    top_p: float = knob(1.0, "nucleus sampling")
+    top_k: int = knob(0, "keep the most probable tokens; 0 is all")
+    min_p: float = knob(0.0, "keep tokens at least so probable, relative to the best")
+    seed: int = knob(0, "of answers, and of the order of datasets")
+    max_new_tokens: int = knob(2048, "longest answer")
+    thinking: bool | None = knob(None, "for templates with a thinking mode; serve with the same")
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.max_new_tokens < 2:
+            raise ValueError("sampler.samples must be >= 1 and sampler.max_new_tokens >= 2")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"sampler.samples is {self.samples}, which at temperature 0 are all the same; give both")
+        _ = self.params  # raises for a value outside its range
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
+            max_new_tokens=self.max_new_tokens,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerKnobs:
+    """How --endpoint is asked."""
+
+    model: str | None = knob(None, "name of the target there (default: the only one it has)")
+    timeout: float = knob(600.0, "seconds for one answer")
+    retries: int = knob(6, "times a question is asked again after an error that may pass, pausing 1, 2, 4, ... seconds")
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0 or self.retries < 0:
+            raise ValueError("server.timeout must be > 0 and server.retries >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """One run of `dflash-data`."""
+
+    target: str = knob(help="Hugging Face id or directory of the model that answers")
+    data: tuple[str, ...] = knob(help="sources: JSONL, JSON, Parquet or text files, or datasets as NAME or NAME:SUBSET")
+    output: str = knob(help="FILE.jsonl for the answers; what it holds already is not answered again")
+    endpoint: tuple[str, ...] = knob((), "ask OpenAI-compatible servers of the target instead of loading it")
+    runtime: str = knob("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
+    drafter: str | None = knob(None, "speeds the engine up; the answers stay the same")
+    batch: int = knob(64, "answers written at a time")
+    device: str = knob("auto", "auto, cpu or cuda")
+    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    prompts: PromptKnobs = group(PromptKnobs)
+    sampler: SamplerKnobs = group(SamplerKnobs)
+    server: ServerKnobs = group(ServerKnobs)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("data names no source")
+        if self.batch < 1:
+            raise ValueError(f"batch is {self.batch}; it must be >= 1")
+        if Path(self.output).suffix != ".jsonl":
+            raise ValueError(f"output {self.output!r} must end in .jsonl")
+        if self.endpoint and (self.drafter or self.runtime != "auto"):
+            raise ValueError("endpoint excludes drafter and runtime: the server decides")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
+    description = (
+        "Answer the prompts of DATA with exactly TARGET, for dflash-train --answers. Resumes where it stopped."
+    )
+    return run_command(lambda: run(parse_cli(DataConfig, argv, "dflash-data", description)))
+
+
+def run(config: DataConfig) -> None:
+    """Read prompts, answer them, write the answers; goes on where an earlier run stopped."""
+    output = Path(config.output)
+    target_config = load_config(config.target)
+    tokenizer = load_tokenizer(config.target)
+    encode_chat(tokenizer, [{"role": "user", "content": "?"}], config.sampler.thinking)  # is there a template at all?
+    length = min(config.prompts.max_length, int(target_config.max_position_embeddings))
+    record = {
+        "target": config.target,
+        "vocab_size": int(target_config.vocab_size),
+        "template_hash": template_hash(tokenizer),
+        "prompts": to_mapping(config.prompts) | {"max_length": length},
+        "sampler": to_mapping(config.sampler),
+        "data": {name: Source(name).digest(config.prompts.split) for name in config.data},
+    }
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output}: {output.parent} cannot be created ({error.strerror})") from error
+    with _locked(output):
+        if (ended := _begun(output, record)) is not None:
+            print(f"{output} holds this run, finished: {ended}", file=sys.stderr)
+            return
+        prompts = output.with_suffix(".prompts.jsonl")
+        if not prompts.exists():
+            _choose(config, prompts)
+        _write_json(_record_file(output), record)
+        summary = _answer(config, record, tokenizer, target_config, prompts, output, length)
+        _write_json(_record_file(output), record | {"finished": summary})
+    print(f"{output}: {summary}", file=sys.stderr)
+
+
+# ---- what was asked for --------------------------------------------------------------------------------------
+
+
+def _record_file(output: Path) -> Path:
+    return output.with_suffix(".run.json")
+
+
+def _begun(output: Path, record: dict[str, Any]) -> str | None:
+    """How an earlier run of the same kind ended; None if it did not. Raises UserError if it was of another kind."""
+    path = _record_file(output)
+    if not path.exists():
+        if output.exists() and output.stat().st_size:
+            raise UserError(f"{output} exists and {path.name} does not; choose another --output or remove it")
+        output.with_suffix(".prompts.jsonl").unlink(missing_ok=True)  # chosen by a run that did not get further
+        return None
+    try:
+        old = json.loads(path.read_text())
+        finished = old.pop("finished", None)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
+    if difference := first_difference(old, json.loads(json.dumps(record))):
+        raise UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
+    return finished
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """One process writes an output at a time; the lock goes with the process, however it ends."""
+    try:
+        handle = open(output, "ab")  # noqa: SIM115 - held open below
+    except OSError as error:
+        raise UserError(f"output {output}: cannot be written ({error.strerror})") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{output} is being written by another run") from error
+        try:
+            yield
+        finally:
+            if not output.stat().st_size and not _record_file(output).exists():
+                output.unlink()  # nothing was begun
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(values, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+
+
+# ---- prompts -------------------------------------------------------------------------------------------------
+
+
+def _choose(config: DataConfig, path: Path) -> None:
+    """Read the sources into a file of prompts, each there once. Raises UserError."""
+    knobs = config.prompts
+    duplicates = Duplicates(knobs.similarity)
+    counts: Counter[str] = Counter()
+    partial = path.with_suffix(".partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as handle, Progress("prompts", knobs.max_prompts or None) as progress:
+            for found in _conversations(config):
+                if isinstance(found, Malformed):
+                    counts["malformed"] += 1
+                elif duplicates.seen(found.text):
+                    counts["duplicates"] += 1
+                else:
+                    row = {"index": counts["prompts"], **asdict(found)}
+                    handle.write(json.dumps(row) + "\n")
+                    counts["prompts"] += 1
+                    progress.advance()
+                    if counts["prompts"] == knobs.max_prompts:
+                        break
+        if not counts["prompts"]:
+            raise UserError(f"{', '.join(config.data)}: none of {counts.total()} rows is a prompt")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    left_out = f"{counts['duplicates']} near duplicates, {counts['malformed']} malformed rows"
+    print(f"{counts['prompts']} prompts; left out: {left_out}", file=sys.stderr)
+
+
+def _conversations(config: DataConfig) -> Iterator[Conversation | Malformed]:
+    for name in config.data:
+        source = Source(name)
+        for found in source.read(config.prompts.split, config.prompts.shuffle, config.sampler.seed):
+            if isinstance(found, Malformed) and source.is_file and config.prompts.strict:
+                raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
+            yield found
+
+
+# ---- answers -------------------------------------------------------------------------------------------------
+
+
+def _answer(
+    config: DataConfig,
+    record: dict[str, Any],
+    tokenizer: Any,
+    target_config: Any,
+    prompts: Path,
+    output: Path,
+    length: int,
+) -> str:
+    """Answer what `output` does not hold yet; returns what came of it, in words."""
+    samples, params = config.sampler.samples, config.sampler.params
+    done, rows, tokens = resume(output)
+    with open(prompts, encoding="utf-8") as handle:
+        total = samples * sum(1 for _ in handle)
+
+    def dialogues() -> Iterator[ChatDialogue]:
+        with open(prompts, encoding="utf-8") as handle:
+            for line in handle:
+                prompt = json.loads(line)
+                conversation = Conversation(prompt["id"], tuple(tuple(turn) for turn in prompt["turns"]))
+                for sample in range(samples):
+                    if (index := prompt["index"], sample) not in done:
+                        seeded = replace(params, seed=seed_of(config.sampler.seed, index, sample))
+                        yield ChatDialogue(
+                            index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking
+                        )
+
+    dropped: Counter[str] = Counter()
+    common = {key: record[key] for key in ("target", "vocab_size", "template_hash", "sampler")}
+    backend = _backend(config, tokenizer, target_config, length)
+    try:
+        with Progress("answers", total, unit="tok") as progress:
+            progress.advance(len(done), units=0)
+            for dialogue in converse(backend, dialogues()):
+                if dialogue.dropped:
+                    dropped[dialogue.dropped] += 1
+                append(output, lines_of(dialogue, common))
+                rows += len(dialogue.parts)
+                tokens += sum(part.row.answer_tokens for part in dialogue.parts)
+                progress.advance(1, dialogue.answer_tokens, f"{dropped.total()} dropped" if dropped else None)
+    finally:
+        backend.close()
+    if not rows:
+        raise UserError(f"none of {total} answers can be trained on: {_counted(dropped)}")
+    return f"{rows} answers, {tokens} tokens" + (f"; dropped {_counted(dropped)}" if dropped else "")
+
+
+def _counted(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+
+
+def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Backend:
+    if not config.endpoint:
+        return open_backend(
+            config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
+            batch=config.batch, context=length,
+        )  # fmt: skip
+    try:
+        generation: GenerationConfig | None = GenerationConfig.from_pretrained(config.target)
+    except OSError:
+        generation = None  # a checkpoint need not have one
+    stops = declared_stop_ids(target_config, generation)
+    # the one that ends a chat goes first: it stands for the end where a server does not say which it was
+    stops = tuple(sorted(stops, key=lambda token: token != tokenizer.eos_token_id))
+    return EndpointBackend(
+        config.endpoint, tokenizer, stops, model=config.server.model, concurrency=config.batch,
+        timeout_s=config.server.timeout, retries=config.server.retries,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""Near duplicates among prompts: exact ones after normalisation, and similar ones by MinHash (Broder 1997)."""
+
+import hashlib
+import re
+import unicodedata
+import zlib
+from array import array
+from collections.abc import Iterable
+
+import torch
+
+BANDS, DEPTH = 16, 4  # of 64 hashes; two texts of similarity s meet in a band with probability 1 - (1 - s^4)^16
+SHINGLE = 3  # words
+# a word, one ideograph or syllable of a script without spaces, or one sign
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
+
+
+def normalized(text: str) -> str:
+    """Without differences of case, spacing and Unicode form."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def shingles(text: str) -> frozenset[int]:
+    """Hashes of the runs of three words; of the whole text if it has fewer."""
+    words = WORD.findall(normalized(text))
+    runs: Iterable[list[str]] = (words[i : i + SHINGLE] for i in range(max(1, len(words) - SHINGLE + 1)))
+    return frozenset(zlib.crc32(" ".join(run).encode(errors="surrogatepass")) for run in runs)
+
+
+def similarity(a: frozenset[int], b: frozenset[int]) -> float:
+    """Jaccard: what two sets share, of all they hold."""
+    return len(a & b) / len(a | b)
+
+
+class Duplicates:
+    """Remembers the texts it was shown; the same texts in the same order give the same verdicts everywhere.
+
+    Candidates are found by MinHash and judged by the similarity itself, so nothing below the threshold is dropped.
+    A remembered text takes some 2 kB.
+
+    Args:
+        threshold: texts at least so similar are duplicates; 1 drops only what is equal after normalisation.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._factors = torch.randint(1 << 62, (BANDS * DEPTH,), generator=generator) * 2 + 1
+        self._offsets = torch.randint(1 << 62, (BANDS * DEPTH,), generator=generator)
+        self._threshold = threshold
+        self._digests: set[bytes] = set()  # of the texts
+        self._kept: list[array[int]] = []  # shingles
+        self._bands: dict[int, list[int]] = {}  # hash of a part of a signature -> the texts that have it
+
+    def seen(self, text: str) -> bool:
+        """Whether a text like this was shown before; if not, it is remembered."""
+        digest = hashlib.blake2b(normalized(text).encode(errors="surrogatepass"), digest_size=16).digest()
+        if digest in self._digests:
+            return True
+        self._digests.add(digest)
+        if self._threshold >= 1:
+            return False
+        mine = shingles(text)
+        keys = self._keys(mine)
+        candidates = {i for key in keys for i in self._bands.get(key, ())}
+        if any(similarity(mine, frozenset(self._kept[i])) >= self._threshold for i in candidates):
+            return True
+        for key in keys:
+            self._bands.setdefault(key, []).append(len(self._kept))
+        self._kept.append(array("I", sorted(mine)))
+        return False
+
+    def _keys(self, mine: frozenset[int]) -> list[int]:
+        hashes = torch.tensor(sorted(mine))[:, None] * self._factors + self._offsets  # multiply-shift, wrapping around
+        signature = ((hashes >> 32) & 0xFFFFFFFF).amin(0).view(BANDS, DEPTH)
+        return [zlib.crc32(repr(row).encode(), band) for band, row in enumerate(signature.tolist())]

@@ -1,0 +1,53 @@
+"""AdamW, or Muon for the matrices with AdamW for the rest, behind one interface."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import OptimKnobs
+
+
+class Optimizers:
+    """Several optimisers over disjoint parameters, stepped and saved as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(itertools.chain.from_iterable(part.param_groups for part in self.parts))
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): part.state_dict() for i, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, part in enumerate(self.parts):
+            part.load_state_dict(state[str(i)])
+
+
+def make_optimizer(module: nn.Module, knobs: OptimKnobs) -> Optimizers:
+    """The optimiser over fp32 weights; norms are never decayed.
+
+    Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix. Its step is scaled to the size of
+    AdamW's (Liu et al. 2025, arXiv 2502.16982), so both share one learning rate.
+    """
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    vectors = [p for p in module.parameters() if p.dim() != 2]
+    rate, fused = knobs.learning_rate, next(module.parameters()).is_cuda
+    if knobs.optimizer == "muon":
+        return Optimizers(
+            torch.optim.Muon(matrices, rate, knobs.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(vectors, rate, weight_decay=0.0, fused=fused),
+        )
+    groups = [{"params": matrices, "weight_decay": knobs.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return Optimizers(torch.optim.AdamW(groups, rate, fused=fused))

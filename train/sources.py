@@ -1,0 +1,172 @@
+"""Where prompts come from: local files of every usual kind, and Hugging Face datasets, which are streamed."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.prompts import UNREADABLE, Conversation, conversation, file_hash, open_text
+
+LINES = (".jsonl", ".ndjson", ".txt")
+FILES = (*LINES, ".json", ".parquet")
+PACKED = (".gz", ".xz")
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A row that is no conversation, and why."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of prompts: `FILE`, or `DATASET[:SUBSET]` on the hub or in a local directory."""
+
+    name: str
+
+    @property
+    def is_file(self) -> bool:
+        path = Path(self.name)
+        return path.is_file() or (_kind(path) in FILES and not path.is_dir())
+
+    def digest(self, split: str) -> str:
+        """What tells this source from another: a file's contents, a dataset's name and split. Raises UserError."""
+        return file_hash([self.name]) if self.is_file else f"{self.name}/{split}"
+
+    def read(self, split: str = "train", shuffle: int = 0, seed: int = 0) -> Iterator[Conversation | Malformed]:
+        """Every row in its order; rows of a dataset that is not a file in an order drawn from `seed`.
+
+        Args:
+            split: of a dataset.
+            shuffle: rows of a dataset that are held to draw the next from; 0 keeps the order.
+
+        Raises:
+            UserError: no such file or dataset, or it cannot be read.
+        """
+        rows: Iterator[tuple[str, Any]]
+        path = Path(self.name)
+        if not self.is_file:
+            rows = _streamed(self.name, split, shuffle, seed)
+        elif _kind(path) == ".parquet":
+            rows = _parquet(path)
+        elif _kind(path) == ".json":
+            rows = _array(path)
+        else:
+            rows = _lines(path)
+        empty = True
+        for where, row in rows:
+            empty = False
+            if isinstance(row, Malformed):
+                yield row
+                continue
+            try:
+                yield conversation(row, where)
+            except ValueError as error:
+                yield Malformed(where, str(error))
+        if empty:
+            raise UserError(f"{self.name}: holds no prompts")
+
+
+def _kind(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def _unreadable(name: str, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"{name}: cannot be read ({reason})")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """One row a line: JSON, or in a .txt the prompt itself."""
+    try:
+        with open_text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{path.name}, line {number}"
+                if not line.strip():
+                    continue
+                if _kind(path) == ".txt":
+                    yield where, line.rstrip("\r\n")
+                    continue
+                try:
+                    yield where, json.loads(line)
+                except ValueError as error:
+                    yield where, Malformed(where, f"not valid JSON ({error})")
+    except UNREADABLE as error:
+        raise _unreadable(str(path), error) from error
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]]:
+    """A JSON array of rows, or an object that holds one under its only list; a file of JSON lines is read as such."""
+    try:
+        with open_text(path) as handle:
+            values = json.load(handle)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a second value: JSON lines under another name
+            yield from _lines(path)
+            return
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    except UNREADABLE as error:
+        raise _unreadable(str(path), error) from error
+    if isinstance(values, dict):
+        lists = [value for value in values.values() if isinstance(value, list)]
+        try:
+            conversation(values, "")  # the file's only row
+            lists = [[values]]
+        except ValueError:
+            pass
+        if len(lists) != 1:
+            raise UserError(f"{path}: expected an array of rows, got an object")
+        values = lists[0]
+    if not isinstance(values, list):
+        raise UserError(f"{path}: expected an array of rows, got {type(values).__name__}")
+    for number, row in enumerate(values, 1):
+        yield f"{path.name}, row {number}", row
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    rows = load_rows(str(path), "parquet", data_files=str(path), split="train", streaming=True)
+    yield from _numbered(f"{path.name}, row ", rows, str(path))
+
+
+def _streamed(name: str, split: str, shuffle: int, seed: int) -> Iterator[tuple[str, Any]]:
+    dataset, _, subset = name.partition(":")
+    rows = load_rows(name, dataset, subset or None, split=split, streaming=True)
+    if shuffle:
+        rows = rows.shuffle(seed=seed, buffer_size=shuffle)
+    yield from _numbered(f"{name}/", rows, name)
+
+
+def _numbered(start: str, rows: Any, name: str) -> Iterator[tuple[str, Any]]:
+    iterator = iter(rows)
+    number = 0
+    while True:
+        number += 1
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, or a broken file
+            raise _unreadable(name, error) from error
+        yield f"{start}{number}", row
+
+
+def load_rows(name: str, *args: Any, **options: Any) -> Any:
+    """`datasets.load_dataset(*args, **options)`; errors speak of `name`. Raises UserError."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"reading {name} needs datasets: pip install 'dflash-toolkit[train]', or give --data FILE"
+        ) from error
+    try:
+        load: Callable[..., Any] = datasets.load_dataset
+        return load(*args, **options)
+    except Exception as error:  # the hub client raises a dozen kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give --data FILE") from error
