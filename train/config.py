@@ -90,7 +90,11 @@ class LossKnobs:
 class OptimKnobs:
     """fp32 master weights, linear warm-up, cosine decay to zero."""
 
-    optimizer: str = knob("muon", "muon is for the matrices, with AdamW for the rest", choices=("adamw", "muon"))
+    optimizer: str = knob(
+        "auto",
+        "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU",
+        choices=("auto", "adamw", "muon"),
+    )
     epochs: int = knob(6, "passes over the answers")
     steps: int = knob(0, "stop after this many optimiser steps instead; 0 goes by epochs")
     minutes: float = knob(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")
@@ -99,7 +103,7 @@ class OptimKnobs:
     )
     pack_blocks: int | None = knob(None, "blocks of a packed row (default: three for every four of its tokens)")
     batch_size: int = knob(8, "sequences per step, where they are not packed: pack_tokens is 0, or a CPU")
-    learning_rate: float = knob(3e-3, "peak; for adamw about 6e-4")
+    learning_rate: float | None = knob(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
     warmup: float = knob(0.04, "share of the steps")
     weight_decay: float = knob(0.0, "on matrices only")
     clip: float = knob(1.0, "gradient norm")
@@ -111,7 +115,7 @@ class OptimKnobs:
             raise ValueError("optim.minutes must be >= 0 and optim.pack_tokens a multiple of 128")
         if self.pack_blocks is not None and (self.pack_blocks < 1 or self.pack_blocks > (self.pack_tokens or 8192)):
             raise ValueError("optim.pack_blocks must be between 1 and optim.pack_tokens")
-        if self.learning_rate <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1:
+        if (self.learning_rate or 1) <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1:
             raise ValueError("optim.learning_rate and optim.clip must be > 0, optim.warmup in [0, 1)")
 
 

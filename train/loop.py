@@ -152,6 +152,7 @@ def train(
     if target.device.type == "cuda" and not optim.steps:  # a run over all rows
         source.fill(rows)
     optimizer = make_optimizer(drafter, optim)
+    peak = optimizer.param_groups[0]["lr"]
     state_file = work / "state.pt"
     step, best, elapsed = 0, -math.inf, 0.0
     if state := load_state(state_file, fingerprint):
@@ -192,7 +193,7 @@ def train(
                     factor = learning_rate_factor(round(1e6 * share_done()), 1_000_000, optim.warmup)
                 else:
                     factor = learning_rate_factor(step, schedule.total, optim.warmup)
-                group["lr"] = optim.learning_rate * factor
+                group["lr"] = peak * factor
             result = compute_loss(drafter, target, features, blocks, config, flex)
             result.loss.backward()
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), optim.clip)

@@ -35,6 +35,11 @@ class Optimizers:
             part.load_state_dict(state[str(i)])
 
 
+def peak_rate(knobs: OptimKnobs, muon: bool) -> float:
+    """The learning rate behind the warm-up."""
+    return knobs.learning_rate or (3e-3 if muon else 6e-4)
+
+
 def make_optimizer(module: nn.Module, knobs: OptimKnobs) -> Optimizers:
     """The optimiser over fp32 weights; norms are never decayed.
 
@@ -43,8 +48,11 @@ def make_optimizer(module: nn.Module, knobs: OptimKnobs) -> Optimizers:
     """
     matrices = [p for p in module.parameters() if p.dim() == 2]
     vectors = [p for p in module.parameters() if p.dim() != 2]
-    rate, fused = knobs.learning_rate, next(module.parameters()).is_cuda
-    if knobs.optimizer == "muon":
+    fused = next(module.parameters()).is_cuda
+    # its products are in bf16, which most CPUs compute very slowly
+    muon = knobs.optimizer == "muon" or (knobs.optimizer == "auto" and fused)
+    rate = peak_rate(knobs, muon)
+    if muon:
         return Optimizers(
             torch.optim.Muon(matrices, rate, knobs.weight_decay, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(vectors, rate, weight_decay=0.0, fused=fused),

@@ -1,0 +1,135 @@
+"""dflash-doctor: why is this drafter accepted badly, and what to do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..config import UserError, knob, parse_cli, run_command, to_mapping
+from ..progress import Progress
+from ..prompts import Prompt, encode_chat, read_prompts
+from ..target import Target, load_config, load_tokenizer, resolve_device, resolve_dtype
+from .files import FILE_CHECKS, Case
+from .finding import Finding, has_fault, show, to_json, write_json
+from .probe import NEAR, Probe, Setting
+from .sweeps import sweep
+from .symptoms import check_acceptance, check_recall, check_serving, check_thinking, enough
+
+PROG = "dflash-doctor"
+DESCRIPTION = """\
+Find out why a drafter is accepted badly. Reads the checkpoint, decodes a few prompts with it, and tries it in other
+ways than configured: layer ids one off, another RoPE theta or mask row, shifted positions and labels, the anchor's
+own feature in the context, thinking on and off. Says in plain words what is wrong and what to do.
+
+Exit code: 0 nothing is wrong (there may be warnings), 1 a fault was found, 2 the command cannot be run as given."""
+
+MIN_BLOCKS = 32
+BUILT_IN = (
+    "Explain in a few paragraphs why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "A train leaves at 9:40 and arrives at 13:15. How long does it travel? Reason step by step.",
+    "List ten facts about the planet Jupiter.",
+    "Write a short letter to a landlord about a broken heating.",
+    "Translate into French: The library opens at eight and closes at six, except on Sundays.",
+    "Compare bicycles and cars as means of transport in a large city.",
+    "Write the numbers from 41 to 70, separated by commas.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorConfig:
+    """The knobs of `dflash-doctor`."""
+
+    target: str = knob(help="the target: Hugging Face id or directory")
+    drafter: str = knob(help="the drafter: Hugging Face id or directory")
+    prompts: tuple[str, ...] = knob(
+        (), "prompt sets, each as NAME=FILE (JSONL, also .gz and .xz); best like those served (default: 8 general ones)"
+    )
+    output: str | None = knob(None, "also write everything to this JSON file")
+    limit: int = knob(8, "use the first LIMIT prompts of each set")
+    max_new_tokens: int = knob(128, "longest answer, in tokens")
+    thinking: bool | None = knob(None, "for templates with a thinking mode (default: the template's own)")
+    device: str = knob("auto", "auto, cpu or cuda")
+    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; it must be >= 1")
+        if self.max_new_tokens < 8:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 8")
+        for item in self.prompts:
+            name, equals, path = item.partition("=")
+            if not (name and equals and path):
+                raise ValueError(f"prompts {item!r}: expected NAME=FILE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
+    return run_command(lambda: _run(parse_cli(DoctorConfig, argv, PROG, DESCRIPTION)))
+
+
+def _run(config: DoctorConfig) -> int:
+    if config.output and not Path(config.output).absolute().parent.is_dir():
+        raise UserError(f"output {config.output}: there is no directory {Path(config.output).absolute().parent}")
+    findings = examine(config)
+    show(findings)
+    if config.output:
+        write_json(Path(config.output), to_json(findings, to_mapping(config) | {"versions": _versions()}))
+    return int(has_fault(findings))
+
+
+def examine(config: DoctorConfig) -> list[Finding]:
+    """Every check, in order: files, sweeps, symptoms. What cannot run on the target is not measured.
+
+    Raises:
+        UserError: something the doctor itself cannot work with: no such model, no prompts, no chat template.
+    """
+    where = resolve_device(config.device)
+    resolve_dtype(config.dtype, where)
+    prompts = _prompts(config)
+    target_config = load_config(config.target)
+    tokenizer = load_tokenizer(config.target)
+    case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
+    findings = [finding for check in FILE_CHECKS for finding in check(case)]
+    encoded = [encode_chat(tokenizer, prompt.messages, config.thinking) for prompt in prompts]
+    if not case.measurable:
+        return findings
+
+    target = Target.load(config.target, config.device, config.dtype)
+    probe = Probe(target, case.drafter(), config.max_new_tokens)
+    with Progress("answering", len(encoded)) as bar:
+        answers = []
+        for prompt in encoded:
+            answers.append(probe.answer(prompt))
+            bar.advance(1)
+    answers = [answer for answer in answers if answer.anchors]
+    enough(answers, MIN_BLOCKS)
+    swept, mended = sweep(case, probe, answers)
+    findings += swept
+    findings += check_thinking(case, probe, prompts, answers, mended)
+    scores = probe.score(answers, Setting.of(probe.drafter), near=NEAR)
+    findings += check_serving(case, answers, scores, findings)
+    findings += check_recall(scores, findings)
+    findings += check_acceptance(case, answers, scores, findings)
+    return findings
+
+
+def _prompts(config: DoctorConfig) -> list[Prompt]:
+    if not config.prompts:
+        texts = BUILT_IN[: config.limit]
+        return [Prompt(f"built-in/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(texts, 1)]
+    paths = [item.partition("=")[2] for item in config.prompts]
+    return [prompt for path in paths for prompt in read_prompts(path, config.limit)]
+
+
+def _versions() -> dict[str, Any]:
+    try:
+        own: str | None = version("dflash-toolkit")
+    except PackageNotFoundError:
+        own = None  # run from a bare checkout
+    return {"dflash_toolkit": own, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,246 @@
+"""Checks that need no forward pass: what the checkpoint, the target's configuration and the tokenizer say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..checkpoint import PROVENANCE_KEY, check_fits, locate, read_config, read_json, read_tensors, tensor_shapes
+from ..config import UserError
+from ..drafter import Drafter, DrafterConfig
+from ..prompts import template_hash
+from ..target import declared_stop_ids
+from .finding import Finding
+
+INITIAL_STD = 0.02  # of every matrix before training (Qwen3's, and this project's)
+SHOWN = 3  # names in a sentence; the figures hold all
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What lies on disk: a drafter that may be broken, and the target it is to serve."""
+
+    name: str
+    raw: dict[str, Any]  # config.json as it is
+    config: DrafterConfig | None  # None: `problem` says why
+    problem: str
+    tensors: dict[str, Tensor]
+    target: PreTrainedConfig
+    tokenizer: Any  # the target's
+    thinking: bool | None  # how prompts are rendered
+
+    @classmethod
+    def read(cls, name: str, target: PreTrainedConfig, tokenizer: Any, thinking: bool | None) -> "Case":
+        """Read a drafter without refusing a wrong one. Raises UserError where there is nothing to examine."""
+        path: Path = locate(name)
+        raw = read_json(path / "config.json")
+        config, problem = None, ""
+        try:
+            config = read_config(path)
+        except UserError as error:
+            problem = str(error).removeprefix(f"drafter {path}: ")
+        return cls(name, raw, config, problem, read_tensors(path), target, tokenizer, thinking)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What `dflash-train` recorded; empty for drafters from elsewhere."""
+        noted = self.raw.get(PROVENANCE_KEY)
+        return noted if isinstance(noted, dict) else {}
+
+    @property
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes that the configuration asks for."""
+        return tensor_shapes(self.config) if self.config else {}
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the drafter can run on this target at all."""
+        if self.config is None or fitting_problem(self):
+            return False
+        return all(n in self.tensors and tuple(self.tensors[n].shape) == s for n, s in self.expected.items())
+
+    def drafter(self) -> Drafter:
+        """The module, of a measurable case; tensors it does not know are left out."""
+        assert self.config is not None
+        drafter = Drafter(self.config).to(torch.bfloat16)
+        drafter.load_state_dict({name: self.tensors[name] for name in self.expected})
+        return drafter.eval().requires_grad_(False)
+
+
+def fitting_problem(case: Case) -> str:
+    """Why this drafter cannot run on this target; empty if it can."""
+    if case.config is None:
+        return ""
+    try:
+        check_fits(case.config, case.target)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def check_configuration(case: Case) -> list[Finding]:
+    """Can config.json be read, and do all loaders read the same out of it?"""
+    if case.config is None:
+        remedy = "mend that key of the drafter's config.json; nothing can be measured before"
+        return [Finding("configuration", "fault", case.problem.removeprefix("config.json: "), remedy)]
+    raw, found = case.raw, []
+    for key, group in (
+        ("rope_theta", "rope_parameters"),
+        ("block_size", "dflash_config"),
+        ("target_layer_ids", "dflash_config"),
+        ("mask_token_id", "dflash_config"),
+    ):
+        nested = raw.get(group)
+        two = (raw.get(key), nested.get(key) if isinstance(nested, dict) else None)
+        if None not in two and two[0] != two[1]:
+            remedy = f"give {key} and {group}.{key} of config.json the same value"
+            found.append(Finding("configuration", "fault", f"{key} is {two[0]}, {group}.{key} {two[1]}", remedy))
+    if "num_target_layers" not in raw and "speculators_model_type" not in raw:
+        remedy = f"add num_target_layers: {case.target.num_hidden_layers} to config.json: SGLang and z-lab need it"
+        found.append(Finding("configuration", "warning", "num_target_layers is missing", remedy))
+    return found or [Finding("configuration", "ok", "config.json is readable and agrees with itself")]
+
+
+def check_fit(case: Case) -> list[Finding]:
+    """Hidden size, depth, vocabulary and ids against the target's."""
+    if case.config is None:
+        return []
+    if problem := fitting_problem(case):
+        made_for = case.provenance.get("target")
+        hint = f"; config.json says that it was made for {made_for}" if made_for else ""
+        return [Finding("fit", "fault", problem, f"use the target that this drafter was made for{hint}")]
+    sizes = f"hidden size {case.config.hidden_size}, {case.target.num_hidden_layers} layers, {case.config.vocab_size}"
+    return [Finding("fit", "ok", f"{sizes} tokens: those of the target")]
+
+
+def check_tensors(case: Case) -> list[Finding]:
+    """Is every tensor there, in its shape, and none besides?"""
+    if case.config is None:
+        return []
+    found = []
+    missing = [n for n in case.expected if n not in case.tensors]
+    unused = [n for n in case.tensors if n not in case.expected]
+    wrong = [n for n, s in case.expected.items() if n in case.tensors and tuple(case.tensors[n].shape) != s]
+    if missing:
+        remedy = "export the drafter again; a server that fills them with random numbers drafts noise"
+        found.append(Finding("tensors", "fault", f"missing: {_some(missing)}", remedy, {"missing": missing}))
+    if wrong:
+        shapes = f"{wrong[0]} has shape {list(case.tensors[wrong[0]].shape)}, not {list(case.expected[wrong[0]])}"
+        remedy = "config.json and the weights are of two drafters, or the sizes in config.json are wrong"
+        found.append(Finding("tensors", "fault", f"misshapen: {shapes} ({len(wrong)} in all)", remedy))
+    if unused:
+        remedy = "a variant of DFlash, or a wrong num_hidden_layers: what these tensors do is not done when drafting"
+        found.append(Finding("tensors", "fault", f"not used: {_some(unused)}", remedy, {"unused": unused}))
+    return found or [Finding("tensors", "ok", f"all {len(case.expected)} there, in their shapes")]
+
+
+def check_weights(case: Case) -> list[Finding]:
+    """NaN, infinite, all-zero and never-trained tensors; norms far from what training leaves."""
+    if case.config is None:
+        return []
+    tensors = {name: case.tensors[name].float() for name in case.expected if name in case.tensors}
+    broken = [name for name, t in tensors.items() if not t.isfinite().all()]
+    zero = [name for name, t in tensors.items() if not t.any() and not name.endswith(".bias")]
+    found = []
+    if broken:
+        remedy = "train again from a resume point before it diverged, with a lower learning rate"
+        found.append(Finding("weights", "fault", f"NaN or infinite: {_some(broken)}", remedy, {"not_finite": broken}))
+    if zero:
+        remedy = "the export lost these tensors; export again from the trained module"
+        found.append(Finding("weights", "fault", f"all zero: {_some(zero)}", remedy, {"zero": zero}))
+    initial = {name: _is_initial(t) for name, t in tensors.items()}
+    if tensors and all(initial.values()):
+        remedy = "this is an initialisation, not a trained drafter: look for the export of the finished run"
+        found.append(Finding("weights", "fault", "never trained: every tensor is as it was initialised", remedy))
+    else:
+        for i in range(case.config.num_layers):
+            own = [flag for name, flag in initial.items() if name.startswith(f"layers.{i}.")]
+            if own and all(own):
+                remedy = f"train again with gradients for layers.{i}, or remove it"
+                found.append(Finding("weights", "warning", f"layers.{i} is as it was initialised", remedy))
+    norms = {n: t for n, t in tensors.items() if t.dim() == 1 and not n.endswith(".bias") and n not in broken + zero}
+    odd = [name for name, t in norms.items() if t.abs().max() > 1e3 or t.abs().median() < 1e-3]
+    if odd:
+        name = odd[0]
+        spread = f"{name} has median {norms[name].median():.3g}, largest {norms[name].abs().max():.3g}"
+        remedy = "a norm this far from 1 points to a diverged run or to weights stored minus 1"
+        found.append(Finding("weights", "warning", spread, remedy, {"norms": odd}))
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in case.tensors.values()})
+    if set(dtypes) - {"bfloat16", "float16", "float32"}:
+        remedy = "export in bfloat16: quantised drafters are not read"
+        found.append(Finding("weights", "warning", f"stored as {', '.join(dtypes)}", remedy))
+    return found or [Finding("weights", "ok", f"{', '.join(dtypes)}, finite, none zero, all trained")]
+
+
+def _is_initial(tensor: Tensor) -> bool:
+    """Norms of exactly one, matrices normal with the initial deviation: what no real training leaves everywhere."""
+    if tensor.dim() == 1:
+        return bool((tensor == 1).all() or (tensor == 0).all())
+    root = tensor.numel() ** 0.5
+    spread = abs(float(tensor.std()) / INITIAL_STD - 1) < 4 / (2**0.5 * root) + 2**-9  # four standard errors, and bf16
+    return spread and abs(float(tensor.mean())) < 5 * INITIAL_STD / root
+
+
+def check_rope(case: Case) -> list[Finding]:
+    """Theta and scaling beside the target's: a drafter may have its own. (Which works best is a sweep.)"""
+    if case.config is None:
+        return []
+    own = getattr(case.target, "rope_parameters", None) or {}
+    theta, kind = own.get("rope_theta"), own.get("rope_type", "default")
+    words = f"theta {case.config.rope_theta:g}, the target's {'unknown' if theta is None else f'{theta:g}'}"
+    scaling = "" if kind == "default" else f"; the target scales its RoPE ({kind}), a drafter never does"
+    return [Finding("rope", "ok", words + scaling, figures={"target": dict(own)})]
+
+
+def check_mask_token(case: Case) -> list[Finding]:
+    """Is the mask's row one that no text uses? (Whether another row works better is a sweep.)"""
+    if case.config is None:
+        return []
+    mask, tokenizer = case.config.mask_token_id, case.tokenizer
+    roles = {"pad": tokenizer.pad_token_id, "bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id}
+    used = [f"the {role} token" for role, token in roles.items() if token == mask]
+    if mask in {tokenizer.eos_token_id, *declared_stop_ids(case.target, None)}:
+        used.append("an end-of-sequence token")
+    elif not used and mask < len(tokenizer) and mask not in set(tokenizer.get_added_vocab().values()):
+        used.append(f"the token {tokenizer.decode([mask])!r}")
+    if used:
+        remedy = "train with an unused row of the embedding as mask: dflash-train chooses one by itself"
+        return [Finding("mask row", "warning", f"mask_token_id {mask} is {' and '.join(used)}", remedy)]
+    kind = "an unused row" if mask >= len(tokenizer) else "a special token"
+    return [Finding("mask row", "ok", f"mask_token_id {mask} is {kind} of the embedding")]
+
+
+def check_template(case: Case) -> list[Finding]:
+    """Was the drafter trained on the template that renders prompts now, and on the target's own words?"""
+    recorded, answers = case.provenance.get("template_hash"), case.provenance.get("answers")
+    present = template_hash(case.tokenizer)
+    found = []
+    if recorded is not None and recorded != present:
+        remedy = "serve with the tokenizer and chat template of training, or train again with the present ones"
+        measured = f"trained on template {str(recorded)[:12]}, the tokenizer now has {present[:12]}"
+        found.append(Finding("template", "fault", measured, remedy, {"recorded": recorded, "present": present}))
+    if isinstance(answers, dict) and answers.get("regenerate") is False:
+        remedy = "train on answers that this target wrote (answers.regenerate=true)"
+        found.append(Finding("template", "warning", "trained on answers of the data, not of the target", remedy))
+    words = "no record of the template that it was trained on" if recorded is None else "the one it was trained on"
+    return found or [Finding("template", "ok", words)]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+FILE_CHECKS: tuple[Callable[[Case], list[Finding]], ...] = (
+    check_configuration,
+    check_fit,
+    check_tensors,
+    check_weights,
+    check_rope,
+    check_mask_token,
+    check_template,
+)

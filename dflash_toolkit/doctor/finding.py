@@ -1,0 +1,85 @@
+"""What a check says, and how all of it is shown and written."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..config import UserError
+
+Severity = Literal["ok", "warning", "fault"]
+COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One verdict, in plain words."""
+
+    check: str
+    severity: Severity
+    measured: str
+    remedy: str = ""  # what to do; empty where nothing is to be done
+    figures: dict[str, Any] = field(default_factory=dict)  # JSON values behind `measured`
+
+
+def has_fault(findings: Sequence[Finding]) -> bool:
+    """Whether anything is wrong that must be mended."""
+    return any(finding.severity == "fault" for finding in findings)
+
+
+def show(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """The table, and then every remedy in full: they are what the reader came for."""
+    console = console or Console()
+    table = Table(show_lines=False)
+    for heading in ("check", "verdict", "measured"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        table.add_row(
+            Text(finding.check), Text(finding.severity, COLOURS[finding.severity]), Text(finding.measured)
+        )  # no markup: a list of layer ids would pass for a style
+    console.print(table)
+    for severity in ("fault", "warning"):
+        for finding in findings:
+            if finding.severity == severity and finding.remedy:
+                console.print(Text(f"{finding.check}: ", COLOURS[severity]) + Text(finding.remedy), soft_wrap=True)
+    counts = {s: sum(f.severity == s for f in findings) for s in ("fault", "warning")}
+    if any(counts.values()):
+        console.print(", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items() if n), highlight=False)
+    else:
+        console.print("nothing is wrong with this drafter", highlight=False)
+
+
+def to_json(findings: Sequence[Finding], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Everything, as JSON values; what could not be measured is null."""
+    values = {
+        "schema": 1,
+        "fault": has_fault(findings),
+        "arguments": arguments,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return _finite(values)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write `values` so that no reader meets half of them. Raises UserError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"output {path}: cannot be written ({error.strerror})") from error

@@ -1,0 +1,226 @@
+"""Run a drafter over the target's own answers, as it is configured or in another way, and count what it gets right.
+
+Teacher-forced: every position of an answer is an anchor, all blocks of a text at once. The definition of a block is
+`decode.propose`'s; here each of its rules is a parameter, so that the doctor can ask which one was broken.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..decode import Generation, SamplingParams, generate
+from ..drafter import Drafter
+from ..target import Target
+
+NEAR = 16  # recall is counted among so many best tokens
+ANCHORS_AT_ONCE = 32
+EMBEDDING = -1  # the layer id before the first: the embedding's output
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a drafter is run. The last three are zero in the contract; only a faulty trainer wants others."""
+
+    layer_ids: tuple[int, ...]  # EMBEDDING..n - 1; the last layer's output is the normed one
+    rope_theta: float
+    mask_token_id: int
+    is_causal: bool | None
+    context_end: int = 0  # a block sees context before anchor + context_end
+    block_shift: int = 0  # slot k stands at position anchor + k + block_shift
+    label_shift: int = 0  # slot k predicts the token at anchor + k + label_shift
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "Setting":
+        config = drafter.config
+        return cls(config.target_layer_ids, config.rope_theta, config.mask_token_id, config.is_causal)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt with the target's own greedy answer, how decoding went, and what the drafter may read."""
+
+    tokens: Tensor  # [T], prompt and answer
+    prompt_tokens: int
+    generation: Generation
+    hidden: dict[int, Tensor]  # layer id -> [T, D]
+
+    @property
+    def anchors(self) -> int:
+        """Blocks that can be judged: an anchor needs a token behind it."""
+        return max(0, len(self.tokens) - 1 - self.prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What R blocks predicted, slots 1..S - 1."""
+
+    hits: Tensor  # [R, S - 1] bool, the best token is the answer's
+    near: Tensor  # [R, S - 1] bool, the answer's is among the best that were looked at: NEAR, or one
+    judged: Tensor  # [R, S - 1] bool, the answer has a token there
+    text: Tensor  # [R] long, which answer
+    anchor: Tensor  # [R] long, where in it
+    skipped: int = 0  # so many leading slots count for nothing
+
+    @property
+    def accepted(self) -> Tensor:
+        """Drafts [R] that would be accepted: the leading hits."""
+        return self.hits[:, self.skipped :].long().cumprod(1).sum(1)
+
+    @property
+    def tau(self) -> float:
+        """1 + accepted drafts, over all anchors of the answers."""
+        return 1 + float(self.accepted.float().mean())
+
+    def share(self, what: Tensor, among: Tensor | None = None) -> list[float]:
+        """Share [S - 1] of `what` in the judged slots, by slot; NaN where there is none."""
+        counted = self.judged if among is None else self.judged & among
+        return [_ratio(int(n), int(m)) for n, m in zip((what & counted).sum(0), counted.sum(0), strict=True)]
+
+    @property
+    def given_previous(self) -> list[float]:
+        """Share [S - 1] of right slots where all slots before were right."""
+        before = torch.ones_like(self.hits)
+        before[:, 1:] = self.hits[:, :-1].long().cumprod(1).bool()
+        return self.share(self.hits, before)
+
+    @property
+    def steps(self) -> int:
+        """Verify steps if the answers were decoded by these very predictions."""
+        accepted, steps = self.accepted.tolist(), 0
+        for text in self.text.unique():
+            rows = (self.text == text).nonzero().flatten().tolist()
+            at = rows[0]
+            while at <= rows[-1]:
+                steps += 1
+                at += accepted[at] + 1
+        return steps
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+class Gain(NamedTuple):
+    """How much better one way of running is than another."""
+
+    tokens: float  # accepted drafts a block, the difference
+    z: float  # the same in standard errors
+
+
+def gain(better: Scores, base: Scores) -> Gain:
+    """Paired over blocks; neighbours share their tokens, so those of S - 1 positions in a row are one observation."""
+    difference = (better.accepted - base.accepted).double()
+    place = torch.stack([base.text, base.anchor // base.hits.shape[1]], dim=1)
+    segment = place.unique(dim=0, return_inverse=True)[1]
+    return _significance(difference, segment)
+
+
+def unpaired_gain(better: Scores, base: Scores) -> Gain:
+    """The same for answers that differ; a whole answer is one observation."""
+    means, errors = [], []
+    for scores in (better, base):
+        accepted = scores.accepted.double()
+        means.append(float(accepted.mean()))
+        found = _significance(accepted - accepted.mean() + 1, scores.text)  # the mean is 1, so z is 1 / error
+        errors.append(1 / found.z if found.z else math.inf)
+    error = math.hypot(*errors)
+    difference = means[0] - means[1]
+    return Gain(difference, difference / error if error else math.copysign(math.inf, difference))
+
+
+def _significance(values: Tensor, cluster: Tensor) -> Gain:
+    """Mean of `values` [R] and the same over its standard error, with observations dependent inside a cluster."""
+    mean = values.mean()
+    sums = torch.zeros(int(cluster.max()) + 1, dtype=torch.float64).index_add_(0, cluster, values - mean)
+    n = len(sums)
+    if n < 2:
+        return Gain(float(mean), 0.0)
+    error = float((sums.square().sum() * n / (n - 1)).sqrt()) / len(values)
+    if error == 0.0:
+        return Gain(float(mean), 0.0 if mean == 0 else math.copysign(math.inf, float(mean)))
+    return Gain(float(mean), float(mean) / error)
+
+
+class Probe:
+    """A target, a drafter that fits it, and the answers that have been decoded with both."""
+
+    def __init__(self, target: Target, drafter: Drafter, max_new_tokens: int) -> None:
+        self.target, self.drafter = target, drafter.to(target.device, target.dtype)
+        self._params = SamplingParams(max_new_tokens=max_new_tokens)
+        ids, last = drafter.config.target_layer_ids, len(target.layers) - 1
+        self._layers = sorted({i + shift for i in ids for shift in (-1, 0, 1) if i + shift <= last})
+
+    @torch.inference_mode()
+    def answer(self, prompt: list[int]) -> Answer:
+        """Decode a prompt greedily with the drafter and read the whole text once more. Raises UserError."""
+        generation = generate(self.target, self.drafter, prompt, self._params)
+        tokens = torch.tensor([prompt + generation.tokens], device=self.target.device)
+        taps = [layer for layer in self._layers if layer != EMBEDDING]
+        features = self.target.forward(tokens, taps=taps).features
+        assert features is not None
+        hidden = dict(zip(taps, features[0].chunk(len(taps), dim=-1), strict=True))
+        last = len(self.target.layers) - 1
+        if last in hidden:
+            hidden[last] = self.target.model.model.norm(hidden[last])  # as HF's hidden_states have it
+        if EMBEDDING in self._layers:
+            hidden[EMBEDDING] = self.target.embed(tokens[0])
+        return Answer(tokens[0], len(prompt), generation, hidden)
+
+    @torch.inference_mode()
+    def score(self, answers: list[Answer], setting: Setting, *, stride: int = 1, near: int = 1) -> Scores:
+        """Judge the blocks of every `stride`-th anchor of the answers, drafted by the rules of `setting`.
+
+        Args:
+            near: look at so many best tokens of a slot.
+        """
+        drafter = copy.copy(self.drafter)  # shares the weights
+        drafter.config = replace(
+            drafter.config,
+            rope_theta=setting.rope_theta,
+            is_causal=setting.is_causal,
+            mask_token_id=setting.mask_token_id,
+        )
+        parts: list[tuple[Tensor, ...]] = []
+        for number, answer in enumerate(answers):
+            for anchor, best in self._draft(drafter, answer, setting, stride, near):
+                slots = torch.arange(1, drafter.config.block_size, device=best.device)
+                at = anchor[:, None] + slots + setting.label_shift
+                judged = at < len(answer.tokens)
+                label = answer.tokens[at.clamp(max=len(answer.tokens) - 1)]
+                same = (best == label[:, :, None]) & judged[:, :, None]
+                text = torch.full_like(anchor, number)
+                parts.append(tuple(t.cpu() for t in (same[:, :, 0], same.any(-1), judged, text, anchor)))
+        hits, found, judged, text, anchors = (torch.cat(column) for column in zip(*parts, strict=True))
+        # with labels one earlier, slot 1 would only have to repeat the anchor
+        return Scores(hits, found, judged, text, anchors, skipped=max(0, -setting.label_shift))
+
+    def _draft(
+        self, drafter: Drafter, answer: Answer, setting: Setting, stride: int, near: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Anchors [A] and the `near` best tokens of their slots [A, S - 1, near], some anchors at a time."""
+        device, total = answer.tokens.device, len(answer.tokens)
+        features = torch.cat([answer.hidden[layer] for layer in setting.layer_ids], dim=-1)[None]
+        place = torch.arange(total, device=device)[None]
+        context = drafter.context_kv(features.to(drafter.dtype), place)
+        anchors = torch.arange(answer.prompt_tokens, total - 1, stride, device=device)
+        for anchor in anchors.split(ANCHORS_AT_ONCE):
+            rows, size = len(anchor), drafter.config.block_size
+            ids = torch.full((rows, size), setting.mask_token_id, device=device)
+            ids[:, 0] = answer.tokens[anchor]
+            positions = anchor[:, None] + torch.arange(size, device=device) + setting.block_shift
+            visible = torch.ones(rows, 1, size, total + size, dtype=torch.bool, device=device)
+            visible[:, :, :, :total] = (place < anchor[:, None] + setting.context_end)[:, None, None]
+            rope = drafter.rope(positions)
+            x = self.target.embed(ids).to(drafter.dtype)
+            for i, layer in enumerate(drafter.layers):
+                own = drafter.own_mask(i, positions, place.expand(rows, -1))
+                pair = (context.keys[i].expand(rows, -1, -1, -1), context.values[i].expand(rows, -1, -1, -1))
+                x = layer(x, rope, pair, visible if own is None else visible & own)
+            logits = self.target.head(drafter.norm(x)[:, 1:].to(self.target.dtype))
+            best = logits.topk(min(near, logits.shape[-1]), dim=-1).indices if near > 1 else logits.argmax(-1, True)
+            yield anchor, best

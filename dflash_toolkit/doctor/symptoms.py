@@ -1,0 +1,162 @@
+"""How badly is it accepted, and what the shape of it says. A symptom is a fault only where nothing explains it."""
+
+import math
+from collections.abc import Sequence
+
+from ..config import UserError
+from ..prompts import Prompt, encode_chat
+from .files import Case
+from .finding import Finding, Severity, has_fault
+from .probe import Answer, Probe, Scores, Setting, unpaired_gain
+from .sweeps import CLEAR_TOKENS, blocks_stride
+
+USELESS_TAU = 1.3  # below, a step costs about what it saves
+LOW_TAU = 2.0
+USELESS_FIRST = 0.2  # position-1 acceptance
+LOW_FIRST = 0.5
+UNKNOWN_RECALL = 0.25  # of slot 1, among the 16 best
+LOW_RECALL = 0.6
+GAP_FAULT, GAP_WARNING = 0.8, 0.92  # decoded over teacher-forced tokens a step
+GAP_STEPS = 20  # fewer say nothing
+RECORDED = 0.6  # measured over recorded tokens a step
+THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode over those in this
+THINKING_Z = 3.0
+
+
+def decoded_curve(answers: Sequence[Answer], slots: int) -> list[float]:
+    """Share [S - 1] of accepted drafts where those before were, by slot, in real decoding."""
+    reached, accepted = [0] * slots, [0] * slots
+    for answer in answers:
+        steps = answer.generation.steps
+        for step in steps:
+            ended = step is steps[-1] and answer.generation.finish_reason == "stop"
+            # behind a stop token nothing is judged
+            judged = min(step.drafted, len(step.tokens)) if ended else step.drafted
+            for slot in range(min(judged, step.accepted + 1)):
+                reached[slot] += 1
+                accepted[slot] += step.accepted > slot
+    return [n / m if m else math.nan for n, m in zip(accepted, reached, strict=True)]
+
+
+def check_acceptance(
+    case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding]
+) -> list[Finding]:
+    """Position-1 acceptance, tokens per step, and the curves by slot, teacher-forced and decoded."""
+    slots = scores.hits.shape[1]
+    decoded, forced = decoded_curve(answers, slots), scores.given_previous
+    steps = sum(len(a.generation.steps) for a in answers)
+    tau = sum(a.anchors for a in answers) / steps
+    recall = scores.share(scores.near)
+    measured = f"{tau:.2f} tokens a step, position 1 accepted {forced[0]:.0%}; by slot {_curve(forced)}"
+    figures = {
+        "tau": tau,
+        "tau_teacher_forced": scores.tau,
+        "position_1": forced[0],
+        "position_1_decoded": decoded[0],
+        "given_previous": forced,
+        "given_previous_decoded": decoded,
+        "steps": steps,
+        "blocks": len(scores.hits),
+    }
+    severity: Severity = "ok"
+    remedy = ""
+    if tau < USELESS_TAU or forced[0] < USELESS_FIRST:
+        severity = "fault"
+        remedy = "as good as none, and no known mistake explains it: "
+        if recall[0] < UNKNOWN_RECALL:
+            made_for = case.provenance.get("target")
+            named = f" (config.json says {made_for})" if made_for else ""
+            remedy += (
+                f"it knows nothing of this target: made for another one{named}, hardly trained, or for other prompts"
+            )
+        else:
+            remedy += "train it longer, on more of the target's own answers to prompts like these"
+    elif tau < LOW_TAU or forced[0] < LOW_FIRST:
+        severity, remedy = "warning", "low: train longer, on more of the target's own answers to prompts like these"
+    if severity != "ok" and has_fault(earlier):
+        severity, remedy = "warning", "mend the faults named here, then examine it again"
+    return [Finding("acceptance", severity, measured, remedy, figures)]
+
+
+def check_recall(scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
+    """Does the drafter know the token but rank it too low, or not know it?"""
+    recall, best = scores.share(scores.near), scores.share(scores.hits)
+    measured = f"slot 1: {recall[0]:.0%} among its 16 best, {best[0]:.0%} the best; by slot {_curve(recall)}"
+    figures = {"recall_16": recall, "top_1": best}
+    if has_fault(earlier) or best[0] >= LOW_FIRST:
+        return [Finding("recall", "ok", measured, figures=figures)]
+    if recall[0] < LOW_RECALL:
+        remedy = "the drafter does not know what comes next: more training data, more like what is served"
+    else:
+        remedy = (
+            "it knows the token but ranks it too low: trained too short, or on answers that were sampled otherwise "
+            "than they are served (temperature, another model)"
+        )
+    return [Finding("recall", "warning", measured, remedy, figures)]
+
+
+def check_serving(case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
+    """Decoding step by step against the same blocks drafted from the whole answer, and against training's figure."""
+    tokens, steps = sum(a.anchors for a in answers), sum(len(a.generation.steps) for a in answers)
+    decoded, forced, recorded = tokens / steps, tokens / scores.steps, case.provenance.get("acceptance_length")
+    measured = f"{decoded:.2f} tokens a step decoded, {forced:.2f} teacher-forced along the same path"
+    figures = {"decoded": decoded, "teacher_forced": forced, "recorded": recorded}
+    found = []
+    if decoded < GAP_WARNING * forced and steps >= GAP_STEPS:
+        severity: Severity = "fault" if decoded < GAP_FAULT * forced else "warning"
+        remedy = "the features of decoding differ from those of a whole text: try dtype=float32, another device"
+        found.append(Finding("serving", severity, measured, remedy, figures))
+    if isinstance(recorded, int | float) and decoded < RECORDED * recorded:
+        words = f"{decoded:.2f} tokens a step here, {recorded:.2f} when it was trained"
+        remedy = "mend the faults named here" if has_fault(earlier) else "these prompts are unlike those of training"
+        found.append(Finding("serving", "warning", words, remedy, figures))
+    return found or [Finding("serving", "ok", measured, figures=figures)]
+
+
+def check_thinking(
+    case: Case, probe: Probe, prompts: Sequence[Prompt], answers: list[Answer], setting: Setting
+) -> list[Finding]:
+    """Would the drafter do better on prompts rendered with the thinking mode on, or off?"""
+    if "enable_thinking" not in str(case.tokenizer.chat_template):
+        return [Finding("thinking", "ok", "the template knows no thinking mode")]
+
+    def render(mode: bool | None) -> list[list[int]]:
+        return [encode_chat(case.tokenizer, prompt.messages, mode) for prompt in prompts]
+
+    here, noted = render(case.thinking), case.provenance.get("answers")
+    trained = render(noted["thinking"]) if isinstance(noted, dict) and "thinking" in noted else None
+    base = probe.score(answers, setting, stride=blocks_stride(answers))
+    found = []
+    for mode in (False, True):
+        there = render(mode)
+        others = [] if there == here else [a for a in map(probe.answer, there) if a.anchors]
+        if not others:
+            continue
+        other = probe.score(others, setting, stride=blocks_stride(others))
+        difference, as_trained = unpaired_gain(other, base), there == trained
+        ratio = (other.tau - 1) / max(base.tau - 1, 1e-9)
+        severity: Severity = "ok"
+        if difference.z >= THINKING_Z and difference.tokens >= CLEAR_TOKENS:
+            # other answers may just be easier, so without a record it takes more to be sure
+            fault, warning = (THINKING_WARNING, 1.0) if as_trained else (THINKING_FAULT, THINKING_WARNING)
+            severity = "fault" if ratio >= fault else "warning" if ratio >= warning else "ok"
+        name = f"enable_thinking={str(mode).lower()}"
+        words = f"as examined {base.tau:.2f} tokens a step, with {name} {other.tau:.2f}"
+        remedy = f"it was trained for {name}: serve it so, or train one for this mode" if severity != "ok" else ""
+        figures = {"tau": base.tau, "tau_other": other.tau, "z": difference.z, "trained_so": as_trained}
+        found.append(Finding("thinking", severity, words, remedy, figures))
+    return found or [Finding("thinking", "ok", "the template renders these prompts alike in every mode")]
+
+
+def enough(answers: Sequence[Answer], blocks: int) -> None:
+    """Refuse to judge a drafter by a handful of blocks. Raises UserError."""
+    count = sum(answer.anchors for answer in answers)
+    if count < blocks:
+        raise UserError(
+            f"the target's answers are too short to judge a drafter by ({count} tokens, {blocks} needed): "
+            f"give other --prompts, a larger --limit or --max-new-tokens"
+        )
+
+
+def _curve(shares: Sequence[float]) -> str:
+    return " ".join("-" if math.isnan(share) else f"{100 * share:.0f}" for share in shares) + " %"
