@@ -74,7 +74,7 @@ def time_training(target: Target, drafter: Drafter, length: int, rows: int, anch
     knobs = TrainConfig(target=target.name, loss=LossKnobs(anchors=anchors, head_rows=4096))
     flex = use_flex("auto", target.device)
     source = FeatureSource(target, drafter.config.target_layer_ids, length, 0.0, 128 if flex else 1)
-    optimizer = make_optimizer(drafter.train(), knobs)
+    optimizer = make_optimizer(drafter.train(), knobs.optim)
     generator = torch.Generator().manual_seed(0)
     batch = [
         Row(i, length // 4, torch.randint(0, drafter.config.vocab_size, (length,), generator=generator).tolist())

@@ -145,6 +145,38 @@ def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not() -
     assert not tiles.all()
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(2, 300)), min_size=1, max_size=6),
+    st.integers(1, 150),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_no_visible_pair_is_outside_the_listed_tiles_and_whole_tiles_are_all_visible(
+    documents: list[tuple[int, int]], anchors: int, fixed: bool, seed: int
+) -> None:
+    length = sum(map(sum, documents)) + 17
+    f = features([documents], length)
+    generator = torch.Generator().manual_seed(seed)
+    blocks = sample_blocks(f, min(anchors, length), S, MASK, generator, fixed=fixed)
+    mask = flex_mask(f, blocks)
+    seen = dense_mask(f, blocks)[0, 0]
+    queries, keys = seen.shape
+    listed = torch.zeros(-(-queries // 128), -(-keys // 128), dtype=torch.bool)
+    for count, index, whole in (
+        (mask.kv_num_blocks, mask.kv_indices, False),
+        (mask.full_kv_num_blocks, mask.full_kv_indices, True),
+    ):
+        assert count is not None and index is not None
+        for q in range(len(listed)):
+            for kv in index[0, 0, q, : int(count[0, 0, q])].tolist():
+                assert not listed[q, kv], "a tile is listed once"
+                listed[q, kv] = True
+                assert not whole or seen[128 * q : 128 * (q + 1), 128 * kv : 128 * (kv + 1)].all()
+    q, kv = seen.nonzero(as_tuple=True)
+    assert listed[q // 128, kv // 128].all()
+
+
 def test_the_mask_in_words() -> None:
     f = features(PACKED, 18)
     blocks = draw(f)
