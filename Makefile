@@ -21,7 +21,7 @@ demo: $(READY)   ## fetch a real target, train a drafter, write the report, serv
 	$(BIN)/python scripts/demo.py
 
 test: $(READY)   ## the whole suite, CPU
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal  # the tests compute in one thread each
 
 check: $(READY)  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

@@ -26,8 +26,8 @@ from train.answers import Row
 from train.blocks import sample_blocks
 from train.config import LossKnobs, TrainConfig
 from train.features import FeatureSource
-from train.loop import compute_loss, use_flex
 from train.optimizers import make_optimizer
+from train.step import compute_loss, use_flex
 
 
 def shape_config(name: str) -> PreTrainedConfig:

@@ -25,9 +25,9 @@ from dflash_toolkit import UserError
 from train.answers import Row
 from train.cli import main
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
-from train.loop import Schedule, learning_rate_factor, train
+from train.loop import train
 from train.metrics import MetricsLog
-from train.packing import PackedSchedule
+from train.schedule import PackedSchedule, Schedule, learning_rate_factor
 from train.state import RunState, first_difference, load_state, save_state
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"

@@ -26,9 +26,10 @@ from .answers import Row, regenerate
 from .backends import Backend, open_backend
 from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
-from .loop import Outcome, train, use_flex
+from .loop import Outcome, train
 from .metrics import import_wandb
 from .state import first_difference
+from .step import use_flex
 
 WORK = "work"  # inside the output directory: answers, metrics, resume point
 

@@ -1,18 +1,14 @@
 """The training loop: features -> blocks -> drafter -> loss -> step, with resume points and real decoding."""
 
 import contextlib
-import functools
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.drafter import Drafter
@@ -21,14 +17,15 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.target import Target
 
 from .answers import Row
-from .blocks import Blocks, Features, dense_mask, flex_mask, sample_blocks
+from .blocks import sample_blocks
 from .config import TrainConfig
 from .features import FeatureSource
-from .losses import DraftLoss, draft_loss
+from .losses import DraftLoss
 from .metrics import MetricsLog
 from .optimizers import Optimizers, make_optimizer
-from .packing import PackedSchedule
+from .schedule import PackedSchedule, Schedule, draws, learning_rate_factor, packing
 from .state import RunState, load_state, save_state
+from .step import compute_loss, use_flex
 
 
 @dataclass(slots=True)
@@ -39,81 +36,6 @@ class Outcome:
     best: float  # acceptance length of the exported drafter on the held-out prompts
     last: Acceptance | None
     elapsed_s: float
-
-
-class Schedule:
-    """Which rows a step sees: a fresh permutation per epoch, a function of the seed and the step alone."""
-
-    def __init__(self, rows: int, batch_size: int, epochs: int, steps: int, seed: int) -> None:
-        self.per_epoch = math.ceil(rows / batch_size)
-        self.total = steps or self.per_epoch * epochs
-        self._rows, self._batch_size, self._seed = rows, batch_size, seed
-
-    def indices(self, step: int) -> list[int]:
-        """Row indices of 0-based `step`."""
-        epoch, within = divmod(step, self.per_epoch)
-        order = torch.randperm(self._rows, generator=_generator(self._seed, 1, epoch))
-        return order[within * self._batch_size : (within + 1) * self._batch_size].tolist()
-
-
-def _generator(seed: int, stream: int, index: int) -> torch.Generator:
-    # hashed to 32 bits: the generator ignores the rest of a seed
-    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{stream}/{index}".encode()))
-
-
-def learning_rate_factor(step: int, total: int, warmup: float) -> float:
-    """Linear warm-up over `warmup * total` steps, then cosine to zero; `step` is 0-based."""
-    ramp = max(1, round(warmup * total))
-    if step < ramp:
-        return (step + 1) / ramp
-    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, total - ramp)))
-
-
-def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
-    """Tokens and blocks of a packed row; (0, 0) where sequences stay apart."""
-    optim = config.optim
-    tokens = optim.pack_tokens
-    if tokens is None:
-        tokens = 8192 if device.type == "cuda" else 0
-    return tokens, (optim.pack_blocks or tokens * 3 // 4) if tokens else 0
-
-
-def use_flex(attention: str, device: torch.device) -> bool:
-    """FlexAttention skips empty tiles but has no backward on a CPU."""
-    return device.type == "cuda" if attention == "auto" else attention == "flex"
-
-
-def compute_loss(
-    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool
-) -> DraftLoss:
-    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
-    compiled = config.run.compile == "on" or (config.run.compile == "auto" and target.device.type == "cuda")
-    run = _compiled_run() if compiled else _run
-    mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
-    embedded = target.embed(blocks.inputs.flatten(1))
-    with _autocast(target.device):
-        hidden = run(
-            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
-        )
-        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma)
-
-
-def _run(
-    drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor | BlockMask
-) -> Tensor:
-    return drafter(embedded, positions, drafter.context_kv(features, context), mask)
-
-
-@functools.cache
-def _compiled_run() -> Callable[..., Tensor]:
-    return torch.compile(_run)
-
-
-def _autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    # fp32 master weights, bf16 compute; CPUs mostly lack bf16 units and compute in fp32
-    if device.type == "cuda":
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-    return contextlib.nullcontext()
 
 
 def train(
@@ -186,7 +108,7 @@ def train(
             features = source([rows[i] for i in chosen])
             blocks = sample_blocks(
                 features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
-                _generator(run.seed, 2, step), fixed=bool(tokens),
+                draws(run.seed, 2, step), fixed=bool(tokens),
             )  # fmt: skip
             for group in optimizer.param_groups:
                 if optim.minutes:

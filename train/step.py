@@ -1,0 +1,55 @@
+"""One forward and loss of the drafter over a batch of blocks: the code path that decoding takes too."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.target import Target
+
+from .blocks import Blocks, Features, dense_mask, flex_mask
+from .config import TrainConfig
+from .losses import DraftLoss, draft_loss
+
+
+def use_flex(attention: str, device: torch.device) -> bool:
+    """FlexAttention skips empty tiles but has no backward on a CPU."""
+    return device.type == "cuda" if attention == "auto" else attention == "flex"
+
+
+def compute_loss(
+    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool
+) -> DraftLoss:
+    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
+    compiled = config.run.compile == "on" or (config.run.compile == "auto" and target.device.type == "cuda")
+    run = _compiled_run() if compiled else _run
+    mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
+    embedded = target.embed(blocks.inputs.flatten(1))
+    with _autocast(target.device):
+        hidden = run(
+            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
+        )
+        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma)
+
+
+def _run(
+    drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor | BlockMask
+) -> Tensor:
+    return drafter(embedded, positions, drafter.context_kv(features, context), mask)
+
+
+@functools.cache
+def _compiled_run() -> Callable[..., Tensor]:
+    return torch.compile(_run)
+
+
+def _autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    # fp32 master weights, bf16 compute; CPUs mostly lack bf16 units and compute in fp32
+    if device.type == "cuda":
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    return contextlib.nullcontext()
