@@ -1,7 +1,7 @@
 """The frozen target: load it, tap the outputs of chosen layers, lend its embedding and head.
 
-Taps are forward hooks on exactly the chosen layers, so memory holds K hidden states and never all of them. When
-nobody needs logits the forward stops after the highest tapped layer.
+Taps are forward hooks on exactly the chosen layers (and the final norm), so memory holds K hidden states and never all
+of them. When nobody needs logits the forward stops after the highest tapped layer.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ class TargetOutput:
 
     features: Tensor | None  # [B, T, K*D] in tap order, None without taps
     logits: Tensor | None  # [B, T, V] ("all"), [B, 1, V] ("last"), None ("none")
+    final: Tensor | None = None  # [B, T, D] after the final norm: what the head makes logits of; None unless asked for
 
 
 class _EnoughLayers(Exception):
@@ -221,6 +222,7 @@ class Target:
         taps: Sequence[int] = (),
         cache: DynamicCache | None = None,
         logits: Literal["all", "last", "none"] = "none",
+        final: bool = False,
     ) -> TargetOutput:
         """Run the target on `ids` [B, T], after whatever `cache` holds.
 
@@ -228,34 +230,36 @@ class Target:
             taps: 0-based layer ids; the feature of id l is the output of layer l, HF `hidden_states[l + 1]`.
             cache: extended in place by T tokens. With early exit only the layers that ran are extended.
             logits: which positions' logits to return; "none" with taps stops after the highest tapped layer.
+            final: also return the last hidden state after the final norm; every layer runs then, the head does not.
         """
-        early = logits == "none" and bool(taps)
-        with self._tapped(taps, early) as tapped:
+        tapped, norm = [self.layers[layer] for layer in taps], self.model.model.norm
+        leave = None
+        if logits == "none" and (final or taps):
+            leave = norm if final else self.layers[max(taps)]
+        with _outputs([*tapped, norm] if final else tapped, leave) as found:
             try:
                 keep = {"all": 0, "last": 1, "none": 1}[logits]
                 out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
             except _EnoughLayers:
                 out = None
-        features = torch.cat([tapped[layer] for layer in taps], dim=-1) if taps else None
-        return TargetOutput(features, None if out is None or logits == "none" else out.logits)
+        features = torch.cat([found[layer] for layer in tapped], dim=-1) if taps else None
+        shown = None if out is None or logits == "none" else out.logits
+        return TargetOutput(features, shown, found[norm] if final else None)
 
-    @contextlib.contextmanager
-    def _tapped(self, taps: Sequence[int], early: bool) -> Iterator[dict[int, Tensor]]:
-        tapped: dict[int, Tensor] = {}
 
-        def hook_for(layer: int, leave: bool) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                tapped[layer] = output if isinstance(output, Tensor) else output[0]
-                if leave:
-                    raise _EnoughLayers
+@contextlib.contextmanager
+def _outputs(modules: Sequence[nn.Module], leave: nn.Module | None) -> Iterator[dict[nn.Module, Tensor]]:
+    """Catch the outputs of `modules` during a forward, which is left behind the module `leave`."""
+    found: dict[nn.Module, Tensor] = {}
 
-            return hook
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found[module] = output if isinstance(output, Tensor) else output[0]
+        if module is leave:
+            raise _EnoughLayers
 
-        handles = []
-        try:
-            for layer in taps:
-                handles.append(self.layers[layer].register_forward_hook(hook_for(layer, early and layer == max(taps))))
-            yield tapped
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles = [module.register_forward_hook(hook) for module in dict.fromkeys(modules)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -73,7 +73,9 @@ def time_training(target: Target, drafter: Drafter, length: int, rows: int, anch
     """Median seconds of target forward and of the drafter's step (forward, backward, AdamW)."""
     knobs = TrainConfig(target=target.name, loss=LossKnobs(anchors=anchors, head_rows=4096))
     flex = use_flex("auto", target.device)
-    source = FeatureSource(target, drafter.config.target_layer_ids, length, 0.0, 128 if flex else 1)
+    source = FeatureSource(
+        target, drafter.config.target_layer_ids, length, 0.0, 128 if flex else 1, final=knobs.loss.distribution
+    )
     optimizer = make_optimizer(drafter.train(), knobs.optim)
     generator = torch.Generator().manual_seed(0)
     batch = [

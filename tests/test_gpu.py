@@ -9,6 +9,9 @@ from conftest import MASK, make_drafter, make_target
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.kernels import loss as head_loss
+from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
+from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LossMix
 from train.answers import Row
 from train.blocks import dense_mask, flex_mask, sample_blocks
 from train.config import LossKnobs, OptimKnobs, RunKnobs, TrainConfig
@@ -115,3 +118,86 @@ def test_greedy_bf16_with_a_drafter_differs_from_plain_at_near_ties_only() -> No
             assert logits is not None
             log_p = logits[0, 0].float().log_softmax(-1)
             assert abs(log_p[plain[at]] - log_p[drafted[at]]) <= 0.2
+
+
+MIX = LossMix(0.3, 0.7, 1.1, 0.2, 0.5, temperature=0.8)
+
+
+def head_batch(rows: int, width: int, vocab: int, states: int) -> tuple[torch.Tensor, ...]:
+    """A drafter near its target under a head as sharp as a real one, all bf16."""
+    weight = (3 * torch.randn(vocab, width) / width**0.5).cuda().bfloat16()
+    final, at = torch.randn(states, width).cuda().bfloat16(), torch.randint(states, (rows,)).sort().values.cuda()
+    hidden = (final[at] + 0.3 * torch.randn(rows, width).cuda()).bfloat16()
+    return hidden, weight, torch.randint(vocab, (rows,)).cuda(), final, at
+
+
+@pytest.mark.parametrize("mix", [CROSS_ENTROPY, MIX], ids=["ce", "mix"])
+def test_the_fused_head_errs_at_most_twice_as_much_as_plain_bf16_autograd(mix: LossMix) -> None:
+    hidden, weight, labels, final, at = head_batch(700, 896, 151_936, 90)
+    upstream = torch.rand(700, device="cuda") * (torch.arange(700, device="cuda") % 3 != 1)
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor, final: torch.Tensor, wide: torch.dtype) -> tuple:
+        leaf = hidden.clone().requires_grad_()
+        logits = (leaf @ weight.T).to(wide)
+        log_q, log_p = ((x / mix.temperature).log_softmax(-1) for x in (logits, (final @ weight.T).to(wide)[at]))
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+        share = torch.exp(-3 * overlap.detach())
+        loss = mix.ce * torch.nn.functional.cross_entropy(logits, labels, reduction="none") + mix.kl * kl
+        loss = loss + mix.tv * (1 - overlap) - mix.lk * overlap.log()
+        loss = loss + mix.lk_hybrid * (share * kl + (1 - share) * (1 - overlap))
+        loss.backward(upstream.to(wide))
+        return loss.detach().double(), leaf.grad.double()
+
+    parts = [slice(i, i + 100) for i in range(0, 700, 100)]  # float64 logits of all rows would fill the memory
+    everything = (labels, at, upstream)
+    truth, rounded = [], []
+    for part in parts:
+        labels, at, upstream = (t[part] for t in everything)
+        truth.append(plain(hidden[part].double(), weight.double(), final.double(), torch.float64))
+        rounded.append(plain(hidden[part], weight, final, torch.float32))
+    labels, at, upstream = everything
+    leaf = hidden.clone().requires_grad_()
+    rows = frozen_head_loss(leaf, weight, labels, 256, mix, TargetStates(final, at))
+    rows.loss.backward(upstream)
+    assert not leaf.grad[upstream == 0].any() and leaf.grad.isfinite().all()
+    for got, i in ((rows.loss.detach().double(), 0), (leaf.grad.double(), 1)):
+        true, reference = torch.cat([t[i] for t in truth]), torch.cat([r[i] for r in rounded])
+        error, allowed = (got - true).norm() / true.norm(), 2 * (reference - true).norm() / true.norm()
+        assert error <= max(allowed, 1e-3) and error < 0.05
+
+
+def test_the_chunks_of_the_head_never_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels, final, at = head_batch(700, 64, 5000, 90)
+    frozen_head_loss(hidden.requires_grad_(), weight, labels, 128, MIX, TargetStates(final, at))  # compiles
+
+    class Watched(head_loss._Shared):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # which waits, once for all chunks
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(head_loss, "_Shared", Watched)
+    try:
+        frozen_head_loss(hidden, weight, labels, 128, MIX, TargetStates(final, at))
+        assert torch.cuda.get_sync_debug_mode() == 2
+        frozen_head_loss(hidden, weight, labels, 128)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_bf16_step_with_a_distribution_loss_is_finite_and_lowers_it() -> None:
+    target = on_gpu(torch.bfloat16)
+    drafter = make_drafter(target, head_dim=16).cuda().train()
+    rows = [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((97, 130, 61))]
+    features = FeatureSource(target, drafter.config.target_layer_ids, 200, 0.0, packed=384, final=True)(rows)
+    blocks = sample_blocks(features, 128, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
+    config = TrainConfig(target="tiny", loss=LossKnobs(ce=0.1, tv=0.9, head_rows=256))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        result = compute_loss(drafter, target, features, blocks, config, flex=True)
+        result.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(result.loss.item())
+    assert losses[-1] < 0.85 * losses[0]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,11 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh memory holds NaN, so that an element that nobody writes shows."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(math.nan)
+        def fill(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            return made.fill_(math.nan if made.is_floating_point() else -1)
+
+        return fill
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -45,7 +45,9 @@ def test_a_run_leaves_a_checkpoint_its_record_and_its_metrics(
     assert len(record["data_hash"]) == len(record["template_hash"]) == 64
     assert record["argv"] and record["finished"] and record["result"]["steps"] == 24
     lines = [json.loads(line) for line in (output / "work/metrics.jsonl").read_text().splitlines()]
-    assert {"loss", "slot_accuracy", "estimated_acceptance_length", "tokens_per_second"} <= lines[0].keys()
+    assert {"loss", "slot_accuracy", "recall_at_4", "estimated_acceptance_length", "tokens_per_second"} <= lines[
+        0
+    ].keys()
     measured = [line["acceptance_length"] for line in lines if "acceptance_length" in line]
     assert len(measured) == 3 and record["result"]["acceptance_length"] == pytest.approx(max(measured), abs=1e-5)
     assert not list(output.rglob("*.partial*"))
@@ -202,6 +204,10 @@ def without_weights(target_dir: Path, tmp_path: Path) -> Path:
         (["prompts.held_out=-1"], "prompts.held_out must be >= 0"),
         (["answers.top_p=0"], "answers.top_p"),
         (["loss.alpha=2"], "loss.alpha is 2"),
+        (["loss.ce=0"], "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_hybrid are all 0"),
+        (["loss.tv=-1"], "loss.tv is -1"),
+        (["loss.kl=inf"], "loss.kl is inf"),
+        (["loss.temperature=0"], "loss.temperature is 0"),
         (["run.save_every=0"], "save_every"),
         (["no-equals-sign"], "expected key=value"),
         (["run.device=cuda:9"], "cuda:9"),

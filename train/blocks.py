@@ -24,12 +24,15 @@ class Features:
     supervised: Tensor  # [B, T] bool, the target's own answer
     document: Tensor  # [B, T] long, which text a token belongs to; PADDING for none
     positions: Tensor  # [B, T] long, position inside its document
+    final: Tensor | None = None  # [B, T, D] the target's last hidden state, normed; only for distribution losses
 
     def __post_init__(self) -> None:
         if not self.tokens.shape == self.supervised.shape == self.document.shape == self.positions.shape:
             raise ValueError("tokens, supervised, document and positions must share one shape [B, T]")
         if self.hidden.shape[:2] != self.tokens.shape:
             raise ValueError(f"hidden {tuple(self.hidden.shape)} does not cover tokens {tuple(self.tokens.shape)}")
+        if self.final is not None and self.final.shape[:2] != self.tokens.shape:
+            raise ValueError(f"final {tuple(self.final.shape)} does not cover tokens {tuple(self.tokens.shape)}")
 
 
 @dataclass(frozen=True, slots=True)

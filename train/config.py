@@ -5,6 +5,7 @@ minute each, 3072 tokens a step; teacher-forced acceptance length after 200 step
 AdamW 6e-4 with decay 1.12, Muon 6e-4 with decay 1.89, Muon with D-PACE 2.28 at 6e-4, 2.73 at 1.2e-3, 2.95 at 3e-3.
 """
 
+import math
 from dataclasses import dataclass
 
 from dflash_toolkit.config import group, knob
@@ -69,15 +70,39 @@ class AnswerKnobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossKnobs:
-    """Which slots count how much (contract, "Training recipe")."""
+    """What a slot's loss is, a weighted sum, and which slots count how much (contract, "Training recipe").
 
+    All but `ce` compare with the target's own distribution: every layer of the target runs, its last hidden state is
+    kept beside the tapped ones, and each step pays one more product with the head. `dflash_toolkit.kernels.mix` has the
+    formulas; DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
+    """
+
+    ce: float = knob(1.0, "weight of the cross-entropy with the answer's token")
+    kl: float = knob(0.0, "weight of KL(target || drafter) over the whole vocabulary")
+    tv: float = knob(0.0, "weight of the total variation: 1 - the acceptance of sampled verification")
+    lk: float = knob(0.0, "weight of -log(acceptance), LK^alpha of arXiv 2602.23881")
+    lk_hybrid: float = knob(0.0, "weight of KL turning into TV as acceptance grows, LK^lambda of the same paper")
+    temperature: float = knob(1.0, "of both distributions in kl, tv, lk and lk_hybrid: the one it will be served at")
     weights: str = knob("dpace", "slot weights", choices=("decay", "dpace"))
     gamma: float | None = knob(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
     alpha: float = knob(0.5, "dpace: smoothing of the slots' probabilities")
     anchors: int = knob(512, "blocks per sequence and step, where sequences are not packed")
     head_rows: int = knob(1024, "rows whose logits exist at one time")
 
+    @property
+    def distribution(self) -> bool:
+        """Whether the target's own distribution is needed."""
+        return max(self.kl, self.tv, self.lk, self.lk_hybrid) > 0
+
     def __post_init__(self) -> None:
+        terms = {name: getattr(self, name) for name in ("ce", "kl", "tv", "lk", "lk_hybrid")}
+        for name, weight in terms.items():
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"loss.{name} is {weight}; it must be >= 0")
+        if not any(terms.values()):
+            raise ValueError(f"{', '.join(f'loss.{name}' for name in terms)} are all 0; give one of them a weight")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"loss.temperature is {self.temperature}; it must be > 0 (1 is the target as it is)")
         if self.anchors < 1 or self.head_rows < 1:
             raise ValueError("loss.anchors and loss.head_rows must be >= 1")
         if self.gamma is not None and self.gamma <= 0:

@@ -24,13 +24,22 @@ class FeatureSource:
         cache_gb: keep up to so many GB of hidden states in host memory; a GPU first fills SHARE of its own.
         pad_to: the common length of a step's rows is a multiple of this.
         packed: put all rows one behind the other into a single one of so many tokens; 0 keeps them apart.
+        final: also keep the target's last hidden state, behind the taps; every layer of the target runs then.
     """
 
     def __init__(
-        self, target: Target, taps: tuple[int, ...], max_length: int, cache_gb: float, pad_to: int = 1, packed: int = 0
+        self,
+        target: Target,
+        taps: tuple[int, ...],
+        max_length: int,
+        cache_gb: float,
+        pad_to: int = 1,
+        packed: int = 0,
+        final: bool = False,
     ) -> None:
         self._target = target
         self._taps = taps
+        self._final = final
         self._max_length = min(max_length, packed) if packed else max_length
         self._pad_to = pad_to
         self._packed = packed
@@ -66,12 +75,17 @@ class FeatureSource:
                 supervised[at, start + begin : start + min(end, len(h))] = True
             positions[at, span] = torch.arange(len(h))
             stacked[at, span] = h
-        return Features(tokens.to(device), stacked, supervised.to(device), document.to(device), positions.to(device))
+        split = len(self._taps) * self._target.config.hidden_size
+        return Features(
+            tokens.to(device), stacked[..., :split], supervised.to(device), document.to(device), positions.to(device),
+            stacked[..., split:] if self._final else None,
+        )  # fmt: skip
 
     def fill(self, rows: list[Row]) -> None:
         """Put the features of `rows` into the GPU's memory, in few large forwards, if there is room for all of them."""
         lengths = {row.index: min(len(row.tokens), self._max_length) for row in rows}
-        width = len(self._taps) * self._target.config.hidden_size * self._target.embedding.weight.element_size()
+        states = len(self._taps) + self._final
+        width = states * self._target.config.hidden_size * self._target.embedding.weight.element_size()
         if sum(lengths.values()) * width > self._device_room:
             return
         batch: list[Row] = []
@@ -111,7 +125,10 @@ class FeatureSource:
         ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
             ids[i, :n] = torch.tensor(row.tokens[:n])
-        features = self._target.forward(ids.to(self._target.device), taps=self._taps).features
+        out = self._target.forward(ids.to(self._target.device), taps=self._taps, final=self._final)
+        features = out.features
         assert features is not None
+        if out.final is not None:
+            features = torch.cat([features, out.final], dim=-1)
         # made under inference mode; autograd wants an ordinary tensor
         return {row.index: features[i, :n].clone() for i, (row, n) in enumerate(zip(rows, lengths, strict=True))}

@@ -20,7 +20,7 @@ from .answers import Row
 from .blocks import sample_blocks
 from .config import TrainConfig
 from .features import FeatureSource
-from .losses import DraftLoss
+from .losses import RECALL, DraftLoss
 from .metrics import MetricsLog
 from .optimizers import Optimizers, make_optimizer
 from .schedule import PackedSchedule, Schedule, draws, learning_rate_factor, packing
@@ -69,7 +69,7 @@ def train(
         schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
     source = FeatureSource(
         target, drafter.config.target_layer_ids, config.prompts.max_length, run.feature_cache_gb,
-        128 if flex else 1, tokens,
+        128 if flex else 1, tokens, config.loss.distribution,
     )  # fmt: skip
     if target.device.type == "cuda" and not optim.steps:  # a run over all rows
         source.fill(rows)
@@ -176,9 +176,12 @@ class _Speed:
 
 def log_values(result: DraftLoss, norm: Tensor, optimizer: Optimizers, epoch: float) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
+    overlap = {} if result.slot_overlap is None else {"slot_overlap": result.slot_overlap.tolist()}
     return {
         "loss": float(result.loss.detach()),
-        "slot_accuracy": [float(a) for a in result.slot_accuracy],
+        "slot_accuracy": result.recall[0].tolist(),
+        **{f"recall_at_{k}": result.recall[i].tolist() for i, k in enumerate(RECALL) if k > 1},
+        **overlap,
         "estimated_acceptance_length": float(result.acceptance_length),
         "rows": result.rows,
         "gradient_norm": float(norm),

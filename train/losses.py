@@ -1,14 +1,17 @@
-"""Slot weights and the drafter's loss: weighted cross-entropy of the frozen head, normalised by the sum of weights."""
+"""Slot weights and the drafter's loss: the weighted losses of the frozen head, normalised by the sum of weights."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dflash_toolkit.kernels.loss import frozen_head_loss
+from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
+from dflash_toolkit.kernels.mix import LossMix
 
 from .blocks import Blocks
 from .config import LossKnobs
+
+RECALL = (1, 4, 16)  # the k of recall@k
 
 
 @dataclass(slots=True)
@@ -16,9 +19,15 @@ class DraftLoss:
     """The loss of one step and what it says about acceptance."""
 
     loss: Tensor  # scalar, differentiable
-    slot_accuracy: Tensor  # [S - 1] share of supervised slots whose argmax is the label; NaN where there is none
+    recall: Tensor  # [3, S - 1] share of supervised slots whose label is in the top 1, 4, 16; NaN where there is none
     acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks
     rows: int  # R, supervised slots
+    slot_overlap: Tensor | None  # [S - 1] mean of sum_v min(p_v, q_v) = 1 - TV; None without a distribution loss
+
+    @property
+    def slot_accuracy(self) -> Tensor:
+        """[S - 1] recall@1: share of supervised slots whose argmax is the label."""
+        return self.recall[0]
 
 
 def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
@@ -29,10 +38,11 @@ def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") 
 def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
     """D-PACE (arXiv 2605.18810): how much slot j matters to the expected accepted length.
 
-    q_i = exp(-CE_i), smoothed to (1 - alpha) q_i + alpha; w_j = sum over m >= j of prod_{i <= m} q_i.
+    q_i = exp(-loss_i), smoothed to (1 - alpha) q_i + alpha; w_j = sum over m >= j of prod_{i <= m} q_i.
 
     Args:
-        losses: [..., S - 1] cross-entropy per slot, no gradient flows through the weights.
+        losses: [..., S - 1] cross-entropy per slot, or another -log of the chance to pass it; the weights carry no
+            gradient.
         supervised: [..., S - 1] bool; a product stops at the first slot that has no label.
 
     Returns:
@@ -43,39 +53,65 @@ def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
     return reach.flip(-1).cumsum(-1).flip(-1) * supervised
 
 
-def draft_loss(hidden: Tensor, blocks: Blocks, head_weight: Tensor, knobs: LossKnobs, gamma: float) -> DraftLoss:
+def predicting_states(blocks: Blocks, length: int) -> Tensor:
+    """Where the target predicts the token of each slot: [B, A, S] indices into its B * `length` hidden states.
+
+    Slot k stands at position anchor + k, whose token the target predicts one position earlier.
+    """
+    row = torch.arange(len(blocks.anchor), device=blocks.anchor.device)[:, None, None]
+    return row * length + blocks.anchor[:, :, None] + torch.arange(blocks.size, device=row.device) - 1
+
+
+def draft_loss(
+    hidden: Tensor, blocks: Blocks, head_weight: Tensor, knobs: LossKnobs, gamma: float, final: Tensor | None = None
+) -> DraftLoss:
     """The loss of a batch of blocks.
 
     Args:
         hidden: [B, A*S, D] normed outputs of the drafter.
         head_weight: [V, D], the target's.
+        final: [B, T, D] last hidden states of the target, normed; needed by distribution losses only.
 
     Raises:
-        ValueError: no slot of the batch is supervised.
+        ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
     """
-    supervised = blocks.supervised[:, :, 1:]  # slot 0 is the anchor; its output is discarded
-    if not supervised.any():
+    index = blocks.supervised.flatten().nonzero()[:, 0]  # never slot 0, the anchor, whose output is discarded
+    if not len(index):
         raise ValueError("no supervised slot in this batch")
-    by_slot = hidden.view(*blocks.inputs.shape, -1)[:, :, 1:]
-    rows = frozen_head_loss(by_slot[supervised], head_weight, blocks.labels[:, :, 1:][supervised], knobs.head_rows)
+    mix = LossMix(knobs.ce, knobs.kl, knobs.tv, knobs.lk, knobs.lk_hybrid, knobs.temperature)
+    states = None
+    if mix.distribution and final is not None:
+        states = TargetStates(final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index])
+    rows = frozen_head_loss(
+        hidden.flatten(0, 1).index_select(0, index), head_weight, blocks.labels.flatten()[index], knobs.head_rows,
+        mix, states,
+    )  # fmt: skip
+
+    supervised = blocks.supervised[:, :, 1:]
+    slot = index - index // blocks.size - 1  # the same rows among slots 1..S-1
 
     def grid(values: Tensor) -> Tensor:  # [R] back to [B, A, S - 1], zero where not supervised
-        return torch.zeros(supervised.shape, dtype=values.dtype, device=values.device).masked_scatter(
-            supervised, values
-        )
+        return values.new_zeros(supervised.numel()).index_copy(0, slot, values).view(supervised.shape)
 
     if knobs.weights == "dpace":
-        weights = dpace_weights(grid(rows.loss.detach()), supervised, knobs.alpha)[supervised]
+        # The paper's chance to pass a slot is that of its token. Without cross-entropy nothing drives that one, and
+        # the chance is the overlap, with which sampled verification accepts (as in D-PARD, of the same authors).
+        surprise = rows.terms.cross_entropy
+        if knobs.ce == 0 and rows.terms.acceptance is not None:
+            surprise = -rows.terms.acceptance.log()
+        weights = dpace_weights(grid(surprise), supervised, knobs.alpha)
     else:
-        decay = decay_weights(supervised.shape[-1], gamma, hidden.device)
-        weights = decay.expand(supervised.shape)[supervised]
+        weights = decay_weights(blocks.size - 1, gamma, hidden.device).expand(supervised.shape)
+    weights = weights.flatten()[slot]
     loss = (weights * rows.loss).sum() / weights.sum()
 
-    correct = grid(rows.correct)
-    accepted = correct.long().cumprod(-1).sum(-1)[blocks.valid]
+    count = supervised.sum((0, 1))
+    accepted = grid(rows.correct).long().cumprod(-1).sum(-1) * blocks.valid
+    overlap = rows.terms.acceptance
     return DraftLoss(
         loss=loss,
-        slot_accuracy=correct.sum((0, 1)) / supervised.sum((0, 1)),
-        acceptance_length=1 + accepted.float().mean(),
-        rows=len(rows.loss),
+        recall=torch.stack([grid(rows.rank < k).sum((0, 1)) / count for k in RECALL]),
+        acceptance_length=1 + accepted.sum() / blocks.valid.sum(),
+        rows=len(index),
+        slot_overlap=None if overlap is None else grid(overlap).sum((0, 1)) / count,
     )

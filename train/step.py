@@ -34,7 +34,7 @@ def compute_loss(
         hidden = run(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
         )
-        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma)
+        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma, features.final)
 
 
 def _run(

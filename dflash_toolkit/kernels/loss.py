@@ -1,7 +1,7 @@
-"""The loss through the frozen head: per-row cross-entropy without full logits.
+"""The loss through the frozen head: per-row losses and the gradient of the hidden states without full logits.
 
-On a GPU the logits of a chunk are bf16 in one reused buffer, which a kernel turns into their gradient in place; else
-plain torch in fp32, which is the definition.
+On a GPU the logits of a chunk are in the head's dtype in a reused buffer, which a kernel turns into their gradient in
+place; else plain torch in fp32, which is the definition.
 """
 
 import importlib
@@ -10,77 +10,201 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .mix import CROSS_ENTROPY, LossMix, RowTerms
+
 
 @dataclass(slots=True)
 class RowLoss:
     """Per-row result of the frozen head."""
 
-    loss: Tensor  # [R] cross-entropy in nats, fp32, differentiable with respect to the hidden states
-    correct: Tensor  # [R] bool, whether the argmax is the label
+    loss: Tensor  # [R] the mix, nats, fp32, differentiable with respect to the hidden states
+    terms: RowTerms  # without gradient
+
+    @property
+    def rank(self) -> Tensor:
+        """[R] int32, how many tokens the drafter puts before the label."""
+        return self.terms.rank
+
+    @property
+    def correct(self) -> Tensor:
+        """[R] bool, whether the argmax is the label."""
+        return self.terms.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStates:
+    """The target's prediction for each row, as the hidden states that the head makes logits of."""
+
+    hidden: Tensor  # [N, D] after the target's final norm
+    at: Tensor  # [R] long, which of the N predicts the token of a row; many rows may share one
+
+
+def row_loss_(
+    logits: Tensor,
+    labels: Tensor,
+    terms: RowTerms,
+    mix: LossMix,
+    gradient: bool,
+    target: Tensor | None = None,
+    at: Tensor | None = None,
+) -> None:
+    """The definition of `row_loss.row_loss_`, in the logits' dtype, at least fp32.
+
+    Args:
+        logits: [R, V] of the drafter; with `gradient` they become d loss / d logits, rounded to their dtype once.
+        labels: [R] long.
+        terms: [R], written; kl and acceptance only where `mix` needs the target's distribution.
+        target: [U, V] logits of the target.
+        at: [R] long, the row of `target` that belongs to each row.
+    """
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    label = labels[:, None]
+    at_label = x.gather(-1, label)
+    normaliser = x.logsumexp(-1, keepdim=True)
+    terms.cross_entropy.copy_((normaliser - at_label)[:, 0])
+    # of equal logits the first comes first, as argmax has it; a NaN stands before everything
+    columns = torch.arange(x.shape[1], device=x.device)
+    terms.rank.copy_(x.shape[1] - ((x < at_label) | ((x == at_label) & (columns >= label))).sum(-1))
+    more = None
+    if mix.distribution:
+        assert target is not None and at is not None and terms.kl is not None and terms.acceptance is not None
+        log_q = (x / mix.temperature).log_softmax(-1)
+        log_p = (target.to(x.dtype) / mix.temperature).log_softmax(-1)[at]
+        p, q = log_p.exp(), log_q.exp()
+        terms.kl.copy_(torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1))
+        terms.acceptance.copy_(torch.minimum(p, q).sum(-1).clamp(max=1.0))
+        if gradient:
+            below = (q < p).to(x.dtype)
+            kl, tv = (slope[:, None] for slope in mix.slopes(terms.acceptance))
+            reach = (q * below).sum(-1, keepdim=True)
+            more = (kl * (q - p) + tv * q * (reach - below)) / mix.temperature
+    if gradient:
+        x = x.sub_(normaliser).exp_()
+        x.scatter_add_(-1, label, torch.full_like(at_label, -1.0))
+        if mix.ce != 1.0:
+            x *= mix.ce
+        if more is not None:
+            x += more
+        if x is not logits:
+            logits.copy_(x)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        loss = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, mix: LossMix, states: TargetStates | None
+    ) -> tuple[Tensor | None, ...]:
+        terms = RowTerms.empty(len(hidden), mix.distribution, hidden.device)
         # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        if hidden.is_cuda:
-            _chunks_on_gpu(hidden, weight, labels, chunk, loss, correct, d_hidden)
-        else:
-            _chunks(hidden, weight, labels, chunk, loss, correct, d_hidden)
+        _chunks(hidden, weight, labels, chunk, mix, states if mix.distribution else None, terms, d_hidden)
         ctx.save_for_backward(d_hidden)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        outputs = (terms.cross_entropy, terms.rank, terms.kl, terms.acceptance)
+        ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
+        return mix.value(terms), *outputs
 
     @staticmethod
-    def backward(ctx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         (d_hidden,) = ctx.saved_tensors
-        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None
+        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None, None, None
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, loss: Tensor, correct: Tensor, d_hidden: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    mix: LossMix,
+    states: TargetStates | None,
+    terms: RowTerms,
+    d_hidden: Tensor | None,
 ) -> None:
-    for start in range(0, len(hidden), chunk):
+    """Fill `terms` and `d_hidden`, a chunk of rows at a time."""
+    kernel = row_loss_
+    if hidden.is_cuda:
+        kernel = importlib.import_module("dflash_toolkit.kernels.row_loss").row_loss_  # no dependency on a CPU
+    head = _Head(weight, min(chunk, len(hidden)))
+    target_head, target, at = head, None, None
+    if states is not None:
+        shared = _Shared(states, chunk)
+        target_head = _Head(weight, shared.most)
+    for number, start in enumerate(range(0, len(hidden), chunk)):
         rows = slice(start, start + chunk)
-        logits = (hidden[rows].to(weight.dtype) @ weight.T).float()  # [chunk, V], the only logits that ever exist
-        target = labels[rows, None]
-        log_normaliser = logits.logsumexp(-1, keepdim=True)
-        loss[rows] = (log_normaliser - logits.gather(-1, target))[:, 0]
-        correct[rows] = logits.argmax(-1) == labels[rows]
+        logits = head(hidden[rows])
+        if states is not None:
+            needed, at = shared.of(number, rows)
+            target = target_head(states.hidden[needed])
+        kernel(logits, labels[rows], terms[rows], mix, d_hidden is not None, target, at)
         if d_hidden is not None:
-            d_logits = logits.sub_(log_normaliser).exp_()
-            d_logits.scatter_add_(-1, target, torch.full_like(target, -1.0, dtype=torch.float32))
-            d_hidden[rows] = (d_logits.to(weight.dtype) @ weight).to(hidden.dtype)
+            d_hidden[rows] = (logits.to(weight.dtype) @ weight).to(hidden.dtype)
 
 
-def _chunks_on_gpu(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, loss: Tensor, correct: Tensor, d_hidden: Tensor | None
-) -> None:
-    """`_chunks` with the logits rounded to the weight's dtype once and read twice."""
-    kernel = importlib.import_module("dflash_toolkit.kernels.cross_entropy")  # Triton is no dependency on a CPU
-    buffer = torch.empty(min(chunk, len(hidden)), len(weight), dtype=weight.dtype, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, start + chunk)
-        logits = buffer[: len(hidden[rows])]
-        torch.mm(hidden[rows].to(weight.dtype), weight.T, out=logits)
-        kernel.cross_entropy_(logits, labels[rows], loss[rows], correct[rows], gradient=d_hidden is not None)
-        if d_hidden is not None:
-            d_hidden[rows] = (logits @ weight).to(hidden.dtype)
+class _Head:
+    """Logits of up to so many rows, in one buffer: in the weight's dtype on a GPU, else fp32."""
+
+    def __init__(self, weight: Tensor, rows: int) -> None:
+        self._weight = weight
+        self._buffer = None
+        if weight.is_cuda:
+            self._buffer = torch.empty(rows, len(weight), dtype=weight.dtype, device=weight.device)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self._weight.dtype)
+        if self._buffer is None:
+            return (hidden @ self._weight.T).float()
+        return torch.mm(hidden, self._weight.T, out=self._buffer[: len(hidden)])
 
 
-def frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 512) -> RowLoss:
-    """Cross-entropy of a frozen LM head without ever holding the full logits.
+class _Shared:
+    """The target's states that each chunk needs, each once.
+
+    Blocks overlap and are sorted by anchor, so a chunk of rows needs far fewer predictions of the target than it has
+    rows (with three blocks for every four tokens and 15 slots, a tenth). The counts come to the host once for all
+    chunks, so that the chunks run without waiting.
+    """
+
+    def __init__(self, states: TargetStates, chunk: int) -> None:
+        rows, n = len(states.at), len(states.hidden)
+        chunks = -(-rows // chunk)
+        device = states.at.device
+        keys, self._inverse = torch.unique(
+            torch.arange(rows, device=device) // chunk * n + states.at, return_inverse=True
+        )
+        self._needed = keys % max(n, 1)
+        self._bounds = torch.searchsorted(keys, torch.arange(chunks + 1, device=device) * n).tolist()
+        self.most = max((b - a for a, b in zip(self._bounds, self._bounds[1:], strict=False)), default=0)
+
+    def of(self, number: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """Which states [U] chunk `number` needs, and which of those each of its `rows` takes."""
+        first, end = self._bounds[number : number + 2]
+        return self._needed[first:end], self._inverse[rows] - first
+
+
+def frozen_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int = 512,
+    mix: LossMix = CROSS_ENTROPY,
+    states: TargetStates | None = None,
+) -> RowLoss:
+    """The loss of rows of hidden states under a frozen LM head, without ever holding the full logits.
 
     Args:
         hidden: [R, D], rows that count (slot 0 and unsupervised slots already dropped).
         weight: [V, D], frozen; it gets no gradient.
         labels: [R] token ids.
         chunk: rows whose logits exist at one time.
+        mix: which losses, and how much of each.
+        states: the target's predictions for the same rows; only the distribution losses need them.
 
     Returns:
         `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
+
+    Raises:
+        ValueError: a distribution loss without `states`.
     """
-    return RowLoss(*_FrozenHeadLoss.apply(hidden, weight, labels, chunk))
+    if mix.distribution and states is None:
+        raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution: give its states")
+    loss, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states)
+    return RowLoss(loss, RowTerms(*terms))

@@ -1,0 +1,90 @@
+"""What the loss of a row of logits is: the weights of its terms, and the terms themselves."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LEAST_ACCEPTANCE = 2.0**-100  # below it, -log(acceptance) is flat; fp32 still divides by it
+
+
+@dataclass(frozen=True, slots=True)
+class LossMix:
+    """Weights of the terms of a row's loss, a weighted sum.
+
+    p is the target's distribution and q the drafter's, both softmax(logits / temperature); the acceptance
+    a = sum_v min(p_v, q_v) is the chance that exact sampled verification accepts a token drawn from q (Leviathan et
+    al., arXiv 2211.17192, theorem 3.5). The gradients are those with respect to the drafter's logits z;
+    [q < p] is 1 where q_v < p_v, which takes the side of p where they are equal.
+
+    | term      | loss                             | T * d loss / d z_v                                      |
+    |-----------|----------------------------------|---------------------------------------------------------|
+    | ce        | -log q(label), temperature 1     | q_v - [v = label]           (T = 1)                     |
+    | kl        | sum_v p_v log(p_v / q_v)         | q_v - p_v                                               |
+    | tv        | 1 - a                            | q_v (sum_u q_u [q_u < p_u] - [q_v < p_v])               |
+    | lk        | -log a                           | that of tv, divided by a                                |
+    | lk_hybrid | l KL + (1 - l) TV, l = exp(-3 a) | the same mix of both; l carries no gradient             |
+
+    TV has hardly any gradient where p and q hardly overlap; the LK losses (Samarin et al., arXiv 2602.23881) mend that:
+    `lk` is their LK^alpha, cross-entropy where p is a point mass; `lk_hybrid` their LK^lambda with eta = 3 and, as the
+    trainers in use have it, l from each row's own acceptance.
+    """
+
+    ce: float = 1.0
+    kl: float = 0.0
+    tv: float = 0.0
+    lk: float = 0.0
+    lk_hybrid: float = 0.0
+    temperature: float = 1.0  # > 0; no factor T^2: a smaller gradient at a higher temperature is what the loss says
+
+    ETA = 3.0  # of lk_hybrid
+
+    @property
+    def distribution(self) -> bool:
+        """Whether a term needs the target's distribution."""
+        return bool(self.kl or self.tv or self.lk or self.lk_hybrid)
+
+    def slopes(self, acceptance: Tensor) -> tuple[Tensor, Tensor]:
+        """With which factors the gradients of KL and of TV enter a row's gradient; both like `acceptance`."""
+        share = torch.exp(-self.ETA * acceptance)
+        kl = self.kl + self.lk_hybrid * share
+        tv = self.tv + self.lk / acceptance.clamp(min=LEAST_ACCEPTANCE) + self.lk_hybrid * (1 - share)
+        return kl, tv
+
+    def value(self, terms: "RowTerms") -> Tensor:
+        """The loss [R]."""
+        loss = self.ce * terms.cross_entropy
+        if terms.kl is not None and terms.acceptance is not None:
+            a = terms.acceptance
+            share = torch.exp(-self.ETA * a)
+            loss += self.kl * terms.kl + self.tv * (1 - a) - self.lk * a.clamp(min=LEAST_ACCEPTANCE).log()
+            loss += self.lk_hybrid * (share * terms.kl + (1 - share) * (1 - a))
+        return loss
+
+
+CROSS_ENTROPY = LossMix()
+
+
+@dataclass(slots=True)
+class RowTerms:
+    """What the kernels say of each of R rows of the drafter's logits."""
+
+    cross_entropy: Tensor  # [R] fp32, nats, at temperature 1
+    rank: Tensor  # [R] int32, how many tokens stand before the label: 0 is the argmax; V where a logit is NaN
+    kl: Tensor | None = None  # [R] fp32, nats; None without the target's distribution
+    acceptance: Tensor | None = None  # [R] fp32, in [0, 1]
+
+    @classmethod
+    def empty(cls, rows: int, distribution: bool, device: torch.device | str) -> "RowTerms":
+        """Room for the terms of so many rows."""
+
+        def of(dtype: torch.dtype) -> Tensor:
+            return torch.empty(rows, dtype=dtype, device=device)
+
+        more = (of(torch.float32), of(torch.float32)) if distribution else (None, None)
+        return cls(of(torch.float32), of(torch.int32), *more)
+
+    def __getitem__(self, rows: slice) -> "RowTerms":
+        """A view of some rows."""
+        more = (None if t is None else t[rows] for t in (self.kl, self.acceptance))
+        return RowTerms(self.cross_entropy[rows], self.rank[rows], *more)
