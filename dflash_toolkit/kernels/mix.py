@@ -70,7 +70,7 @@ class RowTerms:
     """What the kernels say of each of R rows of the drafter's logits."""
 
     cross_entropy: Tensor  # [R] fp32, nats, at temperature 1
-    rank: Tensor  # [R] int32, how many tokens stand before the label: 0 is the argmax; V where a logit is NaN
+    rank: Tensor  # [R] int32, how many tokens stand before the label: 0 is the argmax; V if its logit is NaN
     kl: Tensor | None = None  # [R] fp32, nats; None without the target's distribution
     acceptance: Tensor | None = None  # [R] fp32, in [0, 1]
 
