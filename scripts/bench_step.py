@@ -3,8 +3,8 @@
     python scripts/bench_step.py --shape qwen3-8b --batch 1 8 32 --accept 0.865 --output step.json
 
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
-long and a short answer, so the prefill cancels out. Acceptance is synthetic (each position with the given conditional
-probability); the work is not.
+long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
+Acceptance is synthetic (each position with the given conditional probability); the work is not.
 """
 
 import argparse
@@ -29,15 +29,24 @@ from dflash_toolkit.runtime.shapes import drafter_for, named_shape
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 
-def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int) -> tuple[float, list[Generation]]:
+def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int) -> tuple[float, list[Generation], list[float]]:
+    """Seconds of `batch` requests, their answers, and the seconds of every step that all of them took part in."""
     dice = random.Random(seed)
-    prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    answers = engine.generate(prompts, params)
+    requests = [engine.submit(ids, params) for ids in prompts]
+    full: list[float] = []
+    before = None
+    while not all(request.finished for request in requests):
+        engine.step()
+        now = time.perf_counter()
+        if before is not None and len(engine.scheduler.running) == batch:
+            full.append(now - before)
+        before = now if len(engine.scheduler.running) == batch else None
     torch.cuda.synchronize()
-    return time.perf_counter() - began, answers
+    return time.perf_counter() - began, [request.generation for request in requests], full
 
 
 def measure(engine: Engine, prompt: int, batch: int, short: int, long: int, repeats: int) -> dict[str, Any]:
@@ -45,10 +54,12 @@ def measure(engine: Engine, prompt: int, batch: int, short: int, long: int, repe
     run(engine, prompt, short, batch, 0)  # captures graphs, compiles kernels
     found: dict[int, tuple[float, float, float]] = {}
     every: list[float] = []
+    full: list[float] = []
     for tokens in (short, long):
         times, steps, committed = [], [], []
         for i in range(repeats):
-            seconds, answers = run(engine, prompt, tokens, batch, i + 1)
+            seconds, answers, of_all = run(engine, prompt, tokens, batch, i + 1)
+            full += of_all
             times.append(seconds)
             steps.append(statistics.mean(len(a.steps) for a in answers))
             committed.append(sum(len(a.tokens) for a in answers))
@@ -57,6 +68,7 @@ def measure(engine: Engine, prompt: int, batch: int, short: int, long: int, repe
     seconds, steps, tokens = (b - a for a, b in zip(found[short], found[long], strict=True))
     return {
         "ms_per_step": 1e3 * seconds / steps,
+        "ms_of_a_full_step": 1e3 * statistics.median(full),  # without the tail, when few requests are left
         "tokens_per_second": tokens / seconds,
         "tokens_per_step": tokens / steps / batch,
         "spread": (max(every) - min(every)) / statistics.median(every),
