@@ -49,7 +49,7 @@ def curve(folder: Path, **run: Any) -> list[float]:
 
 
 def source_in(folder: Path, target: Target, count: int = 10, **run: Any) -> FeatureSource:
-    return open_features(config(feature_dir=str(folder), **run), target, TAPS, rows(count), folder, 1, 0)
+    return open_features(config(feature_dir=str(folder), **run), target, TAPS, rows(count), folder)
 
 
 def forwards(target: Target) -> list[int]:
@@ -184,7 +184,7 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"max_length: 3072, now 32\)"):
         cut = config(feature_dir=str(tmp_path), features="disk")
         cut = replace(cut, prompts=replace(cut.prompts, max_length=32))
-        open_features(cut, make_target(), TAPS, rows(10), tmp_path, 1, 0)
+        open_features(cut, make_target(), TAPS, rows(10), tmp_path)
     (tmp_path / "torn.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match=r"torn.safetensors: not a shard"):
         source_in(tmp_path, make_target(), features="disk")

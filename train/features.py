@@ -22,9 +22,11 @@ from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import Target
 
 from .answers import Row
-from .blocks import PADDING, Features
+from .blocks import PADDING, TILE, Features
 from .config import TrainConfig
 from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored
+from .schedule import packing
+from .step import use_flex
 
 SHARE = 0.4  # of the free memory of a GPU that features may take
 FORWARD_TOKENS = 16384  # of one forward on a GPU, padding included
@@ -199,7 +201,7 @@ def alike(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_
 
 
 def open_features(
-    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: list[Row], work: Path, pad_to: int, packed: int
+    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: list[Row], work: Path
 ) -> FeatureSource:
     """The source that `config.run.features` asks for, filled where that is done before training.
 
@@ -207,6 +209,8 @@ def open_features(
         UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
     """
     run, max_length = config.run, config.prompts.max_length
+    packed, _ = packing(config, target.device)
+    pad_to = TILE if use_flex(run.attention, target.device) else 1
     dtype = {"auto": target.dtype, "bfloat16": torch.bfloat16, "float8": FP8}[run.feature_dtype]
     store: MemoryStore | DiskStore
     if run.features in ("disk", "hybrid"):
@@ -239,6 +243,12 @@ def open_features(
     elif run.features == "auto" and not config.optim.steps and needed <= store.room[0]:  # a run over all rows
         source.fill(missing)
     return source
+
+
+def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[object, ...]:
+    """Equal for configurations whose runs over the same rows can share a source."""
+    flex = use_flex(config.run.attention, target.device)
+    return taps, config.prompts.max_length, packing(config, target.device), flex, config.run.feature_dtype
 
 
 def _fingerprint(

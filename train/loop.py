@@ -70,8 +70,7 @@ def train(
     else:
         schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
     if source is None:
-        taps = drafter.config.target_layer_ids
-        source = open_features(config, target, taps, rows, work, 128 if flex else 1, tokens)
+        source = open_features(config, target, drafter.config.target_layer_ids, rows, work)
     optimizer = make_optimizer(drafter, optim)
     peak = optimizer.param_groups[0]["lr"]
     state_file = work / "state.pt"
