@@ -157,6 +157,16 @@ def test_whole_shards_survive_a_kill_and_only_the_rest_is_computed_again(
     assert torch.equal(again(rows(20)).hidden, whole.hidden)
 
 
+def test_processes_that_train_together_write_a_share_each(tmp_path: Path) -> None:
+    target, texts = make_target(), rows(10)
+    whole = FeatureSource(target, TAPS, 3072)(texts)
+    computed = forwards(target)
+    asked = config(features="disk", feature_dir=str(tmp_path))
+    sources = [open_features(asked, target, TAPS, texts, tmp_path, rank, world=2) for rank in range(2)]
+    assert len(computed) == 10
+    assert all(torch.equal(source(texts).hidden, whole.hidden) for source in sources) and len(computed) == 10
+
+
 def test_two_writers_share_a_directory(tmp_path: Path) -> None:
     target, texts = make_target(), rows(10)
     stores = [DiskStore(tmp_path, {"a": 1}, 10) for _ in range(2)]

@@ -59,23 +59,23 @@ def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
         "--target", str(target_dir), "--prompts-train", f"say={prompts}[:8]", f"more={prompts}[6:9]", "--samples", "3",
         "--answer-tokens", "24", "--batch", "4", "--minutes", "0.01", "0.02", "--prompts", f"a={prompts}[8:]",
         f"b={prompts}[10:]", "--limit", "2", "--tokens", "12", "--pool", "b", "--baseline", "b",
-        "--output", str(output), *SMALL,
+        "--output", str(output), *SMALL, "run.features=memory", "run.feature_cache_gb=1",
     ]  # fmt: skip
     assert program.main(arguments) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
     result = result_of(output)
+    assert sum(line.startswith("features ") for line in progress.splitlines()) == 1, "filled once for both"
     assert result["answers"]["left_out"]["in_evaluation"] == 3, "row 8 is both trained and measured on"
     assert result["answers"]["rows"] + result["answers"]["left_out"]["repeated"] == 3 * 8
     assert [run["name"] for run in result["runs"]] == ["0.01m", "0.02m"]
     for run in result["runs"]:
-        assert run["steps"] > 3 and run["epochs"] > 0 and run["sequences_per_second"] > 0
+        assert run["steps"] >= 1 and run["epochs"] > 0 and run["sequences_per_second"] > 0
         assert set(run["seconds"]) == {"features", "compile", "training", "evaluation"}
         assert run["sets"]["a"]["requests"] == 2 and 1 <= run["sets"]["a"]["tau_pooled"] <= 4
         assert run["pooled"]["tau"] == run["sets"]["b"]["tau_pooled"]
         assert (output / f"drafter-{run['name']}/model.safetensors").exists()
         assert f"| {run['name']} |" in shown
-    assert 0.6 <= result["runs"][0]["seconds"]["training"] < result["runs"][1]["seconds"]["training"]
-    assert result["runs"][1]["seconds"]["features"] < result["seconds"]["regenerate"], "shared"
+        assert run["seconds"]["training"] >= 60 * run["minutes"]
     assert "speedup" not in result["runs"][0]["sets"]["b"] and "speedup" not in result["runs"][1]["sets"]["a"]
     assert result["runs"][1]["sets"]["b"]["identical_to_plain"] == 1
     rows = [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]

@@ -97,6 +97,9 @@ class MemoryStore:
     def flush(self) -> None:
         """There is nothing to write."""
 
+    def refresh(self) -> None:
+        """Nobody else writes here."""
+
 
 class DiskStore:
     """Rows in a directory of safetensors files, read by memory map.
@@ -138,7 +141,7 @@ class DiskStore:
     def _claim(self, fingerprint: dict[str, Any]) -> None:
         index = self._folder / "index.json"
         if not index.exists():
-            if any(self._folder.glob("*.safetensors")):
+            if any(self._folder.glob("*.safetensors")) and not index.exists():  # nor has another process made it
                 raise UserError(
                     f"features {self._folder}: shards without an index.json; choose another run.feature_dir"
                 )

@@ -51,6 +51,7 @@ class FeatureSource:
         dtype: what hidden states are kept in, and rounded to even where none is kept: a run must not depend on which
             rows a store happens to hold. None is the target's own.
         store: where they are kept.
+        shared: other processes write to the store too.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class FeatureSource:
         *,
         dtype: torch.dtype | None = None,
         store: MemoryStore | DiskStore | None = None,
+        shared: bool = False,
     ) -> None:
         self._target = target
         self._taps = taps
@@ -72,6 +74,7 @@ class FeatureSource:
         self._packed = packed
         self._dtype = dtype or target.dtype
         self._store = store or MemoryStore(device_room(target), int(cache_gb * GIB))
+        self._shared = shared
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[int, Future[Stored]] = {}
 
@@ -152,8 +155,12 @@ class FeatureSource:
     def _hidden(self, rows: list[Row]) -> list[Tensor]:
         """The hidden states [n, W] of each row."""
         coming, self._coming = self._coming, {}
+        missing = [row for row in rows if row.index not in self._store]
+        if missing and self._shared:
+            self._store.refresh()
+            missing = [row for row in missing if row.index not in self._store]
         fresh: dict[int, Stored] = {}
-        for group in self._together([row for row in rows if row.index not in self._store]):
+        for group in self._together(missing):
             for index, hidden in self._computed(group).items():
                 fresh[index] = Stored.of(hidden, self._dtype)
                 self._store.add(index, fresh[index])
@@ -201,9 +208,19 @@ def alike(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_
 
 
 def open_features(
-    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: list[Row], work: Path
+    config: TrainConfig,
+    target: Target,
+    taps: tuple[int, ...],
+    rows: list[Row],
+    work: Path,
+    rank: int = 0,
+    world: int = 1,
 ) -> FeatureSource:
     """The source that `config.run.features` asks for, filled where that is done before training.
+
+    Args:
+        rank, world: this process among those that train together. Each writes its share of what goes to disk; all must
+            be done before the first asks for features.
 
     Raises:
         UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
@@ -222,14 +239,16 @@ def open_features(
         store = MemoryStore(0, 0)
     else:
         store = MemoryStore(device_room(target, run.feature_gpu_share), int(run.feature_cache_gb * GIB))
-    source = FeatureSource(target, taps, max_length, pad_to=pad_to, packed=packed, dtype=dtype, store=store)
+    source = FeatureSource(
+        target, taps, max_length, pad_to=pad_to, packed=packed, dtype=dtype, store=store, shared=world > 1
+    )
     missing = [row for row in rows if row.index not in store]
     needed = source.nbytes(missing)
     if isinstance(store, DiskStore):
-        if missing:
+        if missing and rank == 0:
             print(f"features of {len(missing)} rows: {store.reserve(needed)}", file=sys.stderr)
         if run.features == "disk":
-            source.fill(missing)
+            source.fill(rows[rank::world])
             source.flush()
     elif run.features == "memory":
         if needed > sum(store.room):
