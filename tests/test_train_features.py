@@ -99,6 +99,22 @@ def test_the_target_runs_in_the_first_epoch_only(tmp_path: Path) -> None:
     assert len(computed) == 10, "a later run finds what this one wrote"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["auto", "float8"])
+def test_a_gpu_reads_through_pinned_memory_what_was_written(dtype: str, tmp_path: Path) -> None:
+    tiny, texts = make_target(), rows(40)
+    target = Target(tiny.model.to("cuda", torch.bfloat16), tiny.tokenizer, tiny.name)
+    kept = source_in(tmp_path, target, 40, features="memory", feature_dtype=dtype)
+    computed = forwards(target)
+    source = source_in(tmp_path, target, 40, features="disk", feature_dtype=dtype)
+    assert len(computed) < 10, "in groups"
+    source.ahead(texts[:20])
+    read = source(texts).hidden  # half of it announced
+    again = source_in(tmp_path, target, 40, features="disk", feature_dtype=dtype)(texts).hidden
+    assert read.is_cuda and read.dtype == torch.bfloat16 and len(computed) < 10
+    assert torch.equal(read, again) and torch.equal(read, kept(texts).hidden), "the same groups went through together"
+
+
 # ---- FP8 -------------------------------------------------------------------------------------------------------
 
 
