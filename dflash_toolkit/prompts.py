@@ -4,8 +4,9 @@ import gzip
 import hashlib
 import json
 import lzma
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -129,6 +130,28 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise UserError(f"{path}: holds no prompts; expected one JSON object a line")
     return prompts
+
+
+def read_prompt_sets(items: Sequence[str], limit: int | None = None) -> dict[str, list[Prompt]]:
+    """Prompts by name, of items NAME=FILE or NAME=FILE[START:STOP], which takes some of the file's rows.
+
+    Args:
+        limit: at most so many of each.
+
+    Raises:
+        UserError: another form, a name used twice, no such rows, and what `read_prompts` raises.
+    """
+    sets: dict[str, list[Prompt]] = {}
+    for item in items:
+        found = re.fullmatch(r"([^=]+)=(.+?)(?:\[(\d*):(\d*)\])?", item)
+        if not found:
+            raise UserError(f"{item!r}: expected NAME=FILE or NAME=FILE[START:STOP]")
+        name, file, start, stop = found.groups()
+        prompts = read_prompts(file, int(stop) if stop else None)[int(start or 0) :][:limit]
+        if not prompts or name in sets:
+            raise UserError(f"{item!r}: {'the name is used twice' if name in sets else 'no such rows'}")
+        sets[name] = prompts
+    return sets
 
 
 def open_text(path: Path) -> TextIO:

@@ -142,8 +142,8 @@ def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
     # while answering; before the first resume point; between two, after an evaluation, with another speed
     work = killed / "work"
     run_killed_after(1, argv(target_dir, data, killed, "answers.batch_size=1"), work / "answers.jsonl")
-    for lines, cache in ((2, 0), (6, 1), (15, 0)):
-        arguments = argv(target_dir, data, killed, "answers.batch_size=1", f"run.feature_cache_gb={cache}")
+    for lines, features in ((2, "online"), (6, "hybrid"), (15, "disk")):
+        arguments = argv(target_dir, data, killed, "answers.batch_size=1", f"run.features={features}")
         run_killed_after(lines, arguments, work / "metrics.jsonl")
     assert main(argv(target_dir, data, killed, "answers.batch_size=1")) == 0
     kept = [lines_without_speed(run / "work" / "metrics.jsonl") for run in (whole, killed)]

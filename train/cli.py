@@ -177,7 +177,7 @@ def _work_directory(output: Path) -> Path:
 
 # knobs that may change between a run and its resumption without changing a single weight
 FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
-              "feature_cache_gb", "wandb", "speculators")  # fmt: skip
+              "features", "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators")  # fmt: skip
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:

@@ -152,7 +152,22 @@ class RunKnobs:
     dtype: str = knob("auto", "the target's", choices=("auto", "bfloat16", "float16", "float32"))
     attention: str = knob("auto", "auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa"))
     compile: str = knob("auto", "compile the drafter; auto does on a GPU", choices=("auto", "on", "off"))
-    feature_cache_gb: float = knob(0.0, "keep the target's features in host memory after the first epoch, up to this")
+    features: str = knob(
+        "auto",
+        "the target's hidden states: auto keeps them in a GPU's memory if all fit, then in host memory up to "
+        "feature_cache_gb, and computes the rest at every step; online keeps none; memory keeps all or refuses; disk "
+        "writes all before training; hybrid writes them during the first epoch",
+        choices=("auto", "online", "memory", "disk", "hybrid"),
+    )
+    feature_dir: str | None = knob(None, "where disk and hybrid write (default: OUTPUT/work/features)")
+    feature_dtype: str = knob(
+        "auto",
+        "what features are kept in, and rounded to where they are not: the target's own, bfloat16, or float8 with a "
+        "scale a token",
+        choices=("auto", "bfloat16", "float8"),
+    )
+    feature_gpu_share: float = knob(0.4, "share of a GPU's free memory that features may take")
+    feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take")
     seed: int = knob(0, "weights, data order, anchors")
     log_every: int = knob(10, "steps between lines in metrics.jsonl")
     save_every: int = knob(200, "steps between resume points")
@@ -167,6 +182,8 @@ class RunKnobs:
             raise ValueError("run.log_every, save_every, evaluate_prompts and evaluate_tokens must be >= 1")
         if self.evaluate_every < 0 or self.feature_cache_gb < 0:
             raise ValueError("run.evaluate_every and run.feature_cache_gb must be >= 0")
+        if not 0 <= self.feature_gpu_share <= 1:
+            raise ValueError(f"run.feature_gpu_share is {self.feature_gpu_share}; it must be in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Prompts for a run: from files or a public dataset, rendered by the target's chat template, split for measuring."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -151,3 +151,47 @@ def rows_from_answers(data: PromptData, tokenizer: Any, stop_id: int | None, max
 def with_anchors(rows: list[Row]) -> list[Row]:
     """Rows that hold at least one anchor: two supervised tokens in a row."""
     return [row for row in rows if row.has_anchor]
+
+
+def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tuple[list[Row], dict[str, int]]:
+    """Rows to train on, each there once, cut to `longest` and renumbered, and how many were left out for what.
+
+    Args:
+        forbidden: prompts (token ids) that are measured on.
+
+    Raises:
+        UserError: none is left.
+    """
+    left_out = dict.fromkeys(("repeated", "in_evaluation", "too_short"), 0)
+    seen: set[tuple[int, ...]] = set()
+    kept: list[Row] = []
+    for row in (row.cut(longest) for row in rows):
+        tokens = tuple(row.tokens)
+        if tokens in seen:
+            left_out["repeated"] += 1
+        elif tokens[: row.prompt_tokens] in forbidden:
+            left_out["in_evaluation"] += 1
+        elif not row.has_anchor:
+            left_out["too_short"] += 1
+        else:
+            kept.append(replace(row, index=len(kept)))
+        seen.add(tokens)
+    if not kept:
+        raise UserError(f"none of {len(rows)} answers can be trained on: {left_out}")
+    return kept, left_out
+
+
+def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on, and the first row of each of so many prompts, all of whose rows are kept out.
+
+    Raises:
+        UserError: there are not more prompts than that.
+    """
+    by_prompt = {tuple(row.tokens[: row.prompt_tokens]): row for row in reversed(rows)}
+    names = list(by_prompt)
+    if prompts >= len(names):
+        raise UserError(f"{prompts} prompts are to be kept out of training and there are {len(names)}; keep fewer out")
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = {names[i] for i in order[:prompts]}
+    training = [row for row in rows if tuple(row.tokens[: row.prompt_tokens]) not in chosen]
+    return training, [by_prompt[name] for name in names if name in chosen]

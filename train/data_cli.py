@@ -58,6 +58,7 @@ class SamplerKnobs:
     """How the target answers."""
 
     samples: int = knob(1, "answers to every prompt, each with a seed of its own")
+    greedy_first: bool = knob(False, "the first of several answers is greedy whatever the temperature")
     temperature: float = knob(0.0, "0 is greedy")
     top_p: float = knob(1.0, "nucleus sampling")
     top_k: int = knob(0, "keep the most probable tokens; 0 is all")
@@ -285,6 +286,8 @@ def _answer(
                 for sample in range(samples):
                     if (index := prompt["index"], sample) not in done:
                         seeded = replace(params, seed=seed_of(config.sampler.seed, index, sample))
+                        if config.sampler.greedy_first and sample == 0:
+                            seeded = replace(seeded, temperature=0.0)
                         yield ChatDialogue(
                             index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking
                         )

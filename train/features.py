@@ -1,30 +1,58 @@
-"""The target's hidden states for the rows of a step, online or from memory after the first epoch.
+"""The target's hidden states for the rows of a step, computed online or read from where they are kept.
 
 On a CPU every row goes through the target alone, so its features do not depend on the rows beside it: a run resumed at
-any step, with or without a cache, sees bit-identical numbers. On a GPU the rows of a step go through together.
+any step, wherever its features are kept, sees bit-identical numbers. On a GPU rows go through together.
 """
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_toolkit.config import UserError
+from dflash_toolkit.evaluation.runtimes import sample_hash
 from dflash_toolkit.progress import Progress
+from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import Target
 
 from .answers import Row
-from .blocks import PADDING, Features
+from .blocks import PADDING, TILE, Features
+from .config import TrainConfig
+from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored
+from .schedule import packing
+from .step import use_flex
 
 SHARE = 0.4  # of the free memory of a GPU that features may take
-FILL_TOKENS = 16384  # of one forward that fills the cache
+FORWARD_TOKENS = 16384  # of one forward on a GPU, padding included
+READERS = 4  # threads that read the next step's rows
+
+
+def device_room(target: Target, share: float = SHARE) -> int:
+    """Bytes of a GPU's memory that features may take; 0 on a CPU."""
+    if target.device.type != "cuda":
+        return 0
+    return int(share * torch.cuda.mem_get_info(target.device)[0])
 
 
 class FeatureSource:
     """Turns rows into `Features`.
 
     Args:
-        cache_gb: keep up to so many GB of hidden states in host memory; a GPU first fills SHARE of its own.
+        cache_gb: without a store, keep up to so many GiB of hidden states in host memory; a GPU first fills SHARE of
+            its own.
         pad_to: the common length of a step's rows is a multiple of this.
         packed: put all rows one behind the other into a single one of so many tokens; 0 keeps them apart.
         final: also keep the target's last hidden state, behind the taps; every layer of the target runs then.
+        dtype: what hidden states are kept in, and rounded to even where none is kept: a run must not depend on which
+            rows a store happens to hold. None is the target's own.
+        store: where they are kept.
+        shared: other processes write to the store too.
     """
 
     def __init__(
@@ -32,9 +60,13 @@ class FeatureSource:
         target: Target,
         taps: tuple[int, ...],
         max_length: int,
-        cache_gb: float,
+        cache_gb: float = 0.0,
         pad_to: int = 1,
         packed: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+        store: MemoryStore | DiskStore | None = None,
+        shared: bool = False,
         final: bool = False,
     ) -> None:
         self._target = target
@@ -43,11 +75,24 @@ class FeatureSource:
         self._max_length = min(max_length, packed) if packed else max_length
         self._pad_to = pad_to
         self._packed = packed
-        self._host_room = int(cache_gb * 2**30)
-        self._device_room = 0
-        if target.device.type == "cuda":
-            self._device_room = int(SHARE * torch.cuda.mem_get_info(target.device)[0])
-        self._cache: dict[int, Tensor] = {}
+        self._dtype = dtype or target.dtype
+        self._store = store or MemoryStore(device_room(target), int(cache_gb * GIB))
+        self._shared = shared
+        self._readers = ThreadPoolExecutor(READERS)
+        self._coming: dict[int, Future[Stored]] = {}
+
+    @property
+    def width(self) -> int:
+        """Values a token."""
+        return (len(self._taps) + self._final) * int(self._target.config.hidden_size)
+
+    def nbytes(self, rows: list[Row]) -> int:
+        """What keeping `rows` takes."""
+        a_token = self.width * self._dtype.itemsize + (4 if self._dtype == FP8 else 0)
+        return a_token * sum(map(self._length, rows))
+
+    def _length(self, row: Row) -> int:
+        return min(len(row.tokens), self._max_length)
 
     def __call__(self, rows: list[Row]) -> Features:
         """Features of `rows`, packed, or padded on the right to a common length; on the target's device."""
@@ -82,42 +127,64 @@ class FeatureSource:
         )  # fmt: skip
 
     def fill(self, rows: list[Row]) -> None:
-        """Put the features of `rows` into the GPU's memory, in few large forwards, if there is room for all of them."""
-        lengths = {row.index: min(len(row.tokens), self._max_length) for row in rows}
-        states = len(self._taps) + self._final
-        width = states * self._target.config.hidden_size * self._target.embedding.weight.element_size()
-        if sum(lengths.values()) * width > self._device_room:
+        """Compute and keep what is missing of `rows`. Raises UserError when a disk fails."""
+        missing = [row for row in rows if row.index not in self._store]
+        if not missing:
             return
-        batch: list[Row] = []
-        with Progress("features", len(rows)) as progress:
-            for row in sorted(rows, key=lambda row: lengths[row.index]):  # alike in length, so little is padding
-                if batch and lengths[row.index] * (len(batch) + 1) > FILL_TOKENS:
-                    self._hidden(batch)
-                    batch = []
-                batch.append(row)
-                progress.advance()
-            self._hidden(batch)
+        with Progress("features", sum(map(self._length, missing)), unit="tok") as progress:
+            for group in self._together(missing):
+                for index, hidden in self._computed(group).items():
+                    self._store.add(index, Stored.of(hidden, self._dtype))
+                progress.advance(sum(map(self._length, group)))
+
+    def flush(self) -> None:
+        """Write what is computed and not yet written. Raises UserError when a disk fails."""
+        self._store.flush()
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it helps to announce rows with `ahead`."""
+        return self._store.reads_ahead
+
+    def ahead(self, rows: list[Row]) -> None:
+        """Begin to read what the next call will want."""
+        self._coming = {
+            row.index: self._readers.submit(self._read, row.index) for row in rows if row.index in self._store
+        }
+
+    def _read(self, index: int) -> Stored:
+        stored = self._store.get(index)
+        if stored.data.is_cuda:
+            return stored
+        # both read what is only mapped
+        return stored.each(Tensor.clone if self._target.device.type == "cpu" else Tensor.pin_memory)
 
     def _hidden(self, rows: list[Row]) -> list[Tensor]:
-        device = self._target.device
-        missing = [row for row in rows if row.index not in self._cache]
-        together = [missing] if device.type == "cuda" else [[row] for row in missing]
-        fresh: dict[int, Tensor] = {}
-        for group in together:
-            if group:
-                fresh |= self._computed(group)
-        for index, hidden in fresh.items():
-            size = hidden.numel() * hidden.element_size()
-            if size <= self._device_room:
-                self._device_room -= size
-                self._cache[index] = hidden
-            elif size <= self._host_room:
-                self._host_room -= size
-                self._cache[index] = hidden.cpu()
-        return [
-            fresh[row.index] if row.index in fresh else self._cache[row.index].to(device, non_blocking=True)
-            for row in rows
-        ]
+        """The hidden states [n, W] of each row."""
+        coming, self._coming = self._coming, {}
+        missing = [row for row in rows if row.index not in self._store]
+        if missing and self._shared:
+            self._store.refresh()
+            missing = [row for row in missing if row.index not in self._store]
+        fresh: dict[int, Stored] = {}
+        for group in self._together(missing):
+            for index, hidden in self._computed(group).items():
+                fresh[index] = Stored.of(hidden, self._dtype)
+                self._store.add(index, fresh[index])
+
+        def stored(index: int) -> Stored:
+            if index in fresh:
+                return fresh[index]
+            return coming[index].result() if index in coming else self._store.get(index)
+
+        return [stored(row.index).restore(self._target.device, self._target.dtype) for row in rows]
+
+    def _together(self, rows: list[Row]) -> Iterator[list[Row]]:
+        """Rows for one forward each: on a GPU several that are alike in length, so that little is padding."""
+        if self._target.device.type != "cuda":
+            yield from ([row] for row in rows)
+            return
+        yield from alike(rows, self._length)
 
     def _computed(self, rows: list[Row]) -> dict[int, Tensor]:
         """One forward; what stands behind a row's end is padding, which no earlier position sees."""
@@ -132,3 +199,103 @@ class FeatureSource:
             features = torch.cat([features, out.final], dim=-1)
         # made under inference mode; autograd wants an ordinary tensor
         return {row.index: features[i, :n].clone() for i, (row, n) in enumerate(zip(rows, lengths, strict=True))}
+
+
+def alike(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
+    """Groups of rows, sorted by length: none twice as long as another, at most so many tokens with their padding."""
+    group: list[Row] = []
+    for row in sorted(rows, key=length_of):
+        n = length_of(row)
+        if group and (n > 2 * length_of(group[0]) or n * (len(group) + 1) > most):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+# ---- what a run asks for ---------------------------------------------------------------------------------------
+
+
+def open_features(
+    config: TrainConfig,
+    target: Target,
+    taps: tuple[int, ...],
+    rows: list[Row],
+    work: Path,
+    rank: int = 0,
+    world: int = 1,
+) -> FeatureSource:
+    """The source that `config.run.features` asks for, filled where that is done before training.
+
+    Args:
+        rank, world: this process among those that train together. Each writes its share of what goes to disk; all must
+            be done before the first asks for features.
+
+    Raises:
+        UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
+    """
+    run, max_length, final = config.run, config.prompts.max_length, config.loss.distribution
+    packed, _ = packing(config, target.device)
+    pad_to = TILE if use_flex(run.attention, target.device) else 1
+    dtype = {"auto": target.dtype, "bfloat16": torch.bfloat16, "float8": FP8}[run.feature_dtype]
+    store: MemoryStore | DiskStore
+    if run.features in ("disk", "hybrid"):
+        folder = Path(run.feature_dir) if run.feature_dir else work / "features"
+        store = DiskStore(
+            folder, _fingerprint(target, taps, final, min(max_length, packed or max_length), dtype, rows), len(rows)
+        )
+    elif run.features == "online":
+        store = MemoryStore(0, 0)
+    else:
+        store = MemoryStore(device_room(target, run.feature_gpu_share), int(run.feature_cache_gb * GIB))
+    source = FeatureSource(
+        target, taps, max_length, pad_to=pad_to, packed=packed, dtype=dtype, store=store, shared=world > 1,
+        final=final,
+    )  # fmt: skip
+    missing = [row for row in rows if row.index not in store]
+    needed = source.nbytes(missing)
+    if isinstance(store, DiskStore):
+        if missing and rank == 0:
+            print(f"features of {len(missing)} rows: {store.reserve(needed)}", file=sys.stderr)
+        if run.features == "disk":
+            source.fill(rows[rank::world])
+            source.flush()
+    elif run.features == "memory":
+        if needed > sum(store.room):
+            device, host = (room / GIB for room in store.room)
+            raise UserError(
+                f"run.features=memory: {needed / GIB:.1f} GiB are needed; {device:.1f} GiB of GPU memory and "
+                f"{host:.1f} GiB of host memory may be used (run.feature_gpu_share, run.feature_cache_gb); "
+                f"run.feature_dtype=float8 or fewer drafter.taps need less, run.features=disk needs none"
+            )
+        source.fill(missing)
+    elif run.features == "auto" and not config.optim.steps and needed <= store.room[0]:  # a run over all rows
+        source.fill(missing)
+    return source
+
+
+def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[object, ...]:
+    """Equal for configurations whose runs over the same rows can share a source."""
+    flex = use_flex(config.run.attention, target.device)
+    shape = (config.prompts.max_length, packing(config, target.device), flex)
+    return taps, config.loss.distribution, *shape, config.run.feature_dtype
+
+
+def _fingerprint(
+    target: Target, taps: tuple[int, ...], final: bool, max_length: int, dtype: torch.dtype, rows: list[Row]
+) -> dict[str, Any]:
+    """What tells these features from others."""
+    data = hashlib.sha256()
+    for row in rows:
+        data.update(array("q", [row.index, len(row.tokens), *row.tokens[:max_length]]).tobytes())
+    return {
+        "weights": sample_hash(target.model.named_parameters()),
+        "computed": f"{str(target.dtype).removeprefix('torch.')} on {target.device.type}",
+        "taps": list(taps),
+        "final": final,
+        "max_length": max_length,
+        "dtype": str(dtype).removeprefix("torch."),
+        "template": template_hash(target.tokenizer),
+        "data": data.hexdigest(),
+    }

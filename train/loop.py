@@ -19,7 +19,7 @@ from dflash_toolkit.target import Target
 from .answers import Row
 from .blocks import sample_blocks
 from .config import TrainConfig
-from .features import FeatureSource
+from .features import FeatureSource, open_features
 from .losses import RECALL, DraftLoss
 from .metrics import MetricsLog
 from .optimizers import Optimizers, make_optimizer
@@ -47,6 +47,7 @@ def train(
     work: Path,
     fingerprint: dict[str, Any],
     export: Callable[[Drafter, float], None],
+    source: FeatureSource | None = None,
 ) -> Outcome:
     """Train `drafter` (fp32, on the target's device) and call `export` whenever its measured acceptance is the best.
 
@@ -54,9 +55,10 @@ def train(
         rows: texts with at least one anchor each.
         held_out: prompts (token ids) that are decoded to measure acceptance; may be empty, then the last is exported.
         work: directory for the resume point and metrics.
+        source: features that several runs share (default: what `config.run.features` asks for).
 
     Raises:
-        UserError: disk full, or `work` holds another run.
+        UserError: disk full, no room for features, or `work` holds another run.
     """
     run, optim = config.run, config.optim
     flex = use_flex(run.attention, target.device)
@@ -67,12 +69,8 @@ def train(
         schedule = PackedSchedule(lengths, tokens, optim.epochs, optim.steps, run.seed)
     else:
         schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
-    source = FeatureSource(
-        target, drafter.config.target_layer_ids, config.prompts.max_length, run.feature_cache_gb,
-        128 if flex else 1, tokens, config.loss.distribution,
-    )  # fmt: skip
-    if target.device.type == "cuda" and not optim.steps:  # a run over all rows
-        source.fill(rows)
+    if source is None:
+        source = open_features(config, target, drafter.config.target_layer_ids, rows, work)
     optimizer = make_optimizer(drafter, optim)
     peak = optimizer.param_groups[0]["lr"]
     state_file = work / "state.pt"
@@ -106,6 +104,8 @@ def train(
         while not last:
             chosen = schedule.indices(step)
             features = source([rows[i] for i in chosen])
+            if source.reads_ahead:
+                source.ahead([rows[i] for i in schedule.indices(step + 1)])
             blocks = sample_blocks(
                 features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
                 draws(run.seed, 2, step), fixed=bool(tokens),
@@ -145,6 +145,7 @@ def train(
                 export(drafter, math.nan)
             if last or step % run.save_every == 0:
                 save()
+    source.flush()
     return Outcome(step, best, acceptance, time.perf_counter() - started)
 
 

@@ -199,7 +199,7 @@ def _facts(
     return {
         "target": name,
         "target_num_layers": config.num_hidden_layers,
-        "target_sample_sha256": _sample_hash(tensors),
+        "target_sample_sha256": sample_hash(tensors),
         "chat_template_sha256": template_hash(tokenizer),
         "drafter_sha256": _weights_hash(drafter),
         "block_size": drafter.config.block_size,
@@ -218,7 +218,7 @@ def _weights_hash(drafter: Drafter) -> str:
     return digest.hexdigest()
 
 
-def _sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """sha256 over the first values of every tensor, by name: tells checkpoints apart without reading it all."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
