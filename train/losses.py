@@ -19,6 +19,27 @@ class DraftLoss:
     slot_accuracy: Tensor  # [S - 1] share of supervised slots whose argmax is the label; NaN where there is none
     acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks
     rows: int  # R, supervised slots
+    weighted_sum: Tensor  # scalar, differentiable; over `weight_sum` it is the loss
+    weight_sum: Tensor  # scalar
+    supervised: Tensor  # [S - 1] slots that have a label
+    blocks: Tensor  # scalar, valid blocks
+
+    def totals(self) -> Tensor:
+        """What can be added up over micro steps and processes, float64 [4 + 2 * (S - 1)]; see `of_totals`."""
+        correct = torch.where(self.supervised > 0, self.slot_accuracy * self.supervised, 0.0)
+        accepted = (self.acceptance_length - 1) * self.blocks
+        sums = torch.stack([t.detach().double() for t in (self.weighted_sum, self.weight_sum, accepted, self.blocks)])
+        return torch.cat([sums, correct.double(), self.supervised.double()])
+
+    @classmethod
+    def of_totals(cls, totals: Tensor) -> "DraftLoss":
+        """The loss of everything that was added up."""
+        weighted, weight, accepted, blocks = totals[:4]
+        correct, supervised = totals[4:].chunk(2)
+        return cls(
+            loss=weighted / weight, slot_accuracy=correct / supervised, acceptance_length=1 + accepted / blocks,
+            rows=int(supervised.sum()), weighted_sum=weighted, weight_sum=weight, supervised=supervised, blocks=blocks,
+        )  # fmt: skip
 
 
 def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
@@ -69,13 +90,17 @@ def draft_loss(hidden: Tensor, blocks: Blocks, head_weight: Tensor, knobs: LossK
     else:
         decay = decay_weights(supervised.shape[-1], gamma, hidden.device)
         weights = decay.expand(supervised.shape)[supervised]
-    loss = (weights * rows.loss).sum() / weights.sum()
+    weighted_sum, weight_sum = (weights * rows.loss).sum(), weights.sum()
 
     correct = grid(rows.correct)
     accepted = correct.long().cumprod(-1).sum(-1)[blocks.valid]
     return DraftLoss(
-        loss=loss,
+        loss=weighted_sum / weight_sum,
         slot_accuracy=correct.sum((0, 1)) / supervised.sum((0, 1)),
         acceptance_length=1 + accepted.float().mean(),
         rows=len(rows.loss),
+        weighted_sum=weighted_sum,
+        weight_sum=weight_sum,
+        supervised=supervised.sum((0, 1)),
+        blocks=blocks.valid.sum(),
     )

@@ -1,6 +1,7 @@
 """Everything a run needs to continue exactly where it stopped, in one file replaced atomically.
 
-Data order and anchors are functions of (seed, step), so no generator state has to be kept.
+Data order and anchors are functions of (seed, micro batch), so no generator state has to be kept. The file is the same
+however many processes wrote it and however they shared the state, so any number of them can continue.
 """
 
 import os
@@ -23,6 +24,7 @@ class RunState:
     optimizer: dict[str, Any]
     best: float  # best measured acceptance length so far
     elapsed_s: float
+    micro: int  # micro batches of the schedule done, by all processes together
 
 
 def save_state(state: RunState, path: Path) -> None:
