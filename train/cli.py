@@ -92,7 +92,9 @@ def _given(value: int | None, default: int) -> int:
 def run(config: TrainConfig) -> None:
     """One training run from configuration to checkpoint; continues where an earlier one stopped."""
     with Processes.started(config.run.device, group=config.run.zero > 0) as processes:
-        prepared = processes.together(_prepare, config, processes)
+        if not processes.main:
+            transformers.utils.logging.disable_progress_bar()
+        prepared = processes.together(_prepare, config)
         if isinstance(prepared, str):
             _say(processes, prepared)
             return
@@ -111,7 +113,7 @@ class _Prepared:
     record: dict[str, Any]
 
 
-def _prepare(config: TrainConfig, processes: Processes) -> _Prepared | str:
+def _prepare(config: TrainConfig) -> _Prepared | str:
     """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
     output = Path(config.output_dir)
     if config.run.wandb:
@@ -246,7 +248,8 @@ def _work_directory(output: Path) -> Path:
 
 # ---- provenance ------------------------------------------------------------------------------------------------
 
-# knobs that may change between a run and its resumption without changing a single weight
+# knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
+# `accumulate` changes, only how many micro batches a step takes
 FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
               "feature_cache_gb", "wandb", "speculators", "zero", "accumulate", "recompute")  # fmt: skip
 

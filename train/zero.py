@@ -114,6 +114,7 @@ class Zero:
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `parallel.Replicated`. The optimiser's state has the form of torch's AdamW over the whole weights."""
+        self._link()
         weights: dict[str, Tensor] = {}
         moments: dict[int, dict[str, Tensor]] = {}
         for i, parameter in enumerate(self._parameters):
@@ -139,6 +140,7 @@ class Zero:
         if set(saved) != {"0"} or len(saved["0"]["state"]) != len(self._parameters):
             raise other_optimizer()
         self._step_on_nothing(config)
+        self._link()
         moments = saved["0"]["state"]
         for i, parameter in enumerate(self._parameters):
             for key in MOMENTS:
@@ -147,6 +149,12 @@ class Zero:
         self._steps = int(moments[0]["step"])
         for shard in self._optimizer.optimizer.state.values():
             shard["step"].fill_(self._steps)
+
+    def _link(self) -> None:
+        """Let parameters find their moments: in stages 1 and 2 DeepSpeed 0.19 links the first group's only."""
+        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _step_on_nothing(self, config: TrainConfig) -> None:
         """A step without gradient or learning rate: the optimiser's state comes into being in its first."""
