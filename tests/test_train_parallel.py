@@ -170,6 +170,7 @@ def test_packed_rows_are_dealt_to_two_processes_as_to_one(target_dir: Path, data
     packed = argv(target_dir, data, tmp_path / "one", *SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12")
     assert main([*packed, "optim.accumulate=2"]) == 0
     packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "two")
+    packed.append("optim.recompute=true")
     assert ended(start(packed, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
     assert_same_run(tmp_path / "one", tmp_path / "two")
 

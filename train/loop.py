@@ -25,11 +25,11 @@ from .config import TrainConfig
 from .features import FeatureSource
 from .losses import DraftLoss
 from .metrics import MetricsLog
-from .parallel import Processes, Replicated
+from .parallel import Processes
 from .schedule import PackedSchedule, Schedule, draws, learning_rate_factor, packing
 from .state import RunState, load_state, save_state
 from .step import compute_loss, use_flex
-from .zero import Zero
+from .zero import Learner, make_learner
 
 
 @dataclass(slots=True)
@@ -84,18 +84,11 @@ def train(
     )  # fmt: skip
     if target.device.type == "cuda" and not optim.steps:  # a run over all rows
         source.fill(rows)
-    drafter.recompute = optim.recompute
     state_file = work / "state.pt"
     state = processes.together(load_state, state_file, fingerprint)
     if len(set(processes.gather(state and state.step))) > 1:
         raise UserError(f"{state_file} is not the same everywhere: all machines must share the output directory")
-
-    def begin() -> Replicated | Zero:
-        if run.zero:
-            return Zero(drafter, config, processes, state, work, bool(tokens))
-        return Replicated(drafter, config, processes, state)
-
-    learner = processes.together(begin)
+    learner = make_learner(drafter, config, processes, state, work, bool(tokens))
     step, micro, best, elapsed = 0, 0, -math.inf, 0.0
     if state:
         step, micro, best, elapsed = state.step, state.micro, state.best, state.elapsed_s
@@ -208,7 +201,7 @@ class _Speed:
         return rates
 
 
-def log_values(result: DraftLoss, norm: Tensor, learner: Replicated | Zero, epoch: float) -> dict[str, Any]:
+def log_values(result: DraftLoss, norm: Tensor, learner: Learner, epoch: float) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     return {
         "loss": float(result.loss.detach()),

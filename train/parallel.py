@@ -75,8 +75,10 @@ class Processes:
             dist.init_process_group(backend)
         try:
             yield cls(rank, world, own, dist.new_group(backend="gloo", timeout=PATIENCE))
-        finally:
+        except (UserError, SystemExit):  # of all processes; after another error of this one the others are not there
             dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
 
     @property
     def main(self) -> bool:

@@ -52,7 +52,7 @@ def load_state(path: Path, fingerprint: dict[str, Any]) -> RunState | None:
     if not path.exists():
         return None
     try:
-        state = RunState(**torch.load(path, map_location="cpu", weights_only=True))
+        state = RunState(**torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # torch.load raises a dozen kinds
         raise UserError(f"{path}: not a resume point of this version; remove it to start afresh") from error
     if difference := first_difference(state.fingerprint, fingerprint):

@@ -19,7 +19,7 @@ from dflash_toolkit.drafter import Drafter
 
 from .config import TrainConfig
 from .optimizers import make_optimizer
-from .parallel import Processes, other_optimizer
+from .parallel import Processes, Replicated, other_optimizer
 from .state import RunState
 from .step import runner
 
@@ -48,6 +48,16 @@ def import_deepspeed() -> Any:
         raise UserError("run.zero needs deepspeed: pip install 'dflash-toolkit[train]'") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(values, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
 
 class _Forward(nn.Module):
@@ -84,8 +94,7 @@ class Zero:
         self._parameters: list[nn.Parameter] = [p for group in adamw.param_groups for p in group["params"]]
         self._form = adamw.state_dict()["param_groups"]
         settings = deepspeed_config(config, packed, drafter.device)
-        if processes.main:
-            (work / "deepspeed.json").write_text(json.dumps(settings, indent=1) + "\n")
+        processes.alone(_write, work / "deepspeed.json", settings)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=_Forward(drafter, config), optimizer=adamw, config=settings
         )
@@ -172,3 +181,20 @@ class Zero:
         self.step(torch.ones(()))
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+Learner = Replicated | Zero
+
+
+def make_learner(
+    drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None, work: Path, packed: bool
+) -> Learner:
+    """What steps the drafter, by the knobs; every process must call it. ZeRO leaves its configuration in `work`.
+
+    Raises:
+        UserError: the resume point is another optimiser's, no deepspeed, or a full disk.
+    """
+    drafter.recompute = config.optim.recompute
+    if config.run.zero:
+        return Zero(drafter, config, processes, state, work, packed)
+    return Replicated(drafter, config, processes, state)
