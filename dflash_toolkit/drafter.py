@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -243,6 +244,7 @@ class Drafter(nn.Module):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, qwen3) for _ in range(config.num_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
 
     @property
     def device(self) -> torch.device:
@@ -288,7 +290,11 @@ class Drafter(nn.Module):
         x = block
         for i, layer in enumerate(self.layers):
             layer_mask = self.own_mask(i, positions, context.positions) if mask is None else mask
-            x = layer(x, rope, (context.keys[i], context.values[i]), layer_mask)
+            pair = (context.keys[i], context.values[i])
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rope, pair, layer_mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, rope, pair, layer_mask)
         return self.norm(x)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:

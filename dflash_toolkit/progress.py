@@ -1,5 +1,6 @@
 """One progress bar for every long stage: done/total, rate in the stage's own unit, time left."""
 
+import os
 import time
 
 import rich.console
@@ -18,6 +19,7 @@ class Progress:
     def __init__(self, stage: str, total: int | None, unit: str = "it") -> None:
         self._unit = unit
         self._units = 0.0
+        self._shown = os.environ.get("RANK", "0") == "0"  # of several processes, the first speaks for all
         self._console = rich.console.Console(stderr=True)
         self._bar = RichProgress(
             TextColumn("{task.description:<10}"),
@@ -28,6 +30,7 @@ class Progress:
             TextColumn("left"),
             TextColumn("{task.fields[note]}"),
             console=self._console,
+            disable=not self._shown,
         )
         self._task = self._bar.add_task(stage, total=total, rate="", note="")
         self._spoke = time.monotonic()
@@ -55,4 +58,6 @@ class Progress:
 
     def print(self, message: str) -> None:
         """A line above the bar."""
+        if not self._shown:
+            return
         self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)

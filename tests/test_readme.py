@@ -33,6 +33,13 @@ def test_a_command_of_the_readme_parses(line: str) -> None:
     parse_cli(PROGRAMS[program], arguments, program, "")
 
 
+@pytest.mark.parametrize("line", [x for x in shell_lines() if x.split()[0] in ("torchrun", "deepspeed")])
+def test_a_launch_of_the_readme_parses(line: str) -> None:
+    launcher, arguments = line.split(" dflash_toolkit.train.cli ")
+    assert launcher.endswith((" -m", " --module"))
+    parse_cli(TrainConfig, shlex.split(arguments), "dflash-train", "")
+
+
 def test_the_readme_shows_every_program() -> None:
     assert {line.split()[0] for line in shell_lines()} >= set(PROGRAMS) | {"make"}
 

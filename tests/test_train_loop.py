@@ -249,7 +249,7 @@ def test_a_metrics_file_that_cannot_grow_is_one_line(tmp_path: Path) -> None:
 
 
 def state(step: int) -> RunState:
-    return RunState(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0)
+    return RunState(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0, step)
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])

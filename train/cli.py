@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_comm
 from dflash_toolkit.config import parse_cli, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids
 from dflash_toolkit.prompts import template_hash
-from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer, resolve_device
+from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
 
-from .answers import Row, regenerate
+from .answers import Row, read_rows, regenerate
 from .backends import Backend, open_backend
 from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .loop import Outcome, train
 from .metrics import import_wandb
+from .parallel import Processes, speaks, without_local_rank
 from .state import first_difference
 from .step import use_flex
+from .zero import import_deepspeed
 
 WORK = "work"  # inside the output directory: answers, metrics, resume point
 
@@ -37,7 +39,17 @@ WORK = "work"  # inside the output directory: answers, metrics, resume point
 def main(argv: Sequence[str] | None = None) -> int:
     """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
     description = "Distil a DFlash drafter for TARGET from its own answers and export it for vLLM, SGLang and z-lab."
-    return run_command(lambda: run(parse_cli(TrainConfig, argv, "dflash-train", description)))
+
+    def command() -> None:
+        try:
+            given = without_local_rank(sys.argv[1:] if argv is None else list(argv))
+            run(parse_cli(TrainConfig, given, "dflash-train", description))
+        except UserError:
+            if not speaks():
+                raise SystemExit(2) from None
+            raise
+
+    return run_command(command)
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
@@ -79,10 +91,35 @@ def _given(value: int | None, default: int) -> int:
 
 def run(config: TrainConfig) -> None:
     """One training run from configuration to checkpoint; continues where an earlier one stopped."""
+    with Processes.started(config.run.device, group=config.run.zero > 0) as processes:
+        if not processes.main:
+            transformers.utils.logging.disable_progress_bar()
+        prepared = processes.together(_prepare, config)
+        if isinstance(prepared, str):
+            _say(processes, prepared)
+            return
+        _train(prepared, processes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is known before a model is loaded."""
+
+    config: TrainConfig
+    tokenizer: Any
+    shape: DrafterConfig
+    data: PromptData
+    work: Path
+    record: dict[str, Any]
+
+
+def _prepare(config: TrainConfig) -> _Prepared | str:
+    """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
     output = Path(config.output_dir)
-    resolve_device(config.run.device)
     if config.run.wandb:
         import_wandb()  # a mistake is said now, not after hours of answers
+    if config.run.zero:
+        import_deepspeed()
     target_config = load_config(config.target)
     length = min(config.prompts.max_length, int(target_config.max_position_embeddings))  # no answer is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
@@ -93,28 +130,29 @@ def run(config: TrainConfig) -> None:
     work = _work_directory(output)
     record = _provenance(config, shape, data, template_hash(tokenizer))
     if _finished(output, record):
-        print(f"{output} holds this run, finished; give another --output to train again", file=sys.stderr)
-        return
+        return f"{output} holds this run, finished; give another --output to train again"
+    return _Prepared(config, tokenizer, shape, data, work, record)
 
+
+def _train(run: _Prepared, processes: Processes) -> None:
+    config, data, shape, record = run.config, run.data, run.shape, run.record
+    output = Path(config.output_dir)
     answered = data.rows
     if config.answers.regenerate and not config.answer_files:
-        answered = _answered(config, data, work, record)  # before the target is loaded: the engine has its own copy
-    target = Target.load(config.target, config.run.device, config.run.dtype)
-    check_fits(shape, target.config, target.embedding.num_embeddings)
-    if not answered:
-        stop = target.stop_token_ids[0] if target.stop_token_ids else None
-        answered = rows_from_answers(data, tokenizer, stop, length)
-    rows = _kept(answered)
+        answered = _answered(run, processes)  # before the target is loaded: the engine has its own copy
+    target, rows = processes.together(_loaded, run, answered, processes)
     drafter = Drafter(shape)
     drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
     answers = sum(row.answer_tokens for row in rows)
     attention = "flex" if use_flex(config.run.attention, target.device) else "sdpa"
-    print(
+    several = f", {processes.world} processes" if processes.world > 1 else ""
+    _say(
+        processes,
         f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
-        f"{shape.mask_token_id}; {len(rows)} answers, {answers} tokens; {attention} attention on {target.device}",
-        file=sys.stderr,
+        f"{shape.mask_token_id}; {len(rows)} answers, {answers} tokens; {attention} attention on {target.device}"
+        f"{several}",
     )
 
     def export(trained: Drafter, acceptance_length: float) -> None:
@@ -122,20 +160,48 @@ def run(config: TrainConfig) -> None:
         note = {"acceptance_length": measured, "num_target_layers": shape.num_target_layers} | _origin(record)
         save_drafter(trained, output, note)
 
-    outcome = train(config, target, drafter, rows, data.held_out, work, _fingerprint(record), export)
+    outcome = train(config, target, drafter, rows, data.held_out, run.work, _fingerprint(record), export, processes)
+    processes.alone(_finish, run, target, outcome, rows)
+
+
+def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) -> tuple[Target, list[Row]]:
+    config = run.config
+    target = Target.load(config.target, processes.device, config.run.dtype)
+    check_fits(run.shape, target.config, target.embedding.num_embeddings)
+    if not answered:
+        stop = target.stop_token_ids[0] if target.stop_token_ids else None
+        answered = rows_from_answers(run.data, run.tokenizer, stop, config.prompts.max_length)
+    rows = _kept(answered)
+    if len(rows) < len(answered):
+        _say(processes, f"dropped {len(answered) - len(rows)} of {len(answered)} answers: too short for a block")
+    return target, rows
+
+
+def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: list[Row]) -> None:
+    """The record that says the run is over, and how to serve what came of it."""
+    config, output = run.config, Path(run.config.output_dir)
     if config.run.speculators:
         exported = load_drafter(str(output))
         save_speculators(exported, output / "speculators", target.config, target.embedding.weight, target.head_weight)
-    _write_json(output / "run.json", record | {"finished": _now(), "result": _result(outcome, rows)})
+    _write_json(output / "run.json", run.record | {"finished": _now(), "result": _result(outcome, rows)})
     print(f"\n{output}: drafter exported", file=sys.stderr)
     if outcome.last:
-        prompts = min(len(data.held_out), config.run.evaluate_prompts)
+        prompts = min(len(run.data.held_out), config.run.evaluate_prompts)
         print(f"acceptance length {outcome.best:.3f} on {prompts} held-out prompts", file=sys.stderr)
-    print(serving_commands(config.target, str(output), shape.block_size))
+    print(serving_commands(config.target, str(output), run.shape.block_size))
 
 
-def _answered(config: TrainConfig, data: PromptData, work: Path, record: dict[str, Any]) -> list[Row]:
-    """The target's answers to every prompt; those of an earlier run are kept."""
+def _say(processes: Processes, message: str) -> None:
+    if processes.main:
+        print(message, file=sys.stderr)
+
+
+def _answered(run: _Prepared, processes: Processes) -> list[Row]:
+    """The target's answers to every prompt; those of an earlier run are kept.
+
+    Each process answers its share into a file of its own. All files count, whoever wrote them.
+    """
+    config, work, record, questions = run.config, run.work, run.record, run.data.training
     wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
     # the prompt knobs and the seed fix which prompt an index means
     wanted |= {k: record["config"][k] for k in ("answers", "prompts")} | {"seed": config.run.seed}
@@ -146,21 +212,28 @@ def _answered(config: TrainConfig, data: PromptData, work: Path, record: dict[st
     def begin() -> Backend:
         knobs, length = config.answers, config.prompts.max_length
         backend = open_backend(
-            config.target, runtime=knobs.runtime, device=config.run.device, dtype=config.run.dtype,
+            config.target, runtime=knobs.runtime, device=processes.device, dtype=config.run.dtype,
             batch=knobs.batch_size, context=length,
         )  # fmt: skip
-        _write_json(meta, wanted)
+        if processes.main:  # the first to have a share
+            _write_json(meta, wanted)
         return backend
 
-    return regenerate(begin, data.training, work / "answers.jsonl", config.answers, config.prompts.max_length)
+    def written() -> dict[int, Row]:
+        return {row.index: row for path in sorted(work.glob("answers*.jsonl")) for row in read_rows(path)}
+
+    done = processes.together(written)  # a torn line is cut off before anyone writes
+    share = [q for q in questions if q.index not in done][processes.rank :: processes.world]
+    path = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
+    processes.together(regenerate, begin, share, path, config.answers, config.prompts.max_length)
+    done = written()
+    return [done[q.index] for q in questions]
 
 
 def _kept(rows: list[Row]) -> list[Row]:
     kept = with_anchors(rows)
     if not kept:
         raise UserError(f"none of {len(rows)} answers has two supervised tokens; there is nothing to train on")
-    if len(kept) < len(rows):
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} answers: too short for a block", file=sys.stderr)
     return kept
 
 
@@ -175,9 +248,11 @@ def _work_directory(output: Path) -> Path:
 
 # ---- provenance ------------------------------------------------------------------------------------------------
 
-# knobs that may change between a run and its resumption without changing a single weight
+# knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
+# `accumulate` changes, only how many micro batches a step takes
 FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
-              "features", "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators")  # fmt: skip
+              "features", "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero",
+              "accumulate", "recompute")  # fmt: skip
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
@@ -203,7 +278,8 @@ def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, tem
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
     config = {k: v for k, v in record["config"].items() if k not in ("output", "data", "held_out", "answer_files")}
-    config["run"] = {k: v for k, v in config["run"].items() if k not in FREE_KNOBS}
+    for part in ("run", "optim"):
+        config[part] = {k: v for k, v in config[part].items() if k not in FREE_KNOBS}
     return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")}
 
 

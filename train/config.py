@@ -127,15 +127,17 @@ class OptimKnobs:
         None, "pack sequences into one row of so many tokens a step (default: 8192 on a GPU)"
     )
     pack_blocks: int | None = knob(None, "blocks of a packed row (default: three for every four of its tokens)")
-    batch_size: int = knob(8, "sequences per step, where they are not packed: pack_tokens is 0, or a CPU")
+    batch_size: int = knob(8, "sequences per micro step, where they are not packed: pack_tokens is 0, or a CPU")
+    accumulate: int = knob(1, "micro steps (of every process) whose gradients make one optimiser step")
+    recompute: bool = knob(False, "compute the layers' activations again in the backward: less memory, a third slower")
     learning_rate: float | None = knob(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
     warmup: float = knob(0.04, "share of the steps")
     weight_decay: float = knob(0.0, "on matrices only")
     clip: float = knob(1.0, "gradient norm")
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.epochs < 1 or self.batch_size < 1:
-            raise ValueError("optim.steps must be >= 0, optim.epochs and optim.batch_size >= 1")
+        if self.steps < 0 or min(self.epochs, self.batch_size, self.accumulate) < 1:
+            raise ValueError("optim.steps must be >= 0, optim.epochs, optim.batch_size and optim.accumulate >= 1")
         if self.minutes < 0 or (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % 128:
             raise ValueError("optim.minutes must be >= 0 and optim.pack_tokens a multiple of 128")
         if self.pack_blocks is not None and (self.pack_blocks < 1 or self.pack_blocks > (self.pack_tokens or 8192)):
@@ -168,6 +170,7 @@ class RunKnobs:
     )
     feature_gpu_share: float = knob(0.4, "share of a GPU's free memory that features may take")
     feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take")
+    zero: int = knob(0, "stage of DeepSpeed's ZeRO (1 to 3): shard the optimiser, gradients, weights; AdamW only")
     seed: int = knob(0, "weights, data order, anchors")
     log_every: int = knob(10, "steps between lines in metrics.jsonl")
     save_every: int = knob(200, "steps between resume points")
@@ -180,6 +183,8 @@ class RunKnobs:
     def __post_init__(self) -> None:
         if min(self.log_every, self.save_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
             raise ValueError("run.log_every, save_every, evaluate_prompts and evaluate_tokens must be >= 1")
+        if not 0 <= self.zero <= 3:
+            raise ValueError(f"run.zero is {self.zero}; it must be 0 (off), 1, 2 or 3")
         if self.evaluate_every < 0 or self.feature_cache_gb < 0:
             raise ValueError("run.evaluate_every and run.feature_cache_gb must be >= 0")
         if not 0 <= self.feature_gpu_share <= 1:
@@ -205,6 +210,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.data and self.answer_files:
             raise ValueError("data and answers are given; the answers hold their prompts, so give one of them")
+        if self.run.zero and self.optim.optimizer == "muon":
+            raise ValueError("run.zero shards AdamW only: give optim.optimizer=adamw, or run.zero=0 with muon")
         if self.drafter.block_size < 2:
             raise ValueError(
                 f"drafter.block_size is {self.drafter.block_size}; a block needs an anchor and a mask (>= 2)"

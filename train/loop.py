@@ -2,14 +2,17 @@
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
+from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.evaluation.measure import Acceptance, held_out_acceptance
@@ -22,10 +25,11 @@ from .config import TrainConfig
 from .features import FeatureSource, open_features
 from .losses import RECALL, DraftLoss
 from .metrics import MetricsLog
-from .optimizers import Optimizers, make_optimizer
+from .parallel import Processes
 from .schedule import PackedSchedule, Schedule, draws, learning_rate_factor, packing
 from .state import RunState, load_state, save_state
 from .step import compute_loss, use_flex
+from .zero import Learner, make_learner
 
 
 @dataclass(slots=True)
@@ -47,39 +51,52 @@ def train(
     work: Path,
     fingerprint: dict[str, Any],
     export: Callable[[Drafter, float], None],
+    processes: Processes | None = None,
     source: FeatureSource | None = None,
 ) -> Outcome:
     """Train `drafter` (fp32, on the target's device) and call `export` whenever its measured acceptance is the best.
 
+    A step takes `accumulate` times `world` micro batches of the schedule, dealt to the processes in turn. Its loss is
+    normalised by the weights of all of them, so how many processes share them does not matter.
+
     Args:
         rows: texts with at least one anchor each.
         held_out: prompts (token ids) that are decoded to measure acceptance; may be empty, then the last is exported.
-        work: directory for the resume point and metrics.
+        work: directory for the resume point and metrics, the same for all processes.
+        export: called by the first process.
         source: features that several runs share (default: what `config.run.features` asks for).
 
     Raises:
         UserError: disk full, no room for features, or `work` holds another run.
     """
     run, optim = config.run, config.optim
+    processes = processes or Processes()
+    group = optim.accumulate * processes.world  # micro batches of a step
     flex = use_flex(run.attention, target.device)
     tokens, count = packing(config, target.device)
     schedule: Schedule | PackedSchedule
     if tokens:
         lengths = [min(len(row.tokens), tokens) for row in rows]
-        schedule = PackedSchedule(lengths, tokens, optim.epochs, optim.steps, run.seed)
+        schedule = PackedSchedule(lengths, tokens, optim.epochs, optim.steps * group, run.seed)
     else:
-        schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps, run.seed)
+        schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps * group, run.seed)
+    taps = drafter.config.target_layer_ids
     if source is None:
-        source = open_features(config, target, drafter.config.target_layer_ids, rows, work)
-    optimizer = make_optimizer(drafter, optim)
-    peak = optimizer.param_groups[0]["lr"]
+        place = (processes.rank, processes.world)
+        source = processes.together(open_features, config, target, taps, rows, work, *place)
     state_file = work / "state.pt"
-    step, best, elapsed = 0, -math.inf, 0.0
-    if state := load_state(state_file, fingerprint):
-        drafter.load_state_dict(state.drafter)
-        optimizer.load_state_dict(state.optimizer)
-        step, best, elapsed = state.step, state.best, state.elapsed_s
-    metrics = MetricsLog(work / "metrics.jsonl", step, run.wandb, fingerprint)
+    state = processes.together(load_state, state_file, fingerprint)
+    if len(set(processes.gather(state and state.step))) > 1:
+        raise UserError(f"{state_file} is not the same everywhere: all machines must share the output directory")
+    learner = make_learner(drafter, config, processes, state, work, bool(tokens))
+    step, micro, best, elapsed = 0, 0, -math.inf, 0.0
+    if state:
+        step, micro, best, elapsed = state.step, state.micro, state.best, state.elapsed_s
+    total = optim.steps or step + math.ceil((schedule.total - micro) / group)
+    end = micro + (total - step) * group if optim.steps else schedule.total  # of the micro batches
+    if optim.minutes:
+        end = sys.maxsize
+    metrics = processes.alone(MetricsLog, work / "metrics.jsonl", step, run.wandb, fingerprint)
     started = time.perf_counter() - elapsed
     speed = _Speed()
     acceptance: Acceptance | None = None
@@ -87,74 +104,87 @@ def train(
     def share_done() -> float:
         """Of the run, when the next step begins."""
         if optim.minutes:
-            return min(1.0, (time.perf_counter() - started) / (60 * optim.minutes))
-        return step / schedule.total
+            return processes.agree(min(1.0, (time.perf_counter() - started) / (60 * optim.minutes)))
+        return step / total
 
-    def save() -> None:
-        save_state(
-            RunState(
-                step, fingerprint, drafter.state_dict(), optimizer.state_dict(), best, time.perf_counter() - started
-            ),
-            state_file,
-        )
+    def micro_step(turn: int, last: bool) -> Tensor:
+        """Gradients of the micro batch whose turn it is in the schedule; past its end, of another one times zero."""
+        features = source([rows[i] for i in schedule.indices(turn if turn < end else micro)])
+        if source.reads_ahead and turn + processes.world < end:
+            source.ahead([rows[i] for i in schedule.indices(turn + processes.world)])
+        blocks = sample_blocks(
+            features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
+            draws(run.seed, 2, turn), fixed=bool(tokens),
+        )  # fmt: skip
+        result = compute_loss(drafter, target, features, blocks, config, flex, learner.run)
+        learner.backward(result.weighted_sum if turn < end else 0 * result.weighted_sum, last)
+        return result.totals() * (turn < end)
 
-    with _closing(metrics), Progress("training", schedule.total, unit="tok") as progress:
+    def write(values: dict[str, Any]) -> None:
+        if metrics:
+            metrics.write(step, values)
+
+    def log(totals: Tensor, norm: Tensor) -> None:
+        result = DraftLoss.of_totals(totals, config.drafter.block_size - 1)
+        values = log_values(result, norm, learner, micro / schedule.per_epoch)
+        write(values | speed.take())
+        progress.advance(0, 0, f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}")
+
+    def evaluate(trained: Drafter) -> None:
+        nonlocal best, acceptance
+        acceptance = decode_held_out(target, trained, held_out[: run.evaluate_prompts], config)
+        write({"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
+        progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f}")
+        if not acceptance.tau_pooled <= best:  # also when no answer was long enough to measure
+            best = acceptance.tau_pooled
+            export(trained, best)
+
+    with _closing(metrics), Progress("training", total, unit="tok") as progress:
         progress.advance(step, units=0)
-        last = share_done() >= 1
-        while not last:
-            chosen = schedule.indices(step)
-            features = source([rows[i] for i in chosen])
-            if source.reads_ahead:
-                source.ahead([rows[i] for i in schedule.indices(step + 1)])
-            blocks = sample_blocks(
-                features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
-                draws(run.seed, 2, step), fixed=bool(tokens),
-            )  # fmt: skip
-            for group in optimizer.param_groups:
+        if micro != step * group:
+            progress.print(f"goes on after {micro} micro batches in {step} steps with {group} a step")
+        share = share_done()
+        while share < 1:
+            for parameters in learner.param_groups:
                 if optim.minutes:
-                    factor = learning_rate_factor(round(1e6 * share_done()), 1_000_000, optim.warmup)
+                    factor = learning_rate_factor(round(1e6 * share), 1_000_000, optim.warmup)
                 else:
-                    factor = learning_rate_factor(step, schedule.total, optim.warmup)
-                group["lr"] = peak * factor
-            result = compute_loss(drafter, target, features, blocks, config, flex)
-            result.loss.backward()
-            norm = nn.utils.clip_grad_norm_(drafter.parameters(), optim.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
+                    factor = learning_rate_factor(step, total, optim.warmup)
+                parameters["lr"] = learner.peak * factor
+            turns = range(micro + processes.rank, micro + group, processes.world)
+            totals = processes.sum(torch.stack([micro_step(turn, turn == turns[-1]) for turn in turns]).sum(0))
+            norm = learner.step(totals[1])
+            chosen = [i for turn in range(micro, min(micro + group, end)) for i in schedule.indices(turn)]
+            step, micro = step + 1, min(micro + group, end)
 
-            last = share_done() >= 1
+            share = share_done()
+            last = share >= 1
             seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
             speed.count(seen, len(chosen))
             if step % run.log_every == 0 or last:
-                values = log_values(result, norm, optimizer, step / schedule.per_epoch)
-                metrics.write(step, values | speed.take())
-                note = f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}"
-                progress.advance(1, units=seen, note=note)
-            else:
-                progress.advance(1, units=seen)
+                processes.alone(log, totals, norm)
+            progress.advance(1, units=seen)
 
             if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
-                acceptance = decode_held_out(target, drafter, held_out[: run.evaluate_prompts], config)
-                metrics.write(step, {"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
-                progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f}")
-                if not acceptance.tau_pooled <= best:  # also when no answer was long enough to measure
-                    best = acceptance.tau_pooled
-                    export(drafter, best)
+                processes.alone(evaluate, learner.whole())
             elif last:
-                export(drafter, math.nan)
+                processes.alone(export, learner.whole(), math.nan)
             if last or step % run.save_every == 0:
-                save()
+                weights, moments = learner.snapshot()
+                spent = time.perf_counter() - started
+                point = RunState(step, fingerprint, weights, moments, best, spent, micro)
+                processes.alone(save_state, point, state_file)
     source.flush()
     return Outcome(step, best, acceptance, time.perf_counter() - started)
 
 
 @contextlib.contextmanager
-def _closing(metrics: MetricsLog) -> Iterator[None]:
+def _closing(metrics: MetricsLog | None) -> Iterator[None]:
     try:
         yield
     finally:
-        metrics.close()
+        if metrics:
+            metrics.close()
 
 
 class _Speed:
@@ -175,7 +205,7 @@ class _Speed:
         return rates
 
 
-def log_values(result: DraftLoss, norm: Tensor, optimizer: Optimizers, epoch: float) -> dict[str, Any]:
+def log_values(result: DraftLoss, norm: Tensor, learner: Learner, epoch: float) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     overlap = {} if result.slot_overlap is None else {"slot_overlap": result.slot_overlap.tolist()}
     return {
@@ -186,7 +216,7 @@ def log_values(result: DraftLoss, norm: Tensor, optimizer: Optimizers, epoch: fl
         "estimated_acceptance_length": float(result.acceptance_length),
         "rows": result.rows,
         "gradient_norm": float(norm),
-        "learning_rate": optimizer.param_groups[0]["lr"],
+        "learning_rate": learner.param_groups[0]["lr"],
         "epoch": round(epoch, 4),
     }
 

@@ -22,12 +22,36 @@ class DraftLoss:
     recall: Tensor  # [3, S - 1] share of supervised slots whose label is in the top 1, 4, 16; NaN where there is none
     acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks
     rows: int  # R, supervised slots
+    weighted_sum: Tensor  # scalar, differentiable; over `weight_sum` it is the loss
+    weight_sum: Tensor  # scalar
+    supervised: Tensor  # [S - 1] slots that have a label
+    blocks: Tensor  # scalar, valid blocks
     slot_overlap: Tensor | None  # [S - 1] mean of sum_v min(p_v, q_v) = 1 - TV; None without a distribution loss
 
     @property
     def slot_accuracy(self) -> Tensor:
         """[S - 1] recall@1: share of supervised slots whose argmax is the label."""
         return self.recall[0]
+
+    def totals(self) -> Tensor:
+        """What can be added up over micro steps and processes, float64 [4 + (4 or 5) * (S - 1)]; see `of_totals`."""
+        accepted = (self.acceptance_length - 1) * self.blocks
+        sums = torch.stack([t.detach().double() for t in (self.weighted_sum, self.weight_sum, accepted, self.blocks)])
+        means = [*self.recall] if self.slot_overlap is None else [*self.recall, self.slot_overlap]
+        counts = [torch.where(self.supervised > 0, mean * self.supervised, 0.0).double() for mean in means]
+        return torch.cat([sums, self.supervised.double(), *counts])
+
+    @classmethod
+    def of_totals(cls, totals: Tensor, slots: int) -> "DraftLoss":
+        """The loss of everything that was added up, over blocks of `slots` + 1."""
+        weighted, weight, accepted, blocks = totals[:4]
+        supervised, *counts = totals[4:].split(slots)
+        means = [count / supervised for count in counts]
+        return cls(
+            loss=weighted / weight, recall=torch.stack(means[: len(RECALL)]), acceptance_length=1 + accepted / blocks,
+            rows=int(supervised.sum()), weighted_sum=weighted, weight_sum=weight, supervised=supervised, blocks=blocks,
+            slot_overlap=means[-1] if len(means) > len(RECALL) else None,
+        )  # fmt: skip
 
 
 def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
@@ -103,15 +127,19 @@ def draft_loss(
     else:
         weights = decay_weights(blocks.size - 1, gamma, hidden.device).expand(supervised.shape)
     weights = weights.flatten()[slot]
-    loss = (weights * rows.loss).sum() / weights.sum()
+    weighted_sum, weight_sum = (weights * rows.loss).sum(), weights.sum()
 
     count = supervised.sum((0, 1))
     accepted = grid(rows.correct).long().cumprod(-1).sum(-1) * blocks.valid
     overlap = rows.terms.acceptance
     return DraftLoss(
-        loss=loss,
+        loss=weighted_sum / weight_sum,
         recall=torch.stack([grid(rows.rank < k).sum((0, 1)) / count for k in RECALL]),
         acceptance_length=1 + accepted.sum() / blocks.valid.sum(),
         rows=len(index),
+        weighted_sum=weighted_sum,
+        weight_sum=weight_sum,
+        supervised=count,
+        blocks=blocks.valid.sum(),
         slot_overlap=None if overlap is None else grid(overlap).sum((0, 1)) / count,
     )

@@ -1,6 +1,7 @@
 """Everything a run needs to continue exactly where it stopped, in one file replaced atomically.
 
-Data order and anchors are functions of (seed, step), so no generator state has to be kept.
+Data order and anchors are functions of (seed, micro batch), so no generator state has to be kept. The file is the same
+however many processes wrote it and however they shared the state, so any number of them can continue.
 """
 
 import os
@@ -23,6 +24,7 @@ class RunState:
     optimizer: dict[str, Any]
     best: float  # best measured acceptance length so far
     elapsed_s: float
+    micro: int  # micro batches of the schedule done, by all processes together
 
 
 def save_state(state: RunState, path: Path) -> None:
@@ -50,7 +52,7 @@ def load_state(path: Path, fingerprint: dict[str, Any]) -> RunState | None:
     if not path.exists():
         return None
     try:
-        state = RunState(**torch.load(path, map_location="cpu", weights_only=True))
+        state = RunState(**torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # torch.load raises a dozen kinds
         raise UserError(f"{path}: not a resume point of this version; remove it to start afresh") from error
     if difference := first_difference(state.fingerprint, fingerprint):

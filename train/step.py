@@ -22,12 +22,21 @@ def use_flex(attention: str, device: torch.device) -> bool:
     return device.type == "cuda" if attention == "auto" else attention == "flex"
 
 
+Run = Callable[..., Tensor]  # of a drafter and what `_run` takes
+
+
+def runner(config: TrainConfig, device: torch.device) -> Run:
+    """The drafter's forward over a batch of blocks, compiled where the knob says so."""
+    compiled = config.run.compile == "on" or (config.run.compile == "auto" and device.type == "cuda")
+    return _compiled_run() if compiled else _run
+
+
 def compute_loss(
-    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool
-) -> DraftLoss:
+    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool,
+    run: Run | None = None,
+) -> DraftLoss:  # fmt: skip
     """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
-    compiled = config.run.compile == "on" or (config.run.compile == "auto" and target.device.type == "cuda")
-    run = _compiled_run() if compiled else _run
+    run = run or runner(config, target.device)
     mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
     embedded = target.embed(blocks.inputs.flatten(1))
     with _autocast(target.device):
@@ -44,7 +53,7 @@ def _run(
 
 
 @functools.cache
-def _compiled_run() -> Callable[..., Tensor]:
+def _compiled_run() -> Run:
     return torch.compile(_run)
 
 

@@ -1,0 +1,213 @@
+"""Time training steps on random weights of a named shape: sequences a second, model FLOPs utilisation, peak memory.
+
+    python scripts/bench_train.py --shape qwen3-8b --anchors 512 2048 --output train.json
+    python scripts/bench_train.py --shape qwen3-8b --gpus 2       # starts itself again under torchrun
+
+Steps are the trainer's own, with the target's forward in every one of them: packed rows, anchors, drafter, frozen head,
+backward, optimiser. FLOPs are those of `train/flops.py`, drafter and head only; their utilisation is over the step's
+time without the target's forward.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.target import Target, resolve_device
+from train.answers import Row
+from train.blocks import Blocks, sample_blocks
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.features import FeatureSource
+from train.flops import drafter_step_flops, visible_pairs
+from train.parallel import Processes
+from train.schedule import draws
+from train.step import compute_loss, use_flex
+from train.zero import make_learner
+
+PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200
+BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
+
+
+def random_target(shape: str, device: torch.device) -> Target:
+    """A target of the named shape that never was on a disk."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        return Target(AutoModelForCausalLM.from_config(named_shape(shape), dtype=dtype), name=shape)
+
+
+class Bench:
+    """The trainer's step over endless random rows."""
+
+    def __init__(self, args: argparse.Namespace, target: Target, processes: Processes, anchors: int) -> None:
+        self.args, self.target, self.processes = args, target, processes
+        self.anchors = min(anchors, args.length - 1)
+        self.batch = args.batch or max(1, BLOCKS // anchors)
+        self.shape = drafter_for(named_shape(args.shape), args.layers, args.taps, args.block)
+        self.config = TrainConfig(
+            target=args.shape,
+            drafter=DrafterKnobs(layers=args.layers, taps=args.taps, block_size=args.block),
+            loss=LossKnobs(anchors=self.anchors),
+            optim=OptimKnobs(
+                optimizer=args.optimizer, accumulate=args.accumulate, batch_size=self.batch, recompute=args.recompute
+            ),
+            run=RunKnobs(zero=args.zero, compile=args.compile),
+        )
+        drafter = Drafter(self.shape)
+        drafter.init_weights(torch.Generator().manual_seed(0))
+        self.drafter = drafter.to(target.device).train()
+        self.learner = make_learner(drafter, self.config, processes, None, Path(tempfile.mkdtemp()), packed=True)
+        self.flex = use_flex("auto", target.device)
+        self.micro = 0
+        self.seconds = {"target": 0.0, "drafter": 0.0, "optimizer": 0.0}
+        self.seen: list[Blocks] = []
+
+    def _rows(self) -> list[Row]:
+        g = draws(0, 3, self.micro * self.processes.world + self.processes.rank)
+        ids = torch.randint(0, self.shape.mask_token_id, (self.batch, self.args.length), generator=g)
+        return [Row(i, 0, row) for i, row in enumerate(ids.tolist())]  # all of it is answer
+
+    def _clock(self, part: str | None, since: float) -> float:
+        """Charge what the device did since then; `None` lets it run ahead, as in training."""
+        if part is None:
+            return since
+        synchronize(self.target.device)
+        now = time.perf_counter()
+        self.seconds[part] += now - since
+        return now
+
+    def step(self, parts: bool = False) -> None:
+        length, totals, since = self.batch * self.args.length, None, time.perf_counter()
+        for k in range(self.args.accumulate):
+            # a new source every time: one that is kept would remember
+            source = FeatureSource(self.target, self.shape.target_layer_ids, self.args.length, 0.0, packed=length)
+            features = source(self._rows())
+            since = self._clock("target" if parts else None, since)
+            blocks = sample_blocks(
+                features, self.batch * self.anchors, self.args.block, self.shape.mask_token_id,
+                draws(0, 2, self.micro), fixed=True,
+            )  # fmt: skip
+            result = compute_loss(self.drafter, self.target, features, blocks, self.config, self.flex, self.learner.run)
+            self.learner.backward(result.weighted_sum, k == self.args.accumulate - 1)
+            totals = result.totals() if totals is None else totals + result.totals()
+            since = self._clock("drafter" if parts else None, since)
+            self.micro += 1
+            self.seen.append(blocks)
+        assert totals is not None
+        self.learner.step(self.processes.sum(totals)[1])
+        self._clock("optimizer" if parts else None, since)
+
+    def flops(self) -> float:
+        """Of the drafter, a micro step, on average over those seen."""
+        each = [
+            drafter_step_flops(
+                self.shape, self.batch * self.args.length, int(blocks.valid.sum()) * blocks.size,
+                visible_pairs(blocks), int(blocks.supervised.sum()), self.shape.vocab_size,
+            )
+            for blocks in self.seen
+        ]  # fmt: skip
+        return sum(each) / len(each)
+
+    def measure(self) -> dict[str, Any]:
+        """One line of the result."""
+        device, steps, world = self.target.device, self.args.steps, self.processes.world
+        for _ in range(self.args.warmup):
+            self.step()
+        self.seen.clear()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        synchronize(device)
+        self.processes.gather(None)
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        synchronize(device)
+        seconds = max(self.processes.gather(time.perf_counter() - began)) / steps
+        for _ in range(steps):
+            self.step(parts=True)
+        parts = {name: value / steps for name, value in self.seconds.items()}
+        share = parts["target"] / sum(parts.values())
+        flops = self.flops() * self.args.accumulate
+        return {
+            "anchors": self.anchors,
+            "sequences_per_step": self.batch * self.args.accumulate * world,
+            "step_ms": 1e3 * seconds,
+            "samples_per_second": self.batch * self.args.accumulate * world / seconds,
+            "drafter_tflop_per_sample": flops / self.batch / self.args.accumulate / 1e12,
+            "mfu": flops / (seconds * (1 - share)) / (self.args.peak_tflops * 1e12),
+            "mfu_without_optimizer": flops / parts["drafter"] / (self.args.peak_tflops * 1e12),
+            "target_share": share,
+            "parts_ms": {name: 1e3 * value for name, value in parts.items()},
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--anchors", type=int, nargs="+", default=[512, 2048], help="per sequence")
+    parser.add_argument("--batch", type=int, default=0, help=f"sequences a micro step (default: {BLOCKS} blocks)")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--taps", type=int, default=5)
+    parser.add_argument("--optimizer", default="auto", choices=["auto", "adamw", "muon"])
+    parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
+    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=1, help="processes; more than one are started by torchrun")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.gpus > 1 and "WORLD_SIZE" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+    with Processes.started(args.device, group=args.zero > 0) as processes:
+        device = resolve_device(processes.device)
+        target = random_target(args.shape, device)
+        result: dict[str, Any] = {
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "processes": processes.world,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "command": ["python", "scripts/bench_train.py", *sys.argv[1:]],
+            "shape": args.shape,
+            "peak_tflops": args.peak_tflops,
+            "rows": [],
+        }
+        for anchors in args.anchors:
+            row = Bench(args, target, processes, anchors).measure()
+            result["rows"].append(row)
+            if processes.main:
+                print(json.dumps(row), flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        if processes.main and args.output:
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

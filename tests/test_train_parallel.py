@@ -1,0 +1,343 @@
+"""Several processes are one run: the same losses, the same resume point, the same end when something breaks."""
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from test_train_loop import argv, lines_without_speed, losses, rows
+from torch import Tensor
+
+from dflash_toolkit import UserError
+from train.blocks import sample_blocks
+from train.cli import main
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.features import FeatureSource
+from train.loop import train
+from train.parallel import Processes, without_local_rank
+from train.step import compute_loss
+from train.zero import deepspeed_config
+
+CONTEXT = multiprocessing.get_context("forkserver")  # imports once, forks a process in no time
+# 8 answers in micro batches of 3, so the last step has one for the first process only
+SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkserver() -> None:
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
+        CONTEXT.set_forkserver_preload(["test_train_parallel"])
+        multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(10)))
+    return path
+
+
+def _one(rank: int, world: int, port: int, arguments: list[str], log: Path, largest_file: int) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"})
+    torch.set_num_threads(1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    sys.exit(main(arguments))
+
+
+def start(arguments: list[str], log: Path, world: int = 2, largest_file: int = 0) -> list[BaseProcess]:
+    """What a launcher does; a launcher would also end the others when one dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = [
+        CONTEXT.Process(target=_one, args=(rank, world, port, arguments, log, largest_file)) for rank in range(world)
+    ]
+    for process in made:
+        process.start()
+    return made
+
+
+def ended(processes: list[BaseProcess]) -> list[int | None]:
+    """Exit codes; None is a process that hangs."""
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return torch.load(run / "work/state.pt")["drafter"]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every line of the metrics, and the weights, up to the order of sums."""
+    lines = [lines_without_speed(run / "work/metrics.jsonl") for run in (one, other)]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
+    for a, b in zip(*lines, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == (b[key] if key == "slot_accuracy" else pytest.approx(b[key], rel=1e-5)), (a["step"], key)
+    first, second = weights(one), weights(other)
+    assert all(torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-6) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process that accumulates what two would do at a time."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert main(argv(target_dir, data, output, *SHORT, "optim.accumulate=2")) == 0
+    assert len(losses(output / "work/metrics.jsonl")) == 5, "9 micro batches, two a step"
+    return output
+
+
+def test_two_processes_of_torchrun_are_one_run(target_dir: Path, data: Path, tmp_path: Path, whole: Path) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "-m", "train.cli", *arguments],
+        cwd=Path(__file__).parent.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("vllm serve") == done.stderr.count("2 processes") == 1, "only the first process speaks"
+    assert_same_run(whole, tmp_path / "run")
+    answers = [(tmp_path / "run/work" / name).read_text().splitlines() for name in ("answers.jsonl", "answers.1.jsonl")]
+    assert [len(lines) for lines in answers] == [4, 4]
+
+
+def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
+    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1")
+    metrics = tmp_path / "run/work/metrics.jsonl"
+    for lines, victim in ((1, 1), (3, 0)):
+        running = start(arguments, tmp_path / "log")
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
+            assert time.monotonic() < deadline and running[victim].is_alive(), (tmp_path / "log").read_text()
+            time.sleep(0.001)
+        running[victim].kill()
+        codes = ended(running)
+        assert codes[victim] == -signal.SIGKILL and None not in codes, "the other ends by itself"
+    assert main([*arguments, "optim.accumulate=2"]) == 0
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=3")
+    taken: list[int] = []
+    real = FeatureSource.__call__
+
+    def watched(self: FeatureSource, rows: list) -> object:  # type: ignore[type-arg]
+        taken.extend(row.index for row in rows)
+        return real(self, rows) if len(taken) < 12 or again else sys.exit(1)
+
+    again = False
+    monkeypatch.setattr(FeatureSource, "__call__", watched)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    first = taken[:8]  # three micro batches were saved: an epoch
+    again, taken[:] = True, []
+    assert main([*arguments, "optim.accumulate=4"]) == 0
+    assert "goes on after 3 micro batches in 3 steps with 4 a step" in capsys.readouterr().err
+    assert sorted(first) == sorted(taken[:8]) == sorted(taken[8:16]) and first != taken[:8] != taken[8:16]
+    assert [line["epoch"] for line in lines_without_speed(tmp_path / "run/work/metrics.jsonl") if "loss" in line] == [
+        pytest.approx(micro / 3, abs=1e-4) for micro in (1, 2, 3, 7, 9)
+    ]
+
+
+def test_packed_rows_are_dealt_to_two_processes_as_to_one(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    packed = argv(target_dir, data, tmp_path / "one", *SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12")
+    assert main([*packed, "optim.accumulate=2"]) == 0
+    packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "two")
+    packed.append("optim.recompute=true")
+    assert ended(start(packed, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
+    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=2")
+    (tmp_path / "run/work").mkdir(parents=True)
+    broken = tmp_path / "run/work/answers.1.jsonl"  # the second process's own
+    broken.symlink_to(tmp_path / "nowhere/at_all")
+    for name, size in (("answers.1.jsonl", 0), ("state.pt", 40_000)):
+        log = tmp_path / name
+        assert ended(start(arguments, log, largest_file=size)) == [2, 2], log.read_text()
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and "free some space" in errors[0] and name in errors[0]
+        broken.unlink(missing_ok=True)
+    assert not list(tmp_path.rglob("*.partial*"))
+    assert main([*arguments, "optim.accumulate=2"]) == 0
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
+    """The loss is divided by the weights of all micro batches together, not each by its own."""
+    runs = {"large": OptimKnobs(batch_size=4), "accumulated": OptimKnobs(batch_size=1, accumulate=4)}
+    target, curves, trained = make_target(), [], []
+    for name, knobs in runs.items():
+        optim = OptimKnobs(
+            optimizer="adamw", steps=6, learning_rate=3e-3, batch_size=knobs.batch_size, accumulate=knobs.accumulate
+        )
+        config = TrainConfig(  # an anchor wherever there can be one, so that no draw differs
+            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=64), optim=optim,
+            run=RunKnobs(log_every=1),
+        )  # fmt: skip
+        (tmp_path / name).mkdir()
+        drafter = make_drafter(target).train()
+        train(config, target, drafter, rows(12), [], tmp_path / name, {}, lambda trained, tau: None)
+        curves.append(losses(tmp_path / name / "metrics.jsonl"))
+        trained.append(drafter.state_dict())
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5) and len(curves[0]) == 6
+    assert all(torch.allclose(trained[0][k], trained[1][k], rtol=1e-4, atol=1e-6) for k in trained[0])
+
+
+def test_recomputed_activations_change_nothing() -> None:
+    target = make_target()
+    gradients, kept = [], []
+    for recompute in (False, True):
+        drafter = make_drafter(target).train()
+        drafter.recompute = recompute
+        features = FeatureSource(target, drafter.config.target_layer_ids, 64, 0.0)(rows(3))
+        blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = compute_loss(drafter, target, features, blocks, TrainConfig(target="tiny"), flex=False).loss
+        loss.backward()
+        kept.append(sum(sizes))
+        gradients.append({"loss": loss.detach()} | {name: p.grad for name, p in drafter.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])  # type: ignore[arg-type]
+    assert kept[1] < 0.7 * kept[0]
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "place", "gpus", "message"),
+    [
+        ("cpu", {"WORLD_SIZE": "2"}, 0, "RANK and LOCAL_RANK are not set: start with torchrun"),
+        ("cuda", {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "4 processes .* 2 G"),
+        ("cuda", {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}, 2, "3 processes on this machine, but 2 GPUs"),
+        ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "run.device is cuda:1, but 2 processes"),
+    ],
+)
+def test_an_impossible_place_is_one_line(
+    device: str, place: dict[str, str], gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    if gpus:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=message), Processes.started(device):
+        pass
+
+
+def test_a_mistake_on_every_process_is_said_by_the_first_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as exit:
+        main(["--target", "x", "optim.accumulate=0"])
+    assert exit.value.code == 2 and capsys.readouterr().err == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["--target", "x", "optim.accumulate=0"]) == 2
+    assert "optim.accumulate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["run.zero=4"], "run.zero is 4; it must be 0"),
+        (["run.zero=1", "optim.optimizer=muon"], "run.zero shards AdamW only: give optim.optimizer=adamw"),
+    ],
+)
+def test_an_impossible_sharding_is_one_line(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", "x", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_deepspeed_its_extra_is_named(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert main(argv(target_dir, data, tmp_path / "run", "run.zero=1")) == 2
+    assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()
+
+
+def test_the_other_optimizer_s_resume_point_is_one_line(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", "optim.steps=1", "optim.optimizer=adamw")
+    assert main(arguments) == 0
+    state = torch.load(tmp_path / "run/work/state.pt")
+    state["optimizer"]["1"] = {}  # as `auto` leaves it on a GPU
+    state["optimizer"]["0"]["param_groups"] = state["optimizer"]["0"]["param_groups"][:1]
+    torch.save(state, tmp_path / "run/work/state.pt")
+    (tmp_path / "run/run.json").unlink()
+    assert main(arguments) == 2
+    assert "another optimiser's state" in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------------------
+
+
+def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_knobs_say() -> None:
+    assert without_local_rank(["--local_rank=1", "--target", "x", "run.zero=2"]) == ["--target", "x", "run.zero=2"]
+    config = TrainConfig(target="x", optim=OptimKnobs(accumulate=3, batch_size=5, clip=0.5), run=RunKnobs(zero=2))
+    told = deepspeed_config(config, packed=False, device=torch.device("cpu"))
+    assert told["train_micro_batch_size_per_gpu"] == 5 and told["gradient_accumulation_steps"] == 3
+    assert told["gradient_clipping"] == 0.5 and told["zero_optimization"] == {"stage": 2}
+    assert told["torch_autocast"]["enabled"] is False
+    on_gpu = deepspeed_config(config, packed=True, device=torch.device("cuda"))
+    assert on_gpu["train_micro_batch_size_per_gpu"] == 1 and on_gpu["torch_autocast"]["enabled"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
+    stage: int, target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1", "optim.recompute=true")
+    metrics = tmp_path / "run/work/metrics.jsonl"
+    for lines in (1, 3):
+        running = start([*arguments, f"run.zero={stage}"], tmp_path / "log")
+        deadline = time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
+            assert time.monotonic() < deadline and running[0].is_alive(), (tmp_path / "log").read_text()
+            time.sleep(0.001)
+        running[1].kill()
+        ended(running)
+    assert json.loads((tmp_path / "run/work/deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
+    assert ended(start([*arguments, f"run.zero={1 + stage % 3}"], tmp_path / "log")) == [0, 0]
+    assert_same_run(whole, tmp_path / "run")

@@ -1,0 +1,200 @@
+"""DeepSpeed ZeRO: `parallel.Replicated` with the optimiser's state (1), gradients (2) and weights (3) in shards.
+
+Its configuration is derived from ours. The resume point stays the whole, unsharded one of `state.py`: shards are
+gathered tensor by tensor, so a run may continue with another number of processes, another stage, or none.
+"""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.drafter import Drafter
+
+from .config import TrainConfig
+from .optimizers import make_optimizer
+from .parallel import Processes, Replicated, other_optimizer
+from .state import RunState
+from .step import runner
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def deepspeed_config(config: TrainConfig, packed: bool, device: torch.device) -> dict[str, Any]:
+    """DeepSpeed's JSON. Weights are fp32 and computed with under autocast, as without it."""
+    return {
+        "train_micro_batch_size_per_gpu": 1 if packed else config.optim.batch_size,
+        "gradient_accumulation_steps": config.optim.accumulate,
+        "gradient_clipping": config.optim.clip,
+        "zero_optimization": {"stage": config.run.zero},
+        "zero_allow_untested_optimizer": True,  # torch's own AdamW
+        "torch_autocast": {"enabled": device.type == "cuda", "dtype": "bfloat16"},
+        "steps_per_print": 1 << 60,
+    }
+
+
+def import_deepspeed() -> Any:
+    """The module. Raises UserError where it is not installed."""
+    try:
+        import deepspeed
+        import deepspeed.utils
+    except ImportError as error:
+        raise UserError("run.zero needs deepspeed: pip install 'dflash-toolkit[train]'") from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(values, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+
+
+class _Forward(nn.Module):
+    """The step's forward as the module that DeepSpeed wants to own."""
+
+    def __init__(self, drafter: Drafter, config: TrainConfig) -> None:
+        super().__init__()
+        self.drafter = drafter
+        if config.run.zero == 3:  # its hooks, which fetch weights, would cut the graph at every product
+            config = replace(config, run=replace(config.run, compile="off"))
+        self._run = runner(config, drafter.device)
+
+    def forward(self, *args: Tensor | BlockMask) -> Tensor:
+        return self._run(self.drafter, *args)
+
+
+class Zero:
+    """The drafter in shards. The interface is `parallel.Replicated`'s."""
+
+    def __init__(
+        self, drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None,
+        work: Path, packed: bool,
+    ) -> None:  # fmt: skip
+        deepspeed = import_deepspeed()
+        self.drafter = drafter
+        self._utils = deepspeed.utils
+        self._processes = processes
+        self._steps = 0  # of the optimiser
+        if state:
+            drafter.load_state_dict(state.drafter)
+        adamw = make_optimizer(drafter, replace(config.optim, optimizer="adamw")).parts[0]
+        self.peak = adamw.param_groups[0]["lr"]
+        self._names = {p: name for name, p in drafter.named_parameters()}
+        self._parameters: list[nn.Parameter] = [p for group in adamw.param_groups for p in group["params"]]
+        self._form = adamw.state_dict()["param_groups"]
+        settings = deepspeed_config(config, packed, drafter.device)
+        processes.alone(_write, work / "deepspeed.json", settings)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=_Forward(drafter, config), optimizer=adamw, config=settings
+        )
+        if state:
+            self._restore(state.optimizer, config)
+
+    def run(self, drafter: Drafter, *args: Any) -> Tensor:
+        return self._engine(*args)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def backward(self, weighted_sum: Tensor, last: bool) -> None:
+        """See `parallel.Replicated`; DeepSpeed counts the micro steps itself."""
+        self._engine.backward(weighted_sum, scale_wrt_gas=False)
+
+    def step(self, weight_sum: Tensor) -> Tensor:
+        """See `parallel.Replicated`."""
+        # DeepSpeed averages over processes; its loss scale is what gradients are divided by before they are clipped
+        self._optimizer.loss_scale = float(weight_sum) / self._processes.world
+        self._engine.step()
+        self._optimizer.loss_scale = 1.0  # the next backward would multiply by it
+        self._steps += 1
+        return torch.as_tensor(self._engine.get_global_grad_norm())
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `parallel.Replicated`. The optimiser's state has the form of torch's AdamW over the whole weights."""
+        self._link()
+        weights: dict[str, Tensor] = {}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for i, parameter in enumerate(self._parameters):
+            whole = self._utils.safe_get_full_fp32_param(parameter)
+            found = {key: self._utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+            if self._processes.main:
+                weights[self._names[parameter]] = whole.cpu()
+                moments[i] = {"step": torch.tensor(float(self._steps))} | {k: v.cpu() for k, v in found.items()}
+        return weights, {"0": {"state": moments, "param_groups": self._form}}
+
+    def whole(self) -> Drafter:
+        """See `parallel.Replicated`: gathered in host memory on the first process."""
+        weights = {
+            name: self._utils.safe_get_full_fp32_param(parameter).cpu() for parameter, name in self._names.items()
+        }
+        if not self._processes.main:
+            return self.drafter
+        gathered = Drafter(self.drafter.config)
+        gathered.load_state_dict(weights)
+        return gathered
+
+    def _restore(self, saved: dict[str, Any], config: TrainConfig) -> None:
+        if set(saved) != {"0"} or len(saved["0"]["state"]) != len(self._parameters):
+            raise other_optimizer()
+        self._step_on_nothing(config)
+        self._link()
+        moments = saved["0"]["state"]
+        for i, parameter in enumerate(self._parameters):
+            for key in MOMENTS:
+                value = moments[i][key].to(self._engine.device)
+                self._utils.safe_set_full_optimizer_state(parameter, value, key)
+        self._steps = int(moments[0]["step"])
+        for shard in self._optimizer.optimizer.state.values():
+            shard["step"].fill_(self._steps)
+
+    def _link(self) -> None:
+        """Let parameters find their moments: in stages 1 and 2 DeepSpeed 0.19 links the first group's only."""
+        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _step_on_nothing(self, config: TrainConfig) -> None:
+        """A step without gradient or learning rate: the optimiser's state comes into being in its first."""
+        drafter, device = self.drafter.config, self._engine.device
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = 0.0
+        features = torch.zeros(1, 1, drafter.feature_size, device=device)
+        block = torch.zeros(1, drafter.block_size, drafter.hidden_size, device=device)
+        context = torch.zeros(1, 1, dtype=torch.long, device=device)
+        positions = torch.arange(drafter.block_size, device=device)[None]
+        mask = torch.ones(1, 1, drafter.block_size, drafter.block_size + 1, dtype=torch.bool, device=device)
+        for _ in range(config.optim.accumulate):
+            self.backward((self._engine(features, context, block, positions, mask) * 0).sum(), last=False)
+        self.step(torch.ones(()))
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+Learner = Replicated | Zero
+
+
+def make_learner(
+    drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None, work: Path, packed: bool
+) -> Learner:
+    """What steps the drafter, by the knobs; every process must call it. ZeRO leaves its configuration in `work`.
+
+    Raises:
+        UserError: the resume point is another optimiser's, no deepspeed, or a full disk.
+    """
+    drafter.recompute = config.optim.recompute
+    if config.run.zero:
+        return Zero(drafter, config, processes, state, work, packed)
+    return Replicated(drafter, config, processes, state)
