@@ -6,7 +6,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import transformers
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_commands
-from dflash_toolkit.config import parse_cli, run_command, to_mapping
+from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_commands, weights_hash
+from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer, resolve_device
@@ -28,6 +28,7 @@ from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .loop import Outcome, train
 from .metrics import import_wandb
+from .start import knobs_of, load_start
 from .state import first_difference
 from .step import use_flex
 
@@ -37,7 +38,19 @@ WORK = "work"  # inside the output directory: answers, metrics, resume point
 def main(argv: Sequence[str] | None = None) -> int:
     """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
     description = "Distil a DFlash drafter for TARGET from its own answers and export it for vLLM, SGLang and z-lab."
-    return run_command(lambda: run(parse_cli(TrainConfig, argv, "dflash-train", description)))
+
+    def command() -> None:
+        values, source = given_values(TrainConfig, argv, "dflash-train", description)
+        run(from_mapping(TrainConfig, values, source), given=values.get("drafter") or {})
+
+    return run_command(command)
+
+
+def fresh_drafter(shape: DrafterConfig, seed: int) -> Drafter:
+    """A drafter in fp32 with weights drawn from `seed`."""
+    drafter = Drafter(shape)
+    drafter.init_weights(torch.Generator().manual_seed(seed))
+    return drafter
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
@@ -77,8 +90,12 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def run(config: TrainConfig) -> None:
-    """One training run from configuration to checkpoint; continues where an earlier one stopped."""
+def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
+    """One training run from configuration to checkpoint; continues where an earlier one stopped.
+
+    Args:
+        given: knobs of the drafter's shape that somebody chose, so that a start of another shape is refused.
+    """
     output = Path(config.output_dir)
     resolve_device(config.run.device)
     if config.run.wandb:
@@ -87,11 +104,17 @@ def run(config: TrainConfig) -> None:
     length = min(config.prompts.max_length, int(target_config.max_position_embeddings))  # no answer is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_tokenizer(config.target)
-    shape = drafter_config(config, target_config, tokenizer)
+    start = None
+    if config.init_from:
+        start = load_start(config.init_from, target_config, config.drafter, given, output)
+        config = replace(config, drafter=knobs_of(start.config))
+    shape = start.config if start else drafter_config(config, target_config, tokenizer)
     check_fits(shape, target_config)
     data = load_prompts(config, tokenizer)
     work = _work_directory(output)
     record = _provenance(config, shape, data, template_hash(tokenizer))
+    if start:
+        record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start)}
     if _finished(output, record):
         print(f"{output} holds this run, finished; give another --output to train again", file=sys.stderr)
         return
@@ -105,8 +128,7 @@ def run(config: TrainConfig) -> None:
         stop = target.stop_token_ids[0] if target.stop_token_ids else None
         answered = rows_from_answers(data, tokenizer, stop, length)
     rows = _kept(answered)
-    drafter = Drafter(shape)
-    drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
+    drafter = start or fresh_drafter(shape, config.run.seed)
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
     answers = sum(row.answer_tokens for row in rows)
@@ -122,7 +144,7 @@ def run(config: TrainConfig) -> None:
         note = {"acceptance_length": measured, "num_target_layers": shape.num_target_layers} | _origin(record)
         save_drafter(trained, output, note)
 
-    outcome = train(config, target, drafter, rows, data.held_out, work, _fingerprint(record), export)
+    outcome = train(config, target, drafter, rows, data.held_out, work, _fingerprint(record), export, record)
     if config.run.speculators:
         exported = load_drafter(str(output))
         save_speculators(exported, output / "speculators", target.config, target.embedding.weight, target.head_weight)
@@ -177,7 +199,7 @@ def _work_directory(output: Path) -> Path:
 
 # knobs that may change between a run and its resumption without changing a single weight
 FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
-              "feature_cache_gb", "wandb", "speculators")  # fmt: skip
+              "evaluate_runtime", "feature_cache_gb", "wandb", "speculators")  # fmt: skip
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
@@ -202,14 +224,17 @@ def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, tem
 
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
-    config = {k: v for k, v in record["config"].items() if k not in ("output", "data", "held_out", "answer_files")}
+    places = ("output", "data", "held_out", "answer_files", "init_from")  # what they hold is in the hashes
+    config = {k: v for k, v in record["config"].items() if k not in places}
     config["run"] = {k: v for k, v in config["run"].items() if k not in FREE_KNOBS}
-    return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")}
+    start = {"start": record["start"]["sha256"]} if "start" in record else {}
+    return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")} | start
 
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:
     """The part of the record that travels in the checkpoint's config.json."""
-    return {
+    start = {"start": record["start"]} if "start" in record else {}
+    return start | {
         "version": record["versions"]["dflash_toolkit"],
         "git": record["versions"]["git"],
         "target": record["target"],

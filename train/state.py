@@ -23,6 +23,7 @@ class RunState:
     optimizer: dict[str, Any]
     best: float  # best measured acceptance length so far
     elapsed_s: float
+    average: dict[str, torch.Tensor] | None = None  # of the drafter's weights, if one is kept
 
 
 def save_state(state: RunState, path: Path) -> None:

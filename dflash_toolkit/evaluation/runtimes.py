@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..checkpoint import weights_hash
 from ..config import UserError
 from ..decode import Generation, SamplingParams, stream
 from ..drafter import Drafter
@@ -201,21 +202,11 @@ def _facts(
         "target_num_layers": config.num_hidden_layers,
         "target_sample_sha256": _sample_hash(tensors),
         "chat_template_sha256": template_hash(tokenizer),
-        "drafter_sha256": _weights_hash(drafter),
+        "drafter_sha256": weights_hash(drafter),
         "block_size": drafter.config.block_size,
         "target_layer_ids": list(drafter.config.target_layer_ids),
         "mask_token_id": drafter.config.mask_token_id,
     }
-
-
-def _weights_hash(drafter: Drafter) -> str:
-    """sha256 over names and bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
-    digest = hashlib.sha256()
-    for name, parameter in drafter.named_parameters():
-        digest.update(name.encode())
-        weights = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(weights.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
