@@ -4,7 +4,6 @@ Reading is strict: every tensor must have a known name and the right shape, none
 temporary directory that is renamed into place, so a reader never meets half a checkpoint.
 """
 
-import hashlib
 import json
 import os
 import shlex
@@ -134,16 +133,6 @@ def _staged(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot write the checkpoint ({error}); free some space and run again") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def weights_hash(drafter: Drafter) -> str:
-    """sha256 over names and bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
-    digest = hashlib.sha256()
-    for name, parameter in drafter.named_parameters():
-        digest.update(name.encode())
-        weights = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(weights.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------

@@ -106,13 +106,6 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(10)))
-    return path
-
-
 def argv(target_dir: Path, data: Path, output: Path, *more: str) -> list[str]:
     return ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
 
@@ -287,16 +280,6 @@ def test_the_first_difference_is_named_by_its_path() -> None:
 
 
 # ---- W&B -------------------------------------------------------------------------------------------------------
-
-
-def test_wandb_logs_offline_when_asked(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny", "optim.steps=2")) == 0
-    assert list((tmp_path / "run/work/wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_a_missing_wandb_names_its_extra(

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..checkpoint import weights_hash
 from ..config import UserError
 from ..decode import Generation, SamplingParams, stream
-from ..drafter import Drafter
+from ..drafter import Drafter, weights_hash
 from ..prompts import template_hash
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import operations

@@ -4,7 +4,7 @@ Tensors go from safetensors straight to their place in the fused matrix on the d
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -316,33 +316,6 @@ class DrafterWeights:
         """Draft in fp8, the head included; the context's projection stays as it is. Verification is not touched."""
         self.layers = [layer.rounded() for layer in self.layers]
         self.head = ScaledMatrix.of(head)
-
-
-def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
-    """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
-    weights = TargetWeights.empty(spec, device, dtype)
-    _randomise(weights.places().items(), device, seed)
-    return weights
-
-
-def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dtype, seed: int = 1) -> DrafterWeights:
-    """A random drafter, for benchmarks."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    with torch.device(device):
-        drafter = Drafter(config).to(dtype)
-    drafter.init_weights(generator)
-    return DrafterWeights.of_module(drafter)
-
-
-def _randomise(places: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
-    generator = torch.Generator(device=device).manual_seed(seed)
-    for name, view in places:
-        if name.endswith(".bias"):
-            view.zero_()
-        elif view.dim() == 1:
-            view.fill_(1.0)
-        else:
-            view.normal_(std=0.02, generator=generator)
 
 
 def _tensor_files(folder: Path) -> list[Path]:
