@@ -76,7 +76,7 @@ def wandb_records(run: Path) -> list[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found, whole = [], b""
-    for file in sorted((run / "work/wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+    for file in sorted((run / "work/wandb").glob("offline-run-*/*.wandb")):
         content, at = file.read_bytes(), 7
         while at + 7 < len(content):
             if 32768 - at % 32768 < 7:  # too little for a header: the block is filled up with zeros
@@ -111,7 +111,12 @@ def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_bes
         assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
     assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
 
-    records = wandb_records(tmp_path / "run")
+    deadline = time.monotonic() + 30  # wandb's own process may still be writing
+    while True:
+        records = wandb_records(tmp_path / "run")
+        if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
     runs = [record.run for record in records if record.HasField("run")]
     assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"tiny"}
     config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
