@@ -25,6 +25,9 @@ from .drafter import Drafter, DrafterConfig
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
+# of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
+SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+SPECULATORS_MAPS = {"d2t", "t2d"}
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
@@ -188,7 +191,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor on disk, but for those of the speculators form that only repeat the target's. Raises UserError."""
     speculators = "speculators_model_type" in read_json(path / "config.json")
-    ignore = {"embed_tokens.weight", "lm_head.weight"} if speculators else set()
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError(f"drafter {path}: no *.safetensors file in this directory")
@@ -196,7 +198,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                tensors |= {tensor: handle.get_tensor(tensor) for tensor in set(handle.keys()) - ignore}
+                for stored in set(handle.keys()):
+                    name = stored.removeprefix("model.")  # some trainers save their module one level up
+                    if speculators and name in SPECULATORS_MAPS:
+                        raise UserError(
+                            f"drafter {path}: tensor {stored!r} maps a reduced vocabulary, which is not supported; "
+                            f"only drafters over the target's whole vocabulary are"
+                        )
+                    if not (speculators and name in SPECULATORS_COPIES):
+                        tensors[name] = handle.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise UserError(f"drafter {path}: {file.name} is corrupt ({error})") from error
     return tensors
@@ -227,9 +237,20 @@ def read_config(path: Path) -> DrafterConfig:
             raise UserError(f"drafter {path}: config.json: {key!r} is {found!r}, of the wrong type")
         return found
 
-    for key in ("draft_vocab_size", "markov_rank", "selector_rank", "emb_dim"):
-        if find(key) not in (None, 0, body.get("vocab_size")):
+    speculators = "speculators_model_type" in raw
+    projector = find("projector_type", "dflash")
+    plain = speculators and raw["speculators_model_type"] == projector == "dflash"
+    # that library writes the keys of every variant, whichever it is
+    for key in ("markov_rank", "selector_rank", *(() if plain else ("emb_dim",))):
+        if find(key) not in (None, 0):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
+    if (reduced := find("draft_vocab_size")) not in (None, 0, body.get("vocab_size")):
+        raise UserError(
+            f"drafter {path}: 'draft_vocab_size' is {reduced}, a reduced vocabulary, which is not supported; "
+            f"only drafters over the target's whole vocabulary are"
+        )
+    if find("sample_from_anchor") or find("shift_label"):
+        raise UserError(f"drafter {path}: its slots predict the token behind them; this is not plain DFlash")
     if find("hidden_act", "silu") != "silu":
         raise UserError(f"drafter {path}: hidden_act {find('hidden_act')!r} is not supported; only silu is")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -238,7 +259,6 @@ def read_config(path: Path) -> DrafterConfig:
     if rope.get("partial_rotary_factor", find("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"drafter {path}: partial_rotary_factor is not supported; drafters turn whole heads")
 
-    speculators = "speculators_model_type" in raw
     causal = _read_causality(raw, nested, speculators)
     if causal not in (None, True, False):
         raise UserError(f"drafter {path}: config.json: is_causal is {causal!r}; expected true or false")

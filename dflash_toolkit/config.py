@@ -128,6 +128,11 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
         UserError: whatever `from_mapping` and `read_yaml` raise, or an override without `=`.
         SystemExit: argparse's own, code 0 for `--help` and 2 for a flag it does not know.
     """
+    return from_mapping(cls, *given_values(cls, argv, prog, description))
+
+
+def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: str) -> tuple[dict[str, Any], str]:
+    """What `parse_cli` builds from: the values given, unchecked and nested, and a name for their source."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
@@ -137,7 +142,7 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
         argument_default=argparse.SUPPRESS,
     )
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
             continue
         flag = "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
@@ -168,7 +173,7 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
         if not equals:
             raise UserError(f"{override!r}: expected key=value (see {prog} --help)")
         _assign(values, key, _from_text(_hint_of(cls, key), text))
-    return from_mapping(cls, values, config_file or prog)
+    return values, config_file or prog
 
 
 def _from_text(hint: Any, text: Any) -> Any:

@@ -28,6 +28,7 @@ from transformers import (
 from .config import UserError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(slots=True)
@@ -141,22 +142,42 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or str(model.config.name_or_path)
+        for what, module in (
+            ("embedding", model.get_input_embeddings()),
+            ("LM head", model.get_output_embeddings()),
+        ):
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (model.config.hidden_size,):
+                raise UserError(
+                    f"target {self.name}: its {what} is quantised, and a drafter needs it dense; "
+                    f"quantise the target without it (it is left out by default in bitsandbytes and llm-compressor)"
+                )
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto") -> "Target":
         """Load a Hugging Face id or directory.
 
+        A checkpoint with a `quantization_config` is loaded as transformers does, quantised where its library is there;
+        what is computed between the matrices is in `dtype`.
+
         Raises:
-            UserError: missing or corrupt weights, an unsupported architecture, no such device.
+            UserError: missing or corrupt weights, an unsupported architecture, no such device, a quantised checkpoint
+                whose library is not installed or that has no dense embedding and head.
         """
-        load_config(name)
+        config = load_config(name)
         where = resolve_device(device)
+        quantised = getattr(config, "quantization_config", None) is not None
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=resolve_dtype(dtype, where), output_loading_info=True, ignore_mismatched_sizes=True
+                name,
+                dtype=resolve_dtype(dtype, where),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                # quantised tensors cannot be moved, or only be made on their device; others load faster without
+                device_map={"": where} if quantised else None,
             )
             model, info = loaded
-        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        except (ImportError, OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
         # transformers would fill the tensors named here with random numbers and go on
         if mismatched := sorted(info["mismatched_keys"]):
@@ -164,7 +185,7 @@ class Target:
             raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
         if missing := sorted(info["missing_keys"]):
             raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
-        return cls(model.to(where), load_tokenizer(name), name)
+        return cls(model if quantised else model.to(where), load_tokenizer(name), name)
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
-from dflash_toolkit.runtime.model import ModelSpec, random_target
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.runtime.model import ModelSpec
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
 
 SHARD = 4 << 30  # bytes
 CHILD = """

@@ -23,8 +23,8 @@ import triton
 
 from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
-from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights, random_drafter, random_target
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
 
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 

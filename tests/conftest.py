@@ -1,5 +1,6 @@
 """Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
 
+import json
 import os
 import tempfile
 
@@ -104,6 +105,14 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny = make_target()
     tiny.model.save_pretrained(path)
     tiny.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of ten prompts."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(10)))
     return path
 
 

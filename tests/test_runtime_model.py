@@ -13,9 +13,9 @@ from transformers import LlamaConfig, Qwen2Config
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
-from dflash_toolkit.runtime.model import ModelSpec, TargetWeights, random_drafter, random_target
+from dflash_toolkit.runtime.model import ModelSpec, TargetWeights
 from dflash_toolkit.runtime.request import RollingAcceptance
-from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape
+from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.speed import BlockChooser, block_sizes, cached_times, expected_tokens
 
 OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)

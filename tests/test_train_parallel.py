@@ -278,6 +278,7 @@ def test_a_mistake_on_every_process_is_said_by_the_first_of_a_machine(
     [
         (["run.zero=4"], "run.zero is 4; it must be 0"),
         (["run.zero=1", "optim.optimizer=muon"], "run.zero shards AdamW only: give optim.optimizer=adamw"),
+        (["run.zero=1", "optim.ema=0.9"], "run.zero keeps no average of the weights"),
     ],
 )
 def test_an_impossible_sharding_is_one_line(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import transformers
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_commands
-from dflash_toolkit.config import parse_cli, run_command, to_mapping
-from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
+from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
 
@@ -29,6 +29,7 @@ from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .loop import Outcome, train
 from .metrics import import_wandb
 from .parallel import Processes, speaks, without_local_rank
+from .start import knobs_of, load_start
 from .state import first_difference
 from .step import use_flex
 from .zero import import_deepspeed
@@ -42,14 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         try:
-            given = without_local_rank(sys.argv[1:] if argv is None else list(argv))
-            run(parse_cli(TrainConfig, given, "dflash-train", description))
+            words = without_local_rank(sys.argv[1:] if argv is None else list(argv))
+            values, source = given_values(TrainConfig, words, "dflash-train", description)
+            run(from_mapping(TrainConfig, values, source), given=values.get("drafter") or {})
         except UserError:
             if not speaks():
                 raise SystemExit(2) from None
             raise
 
     return run_command(command)
+
+
+def fresh_drafter(shape: DrafterConfig, seed: int) -> Drafter:
+    """A drafter in fp32 with weights drawn from `seed`."""
+    drafter = Drafter(shape)
+    drafter.init_weights(torch.Generator().manual_seed(seed))
+    return drafter
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
@@ -89,12 +98,16 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def run(config: TrainConfig) -> None:
-    """One training run from configuration to checkpoint; continues where an earlier one stopped."""
+def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
+    """One training run from configuration to checkpoint; continues where an earlier one stopped.
+
+    Args:
+        given: knobs of the drafter's shape that somebody chose, so that a start of another shape is refused.
+    """
     with Processes.started(config.run.device, group=config.run.zero > 0) as processes:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
-        prepared = processes.together(_prepare, config)
+        prepared = processes.together(_prepare, config, given)
         if isinstance(prepared, str):
             _say(processes, prepared)
             return
@@ -111,9 +124,10 @@ class _Prepared:
     data: PromptData
     work: Path
     record: dict[str, Any]
+    start: Drafter | None  # what `init_from` names
 
 
-def _prepare(config: TrainConfig) -> _Prepared | str:
+def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
     """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
     output = Path(config.output_dir)
     if config.run.wandb:
@@ -124,14 +138,20 @@ def _prepare(config: TrainConfig) -> _Prepared | str:
     length = min(config.prompts.max_length, int(target_config.max_position_embeddings))  # no answer is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_tokenizer(config.target)
-    shape = drafter_config(config, target_config, tokenizer)
+    start = None
+    if config.init_from:
+        start = load_start(config.init_from, target_config, config.drafter, given, output)
+        config = replace(config, drafter=knobs_of(start.config))
+    shape = start.config if start else drafter_config(config, target_config, tokenizer)
     check_fits(shape, target_config)
     data = load_prompts(config, tokenizer)
     work = _work_directory(output)
     record = _provenance(config, shape, data, template_hash(tokenizer))
+    if start:
+        record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start)}
     if _finished(output, record):
         return f"{output} holds this run, finished; give another --output to train again"
-    return _Prepared(config, tokenizer, shape, data, work, record)
+    return _Prepared(config, tokenizer, shape, data, work, record, start)
 
 
 def _train(run: _Prepared, processes: Processes) -> None:
@@ -141,8 +161,7 @@ def _train(run: _Prepared, processes: Processes) -> None:
     if config.answers.regenerate and not config.answer_files:
         answered = _answered(run, processes)  # before the target is loaded: the engine has its own copy
     target, rows = processes.together(_loaded, run, answered, processes)
-    drafter = Drafter(shape)
-    drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
+    drafter = run.start or fresh_drafter(shape, config.run.seed)
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
     answers = sum(row.answer_tokens for row in rows)
@@ -160,7 +179,9 @@ def _train(run: _Prepared, processes: Processes) -> None:
         note = {"acceptance_length": measured, "num_target_layers": shape.num_target_layers} | _origin(record)
         save_drafter(trained, output, note)
 
-    outcome = train(config, target, drafter, rows, data.held_out, run.work, _fingerprint(record), export, processes)
+    outcome = train(
+        config, target, drafter, rows, data.held_out, run.work, _fingerprint(record), export, processes, record=record
+    )  # fmt: skip
     processes.alone(_finish, run, target, outcome, rows)
 
 
@@ -251,8 +272,8 @@ def _work_directory(output: Path) -> Path:
 # knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
 # `accumulate` changes, only how many micro batches a step takes
 FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
-              "features", "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero",
-              "accumulate", "recompute")  # fmt: skip
+              "evaluate_runtime", "features", "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb",
+              "speculators", "zero", "accumulate", "recompute")  # fmt: skip
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
@@ -277,15 +298,18 @@ def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, tem
 
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
-    config = {k: v for k, v in record["config"].items() if k not in ("output", "data", "held_out", "answer_files")}
+    places = ("output", "data", "held_out", "answer_files", "init_from")  # what they hold is in the hashes
+    config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim"):
         config[part] = {k: v for k, v in config[part].items() if k not in FREE_KNOBS}
-    return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")}
+    start = {"start": record["start"]["sha256"]} if "start" in record else {}
+    return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")} | start
 
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:
     """The part of the record that travels in the checkpoint's config.json."""
-    return {
+    start = {"start": record["start"]} if "start" in record else {}
+    return start | {
         "version": record["versions"]["dflash_toolkit"],
         "git": record["versions"]["git"],
         "target": record["target"],

@@ -113,7 +113,7 @@ class LossKnobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimKnobs:
-    """fp32 master weights, linear warm-up, cosine decay to zero."""
+    """fp32 master weights, linear warm-up, decay to zero."""
 
     optimizer: str = knob(
         "auto",
@@ -131,7 +131,16 @@ class OptimKnobs:
     accumulate: int = knob(1, "micro steps (of every process) whose gradients make one optimiser step")
     recompute: bool = knob(False, "compute the layers' activations again in the backward: less memory, a third slower")
     learning_rate: float | None = knob(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
-    warmup: float = knob(0.04, "share of the steps")
+    warmup: float = knob(0.04, "share of the run")
+    schedule: str = knob(
+        "cosine",
+        "behind the warm-up: cosine to zero, or wsd (the peak, then a decay to zero)",
+        choices=("cosine", "wsd"),
+    )
+    decay: float = knob(0.2, "wsd: share of the run in the final decay")
+    ema: float = knob(
+        0.0, "measure and export an average of the weights with this decay a step, e.g. 0.999; 0 does not"
+    )
     weight_decay: float = knob(0.0, "on matrices only")
     clip: float = knob(1.0, "gradient norm")
 
@@ -144,6 +153,15 @@ class OptimKnobs:
             raise ValueError("optim.pack_blocks must be between 1 and optim.pack_tokens")
         if (self.learning_rate or 1) <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1:
             raise ValueError("optim.learning_rate and optim.clip must be > 0, optim.warmup in [0, 1)")
+        if not 0 < self.decay <= 1 or (self.schedule == "wsd" and self.warmup + self.decay > 1):
+            raise ValueError("optim.decay must be in (0, 1], and with optim.schedule=wsd at most 1 - optim.warmup")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"optim.ema is {self.ema}; it must be in [0, 1)")
+
+    @property
+    def final_decay(self) -> float | None:
+        """Share of the run in a final decay; None: a cosine from the warm-up on."""
+        return self.decay if self.schedule == "wsd" else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +195,11 @@ class RunKnobs:
     evaluate_every: int = knob(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
     evaluate_prompts: int = knob(16, "held-out prompts decoded each time")
     evaluate_tokens: int = knob(256, "longest answer then")
+    evaluate_runtime: str = knob(
+        "auto",
+        "auto is the engine on a GPU, where it computes the target, and the reference elsewhere",
+        choices=RUNTIMES,
+    )
     wandb: str | None = knob(None, "Weights & Biases project to log to")
     speculators: bool = knob(False, "also export the speculators form, to OUTPUT/speculators")
 
@@ -200,6 +223,7 @@ class TrainConfig:
     answer_files: tuple[str, ...] = knob((), "answers of dflash-data, trained on as they are", flag="answers")
     held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
     output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
+    init_from: str | None = knob(None, "drafter to start from, with its shape: directory or Hugging Face id")
     drafter: DrafterKnobs = group(DrafterKnobs)
     prompts: DataKnobs = group(DataKnobs)
     answers: AnswerKnobs = group(AnswerKnobs)
@@ -212,6 +236,10 @@ class TrainConfig:
             raise ValueError("data and answers are given; the answers hold their prompts, so give one of them")
         if self.run.zero and self.optim.optimizer == "muon":
             raise ValueError("run.zero shards AdamW only: give optim.optimizer=adamw, or run.zero=0 with muon")
+        if self.run.zero and self.optim.ema:
+            raise ValueError(
+                "run.zero keeps no average of the weights: give optim.ema=0, or run.zero=0 with an average"
+            )
         if self.drafter.block_size < 2:
             raise ValueError(
                 f"drafter.block_size is {self.drafter.block_size}; a block needs an anchor and a mask (>= 2)"

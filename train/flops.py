@@ -4,6 +4,8 @@ A multiply-add is two FLOPs. Only matrix products are counted, and only what the
 hides, nor invalid blocks and padding, nor anything that is computed a second time.
 """
 
+from torch import Tensor
+
 from dflash_toolkit.drafter import DrafterConfig
 
 from .blocks import Blocks
@@ -39,7 +41,7 @@ def drafter_step_flops(
     return float(fusion + shape.num_layers * (context + block + attention) + head)
 
 
-def visible_pairs(blocks: Blocks) -> int:
-    """(query slot, visible key) pairs of full attention: a slot sees what is before its anchor, and its own block."""
-    before = blocks.positions[:, :, 0][blocks.valid]  # the anchor's position in its document
-    return int((blocks.size * (before + blocks.size)).sum())
+def visible_pairs(blocks: Blocks) -> Tensor:
+    """(query slot, visible key) pairs, a scalar: a slot sees what is before its anchor, and its own block."""
+    before = blocks.positions[:, :, 0]  # the anchor's position in its document
+    return (blocks.size * (before + blocks.size) * blocks.valid).sum()

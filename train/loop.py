@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.drafter import Drafter
-from dflash_toolkit.evaluation.measure import Acceptance, held_out_acceptance
+from dflash_toolkit.evaluation.measure import Acceptance
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.target import Target
 
@@ -23,8 +22,10 @@ from .answers import Row
 from .blocks import sample_blocks
 from .config import TrainConfig
 from .features import FeatureSource, open_features
+from .flops import drafter_step_flops, visible_pairs
+from .held_out import HeldOut
 from .losses import RECALL, DraftLoss
-from .metrics import MetricsLog
+from .metrics import MetricsLog, Speed
 from .parallel import Processes
 from .schedule import PackedSchedule, Schedule, draws, learning_rate_factor, packing
 from .state import RunState, load_state, save_state
@@ -53,6 +54,7 @@ def train(
     export: Callable[[Drafter, float], None],
     processes: Processes | None = None,
     source: FeatureSource | None = None,
+    record: dict[str, Any] | None = None,
 ) -> Outcome:
     """Train `drafter` (fp32, on the target's device) and call `export` whenever its measured acceptance is the best.
 
@@ -65,6 +67,7 @@ def train(
         work: directory for the resume point and metrics, the same for all processes.
         export: called by the first process.
         source: features that several runs share (default: what `config.run.features` asks for).
+        record: what W&B shows as the run's configuration (default: the fingerprint).
 
     Raises:
         UserError: disk full, no room for features, or `work` holds another run.
@@ -80,9 +83,12 @@ def train(
         schedule = PackedSchedule(lengths, tokens, optim.epochs, optim.steps * group, run.seed)
     else:
         schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps * group, run.seed)
-    taps = drafter.config.target_layer_ids
+    held = None
+    if held_out:  # before the features, which take what is left of a GPU's memory
+        held = processes.alone(HeldOut, target, drafter.config, held_out[: run.evaluate_prompts], run)
     if source is None:
         place = (processes.rank, processes.world)
+        taps = drafter.config.target_layer_ids
         source = processes.together(open_features, config, target, taps, rows, work, *place)
     state_file = work / "state.pt"
     state = processes.together(load_state, state_file, fingerprint)
@@ -96,9 +102,9 @@ def train(
     end = micro + (total - step) * group if optim.steps else schedule.total  # of the micro batches
     if optim.minutes:
         end = sys.maxsize
-    metrics = processes.alone(MetricsLog, work / "metrics.jsonl", step, run.wandb, fingerprint)
+    metrics = processes.alone(MetricsLog, work / "metrics.jsonl", step, run.wandb, record or fingerprint)
     started = time.perf_counter() - elapsed
-    speed = _Speed()
+    speed = Speed(target.device)
     acceptance: Acceptance | None = None
 
     def share_done() -> float:
@@ -109,48 +115,56 @@ def train(
 
     def micro_step(turn: int, last: bool) -> Tensor:
         """Gradients of the micro batch whose turn it is in the schedule; past its end, of another one times zero."""
-        features = source([rows[i] for i in schedule.indices(turn if turn < end else micro)])
-        if source.reads_ahead and turn + processes.world < end:
-            source.ahead([rows[i] for i in schedule.indices(turn + processes.world)])
+        with speed.data():
+            features = source([rows[i] for i in schedule.indices(turn if turn < end else micro)])
+            if source.reads_ahead and turn + processes.world < end:
+                source.ahead([rows[i] for i in schedule.indices(turn + processes.world)])
         blocks = sample_blocks(
             features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
             draws(run.seed, 2, turn), fixed=bool(tokens),
         )  # fmt: skip
         result = compute_loss(drafter, target, features, blocks, config, flex, learner.run)
         learner.backward(result.weighted_sum if turn < end else 0 * result.weighted_sum, last)
-        return result.totals() * (turn < end)
+        return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * (turn < end)
 
     def write(values: dict[str, Any]) -> None:
         if metrics:
             metrics.write(step, values)
 
-    def log(totals: Tensor, norm: Tensor) -> None:
-        result = DraftLoss.of_totals(totals, config.drafter.block_size - 1)
+    def log(totals: Tensor, norm: Tensor, seen: int) -> None:
+        result = DraftLoss.of_totals(totals[:-1], config.drafter.block_size - 1)
         values = log_values(result, norm, learner, micro / schedule.per_epoch)
-        write(values | speed.take())
-        progress.advance(0, 0, f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}")
+        slots = int(result.blocks) * config.drafter.block_size
+        work = drafter_step_flops(drafter.config, seen, slots, int(totals[-1]), result.rows, len(target.head_weight))
+        rates = speed.take(work / processes.world)
+        write(values | rates)
+        note = f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}"
+        progress.advance(0, 0, note + (f" mfu {rates['mfu']:.0%}" if "mfu" in rates else ""))
 
-    def evaluate(trained: Drafter) -> None:
+    def measure(trained: Drafter) -> None:
         nonlocal best, acceptance
-        acceptance = decode_held_out(target, trained, held_out[: run.evaluate_prompts], config)
+        assert held is not None
+        acceptance = held(trained)
         write({"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
         progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f}")
         if not acceptance.tau_pooled <= best:  # also when no answer was long enough to measure
             best = acceptance.tau_pooled
             export(trained, best)
+        if metrics:
+            metrics.summarise(best_acceptance_length=best)
 
     with _closing(metrics), Progress("training", total, unit="tok") as progress:
         progress.advance(step, units=0)
         if micro != step * group:
             progress.print(f"goes on after {micro} micro batches in {step} steps with {group} a step")
+        if held_out and config.init_from and step == 0:
+            with speed.paused():
+                processes.alone(measure, learner.whole())  # where it starts from, to see what is gained
         share = share_done()
         while share < 1:
+            done, of = (round(1e6 * share), 1_000_000) if optim.minutes else (step, total)
             for parameters in learner.param_groups:
-                if optim.minutes:
-                    factor = learning_rate_factor(round(1e6 * share), 1_000_000, optim.warmup)
-                else:
-                    factor = learning_rate_factor(step, total, optim.warmup)
-                parameters["lr"] = learner.peak * factor
+                parameters["lr"] = learner.peak * learning_rate_factor(done, of, optim.warmup, optim.final_decay)
             turns = range(micro + processes.rank, micro + group, processes.world)
             totals = processes.sum(torch.stack([micro_step(turn, turn == turns[-1]) for turn in turns]).sum(0))
             norm = learner.step(totals[1])
@@ -162,18 +176,19 @@ def train(
             seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
             speed.count(seen, len(chosen))
             if step % run.log_every == 0 or last:
-                processes.alone(log, totals, norm)
+                processes.alone(log, totals, norm, seen)
             progress.advance(1, units=seen)
 
-            if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
-                processes.alone(evaluate, learner.whole())
-            elif last:
-                processes.alone(export, learner.whole(), math.nan)
-            if last or step % run.save_every == 0:
-                weights, moments = learner.snapshot()
-                spent = time.perf_counter() - started
-                point = RunState(step, fingerprint, weights, moments, best, spent, micro)
-                processes.alone(save_state, point, state_file)
+            with speed.paused():
+                if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
+                    processes.alone(measure, learner.whole())
+                elif last:
+                    processes.alone(export, learner.whole(), math.nan)
+                if last or step % run.save_every == 0:
+                    weights, moments, average = learner.snapshot()
+                    spent = time.perf_counter() - started
+                    point = RunState(step, fingerprint, weights, moments, best, spent, micro, average)
+                    processes.alone(save_state, point, state_file)
     source.flush()
     return Outcome(step, best, acceptance, time.perf_counter() - started)
 
@@ -187,26 +202,8 @@ def _closing(metrics: MetricsLog | None) -> Iterator[None]:
             metrics.close()
 
 
-class _Speed:
-    """Context tokens and sequences per second since the last line of metrics.jsonl."""
-
-    def __init__(self) -> None:
-        self._tokens, self._sequences, self._since = 0, 0, time.perf_counter()
-
-    def count(self, tokens: int, sequences: int) -> None:
-        self._tokens += tokens
-        self._sequences += sequences
-
-    def take(self) -> dict[str, float]:
-        now = time.perf_counter()
-        seconds = now - self._since
-        rates = {"tokens_per_second": self._tokens / seconds, "sequences_per_second": self._sequences / seconds}
-        self._tokens, self._sequences, self._since = 0, 0, now
-        return rates
-
-
 def log_values(result: DraftLoss, norm: Tensor, learner: Learner, epoch: float) -> dict[str, Any]:
-    """What a line of metrics.jsonl holds."""
+    """What a line of metrics.jsonl holds, but for the rates."""
     overlap = {} if result.slot_overlap is None else {"slot_overlap": result.slot_overlap.tolist()}
     return {
         "loss": float(result.loss.detach()),
@@ -219,14 +216,3 @@ def log_values(result: DraftLoss, norm: Tensor, learner: Learner, epoch: float) 
         "learning_rate": learner.param_groups[0]["lr"],
         "epoch": round(epoch, 4),
     }
-
-
-def decode_held_out(target: Target, drafter: Drafter, prompts: list[list[int]], config: TrainConfig) -> Acceptance:
-    """Real greedy decoding in the target's dtype, as it will be served."""
-    drafter.eval()
-    served = Drafter(drafter.config).to(target.device)
-    served.load_state_dict({n: p.detach().bfloat16() for n, p in drafter.state_dict().items()})  # as exported
-    served = served.to(target.dtype).eval()
-    acceptance = held_out_acceptance(target, served, prompts, SamplingParams(max_new_tokens=config.run.evaluate_tokens))
-    drafter.train()
-    return acceptance

@@ -1,15 +1,87 @@
-"""Where a run's numbers go: metrics.jsonl (truncated to the resume point on resume), the progress bar, W&B."""
+"""Where a run's numbers go: metrics.jsonl (truncated to the resume point on resume) and W&B; and how fast it is."""
 
+import contextlib
 import json
 import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_toolkit.config import UserError
+
+# dense bf16 FLOP/s, from the makers' data sheets; the first name that is part of the device's counts
+PEAKS = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
+    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def peak_flops(name: str) -> float | None:
+    """FLOP/s that a GPU of this name can do at most; None where it is not known."""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+class Speed:
+    """How fast the run is since the last line of metrics.jsonl. Never waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps = self._tokens = self._sequences = 0
+        self._data_s, self._since = 0.0, time.perf_counter()
+
+    def count(self, tokens: int, sequences: int) -> None:
+        """One step over so many context tokens."""
+        self._steps += 1
+        self._tokens += tokens
+        self._sequences += sequences
+
+    @contextlib.contextmanager
+    def data(self) -> Iterator[None]:
+        """The host waits for or prepares features in here; what a GPU computes meanwhile is not seen."""
+        began = time.perf_counter()
+        yield
+        self._data_s += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in here is no training: an evaluation, a save."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def take(self, step_flops: float) -> dict[str, float]:
+        """The rates, and begin anew.
+
+        Args:
+            step_flops: of the drafter's last step on this device, which stands for those before it.
+        """
+        seconds = time.perf_counter() - self._since
+        values = {
+            "tokens_per_second": self._tokens / seconds,
+            "sequences_per_second": self._sequences / seconds,
+            "data_share": self._data_s / seconds,
+        }
+        if self.peak:
+            values["mfu"] = step_flops * self._steps / seconds / self.peak
+        if self._device.type == "cuda":
+            values["peak_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+        self._restart()
+        return values
 
 
 class MetricsLog:
-    """Appends one JSON object per line to `path` and mirrors it to W&B when a project is given."""
+    """Appends one JSON object per line to `path` and mirrors it to W&B when a project is given.
+
+    Args:
+        config: what W&B shows as the run's configuration.
+    """
 
     def __init__(self, path: Path, resume_step: int, wandb_project: str | None, config: dict[str, Any]) -> None:
         self._path = path
@@ -35,6 +107,11 @@ class MetricsLog:
             flat = {k: v for k, v in clean.items() if not isinstance(v, list)}
             flat |= {f"{k}/{i}": v for k, vs in clean.items() if isinstance(vs, list) for i, v in enumerate(vs, 1)}
             self._wandb.log(flat, step=step)
+
+    def summarise(self, **values: float) -> None:
+        """What W&B shows of the run as a whole. Values that are not finite are left out."""
+        if self._wandb is not None:
+            self._wandb.summary.update({k: v for k, v in values.items() if math.isfinite(v)})
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(f"{self._path}: cannot be written ({error.strerror}); free some space and run again")

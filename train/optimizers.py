@@ -35,6 +35,16 @@ class Optimizers:
             part.load_state_dict(state[str(i)])
 
 
+@torch.no_grad()
+def update_average(average: nn.Module, module: nn.Module, decay: float, step: int) -> None:
+    """Move `average` towards `module` behind 1-based `step`: an exponential moving average of the weights.
+
+    A young average forgets faster, min(decay, (1 + step) / (10 + step)), so that it does not hold on to the start.
+    """
+    keep = min(decay, (1 + step) / (10 + step))
+    torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - keep)
+
+
 def peak_rate(knobs: OptimKnobs, muon: bool) -> float:
     """The learning rate behind the warm-up."""
     return knobs.learning_rate or (3e-3 if muon else 6e-4)

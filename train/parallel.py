@@ -6,6 +6,7 @@ one is in `zero.py`.
 """
 
 import contextlib
+import copy
 import datetime
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.target import resolve_device
 
 from .config import TrainConfig
-from .optimizers import make_optimizer
+from .optimizers import make_optimizer, update_average
 from .state import RunState
 from .step import Run, runner
 
@@ -157,12 +158,16 @@ class Replicated:
         self._clip = config.optim.clip
         self._optimizer = make_optimizer(drafter, config.optim)
         self.peak = self._optimizer.param_groups[0]["lr"]  # learning rate
+        self._steps = state.step if state else 0
+        self._decay, self._average = config.optim.ema, copy.deepcopy(drafter) if config.optim.ema else None
         if state:
             drafter.load_state_dict(state.drafter)
             try:
                 self._optimizer.load_state_dict(state.optimizer)
             except (KeyError, ValueError) as error:
                 raise other_optimizer() from error
+            if self._average and state.average:
+                self._average.load_state_dict(state.average)
         self._parameters = list(drafter.parameters())
         self._sums = _GradientSums(self._parameters, processes) if processes.world > 1 else None
 
@@ -189,15 +194,19 @@ class Replicated:
             gradient.mul_(factor)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._steps += 1
+        if self._average:
+            update_average(self._average, self.drafter, self._decay, self._steps)
         return norm
 
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights and the optimiser's state, whole; every process must call it, and the first has the result."""
-        return self.drafter.state_dict(), self._optimizer.state_dict()
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor] | None]:
+        """Weights, optimiser state and averaged weights, whole. Every process must call it, the first has them."""
+        average = self._average.state_dict() if self._average else None
+        return self.drafter.state_dict(), self._optimizer.state_dict(), average
 
     def whole(self) -> Drafter:
         """The drafter as one process can run or export it; every process must call it, the first has the result."""
-        return self.drafter
+        return self._average or self.drafter
 
 
 def other_optimizer() -> UserError:

@@ -67,11 +67,18 @@ class PackedSchedule:
         return packs
 
 
-def learning_rate_factor(step: int, total: int, warmup: float) -> float:
-    """Linear warm-up over `warmup * total` steps, then cosine to zero; `step` is 0-based."""
+def learning_rate_factor(step: int, total: int, warmup: float, decay: float | None = None) -> float:
+    """Linear warm-up over `warmup * total` steps, then cosine to zero; `step` is 0-based.
+
+    With `decay` the rate stays at its peak instead until the last `decay * total` steps (warm-up, stable, decay; Hu et
+    al. 2024, arXiv 2404.06395), where it falls to zero as 1 - sqrt (Haegele et al. 2024, arXiv 2405.18392).
+    """
     ramp = max(1, round(warmup * total))
     if step < ramp:
         return (step + 1) / ramp
+    if decay is not None:
+        falling = max(1, round(decay * total))
+        return 1 - math.sqrt(max(0, step - total + falling) / falling)
     return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, total - ramp)))
 
 

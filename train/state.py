@@ -25,6 +25,7 @@ class RunState:
     best: float  # best measured acceptance length so far
     elapsed_s: float
     micro: int  # micro batches of the schedule done, by all processes together
+    average: dict[str, torch.Tensor] | None = None  # of the drafter's weights, if one is kept
 
 
 def save_state(state: RunState, path: Path) -> None:

@@ -121,7 +121,7 @@ class Zero:
         self._steps += 1
         return torch.as_tensor(self._engine.get_global_grad_norm())
 
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], None]:
         """See `parallel.Replicated`. The optimiser's state has the form of torch's AdamW over the whole weights."""
         self._link()
         weights: dict[str, Tensor] = {}
@@ -132,7 +132,7 @@ class Zero:
             if self._processes.main:
                 weights[self._names[parameter]] = whole.cpu()
                 moments[i] = {"step": torch.tensor(float(self._steps))} | {k: v.cpu() for k, v in found.items()}
-        return weights, {"0": {"state": moments, "param_groups": self._form}}
+        return weights, {"0": {"state": moments, "param_groups": self._form}}, None
 
     def whole(self) -> Drafter:
         """See `parallel.Replicated`: gathered in host memory on the first process."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import UserError
 from ..decode import Generation, SamplingParams, stream
-from ..drafter import Drafter
+from ..drafter import Drafter, weights_hash
 from ..prompts import template_hash
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import operations
@@ -201,21 +201,11 @@ def _facts(
         "target_num_layers": config.num_hidden_layers,
         "target_sample_sha256": sample_hash(tensors),
         "chat_template_sha256": template_hash(tokenizer),
-        "drafter_sha256": _weights_hash(drafter),
+        "drafter_sha256": weights_hash(drafter),
         "block_size": drafter.config.block_size,
         "target_layer_ids": list(drafter.config.target_layer_ids),
         "mask_token_id": drafter.config.mask_token_id,
     }
-
-
-def _weights_hash(drafter: Drafter) -> str:
-    """sha256 over names and bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
-    digest = hashlib.sha256()
-    for name, parameter in drafter.named_parameters():
-        digest.update(name.encode())
-        weights = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(weights.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:

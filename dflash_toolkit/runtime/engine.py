@@ -204,6 +204,18 @@ class Engine:
         draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype)) if drafter else None
         return cls(weights, draft, target.stop_token_ids, options)
 
+    def load_drafter(self, drafter: Drafter) -> None:
+        """Draft with the weights of another drafter of the same shape; captured steps stay as they are.
+
+        Raises:
+            ValueError: requests are unfinished, there is no drafter in bf16 or more, or a prefix cache would keep
+                keys and values of the old one.
+        """
+        drafting = self.runner.drafter
+        if drafting is None or drafting.head is not None or self.options.prefix_cache or not self.scheduler.idle:
+            raise ValueError("load_drafter needs an idle engine that drafts unrounded and has no prefix cache")
+        drafting.copy_from(drafter)
+
     def submit(
         self,
         prompt_ids: Sequence[int],

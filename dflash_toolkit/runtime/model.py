@@ -4,7 +4,7 @@ Tensors go from safetensors straight to their place in the fused matrix on the d
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,6 +59,8 @@ class ModelSpec:
         """Read a Hugging Face config. Raises UserError for what the runtime does not compute."""
         c: Any = config
         name = c.name_or_path or c.model_type
+        if getattr(c, "quantization_config", None):
+            raise UserError(f"target {name}: quantised weights are not supported by the runtime")
         if getattr(c, "use_sliding_window", False) or "sliding_attention" in (getattr(c, "layer_types", None) or ()):
             raise UserError(f"target {name}: sliding-window attention is not supported by the runtime")
         if getattr(c, "mlp_bias", False):
@@ -231,6 +233,25 @@ class TargetWeights:
         _fill("target", weights.places(), state)
         return weights
 
+    @classmethod
+    def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
+        """The weights of a loaded Hugging Face model, which from then on reads its own out of the fused matrices.
+
+        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies.
+        """
+        state = dict(model.named_parameters())
+        embedding = state.pop("model.embed_tokens.weight").data
+        head = embedding if spec.tied_head else state.pop("lm_head.weight").data
+        weights = cls(spec, embedding, [], state.pop("model.norm.weight").data, head)
+        for i in range(spec.num_layers):
+            layer, prefix = LayerWeights.empty(spec, embedding.device, embedding.dtype), f"model.layers.{i}."
+            places = {prefix + name: view for name, view in layer.places(spec).items()}
+            _fill("target", places, {name: state[name] for name in state if name.startswith(prefix)})
+            for name, view in places.items():
+                state[name].data = view
+            weights.layers.append(layer)
+        return weights
+
 
 @dataclass(slots=True)
 class DrafterWeights:
@@ -265,52 +286,36 @@ class DrafterWeights:
             [LayerWeights.empty(spec, device, dtype) for _ in range(config.num_layers)],
             torch.empty(d, device=device, dtype=dtype),
         )
-        places = {"fc.weight": weights.fc, "hidden_norm.weight": weights.hidden_norm, "norm.weight": weights.norm}
-        for i, layer in enumerate(weights.layers):
-            places |= {f"layers.{i}.{name}": view for name, view in layer.places(spec).items()}
-        _fill("drafter", places, state)
-        weights.stack_context()
+        _fill("drafter", weights.places(), state)
+        weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
         return weights
 
-    def stack_context(self) -> None:
-        """Stack what turns a context token into every layer's key and value; call it when the layers are filled."""
+    def places(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the view that the tensor is copied into."""
+        found = {"fc.weight": self.fc, "hidden_norm.weight": self.hidden_norm, "norm.weight": self.norm}
+        for i, layer in enumerate(self.layers):
+            found |= {f"layers.{i}.{name}": view for name, view in layer.places(self.spec).items()}
+        return found
+
+    def copy_from(self, drafter: Drafter) -> None:
+        """Take the weights of a drafter of the same shape in place: captured steps go on with them."""
+        _fill("drafter", self.places(), drafter.state_dict())
+        for old, new in zip((self.context_kv, self.context_bias, self.k_norms), self._stacked(), strict=True):
+            if old is not None and new is not None:
+                old.copy_(new)
+
+    def _stacked(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What turns a context token into every layer's key and value: projections, biases and norms of the keys."""
         start = self.spec.num_heads * self.spec.head_dim
-        self.context_kv = torch.cat([layer.qkv[start:] for layer in self.layers if isinstance(layer.qkv, Tensor)])
+        kv = torch.cat([layer.qkv[start:] for layer in self.layers if isinstance(layer.qkv, Tensor)])
         biases = [layer.qkv_bias[start:] for layer in self.layers if layer.qkv_bias is not None]
-        self.context_bias = torch.cat(biases) if biases else None
-        self.k_norms = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])
+        norms = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])
+        return kv, torch.cat(biases) if biases else None, norms
 
     def round(self, head: Tensor) -> None:
         """Draft in fp8, the head included; the context's projection stays as it is. Verification is not touched."""
         self.layers = [layer.rounded() for layer in self.layers]
         self.head = ScaledMatrix.of(head)
-
-
-def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
-    """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
-    weights = TargetWeights.empty(spec, device, dtype)
-    _randomise(weights.places().items(), device, seed)
-    return weights
-
-
-def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dtype, seed: int = 1) -> DrafterWeights:
-    """A random drafter, for benchmarks."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    with torch.device(device):
-        drafter = Drafter(config).to(dtype)
-    drafter.init_weights(generator)
-    return DrafterWeights.of_module(drafter)
-
-
-def _randomise(places: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
-    generator = torch.Generator(device=device).manual_seed(seed)
-    for name, view in places:
-        if name.endswith(".bias"):
-            view.zero_()
-        elif view.dim() == 1:
-            view.fill_(1.0)
-        else:
-            view.normal_(std=0.02, generator=generator)
 
 
 def _tensor_files(folder: Path) -> list[Path]:

@@ -1,9 +1,14 @@
-"""Named shapes, for benchmarks on random weights."""
+"""Named shapes and random weights, for benchmarks."""
 
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from ..config import UserError
-from ..drafter import DrafterConfig, default_target_layer_ids
+from ..drafter import Drafter, DrafterConfig, default_target_layer_ids
+from .model import DrafterWeights, ModelSpec, TargetWeights
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
@@ -89,3 +94,30 @@ def drafter_for(config: PreTrainedConfig, layers: int = 5, taps: int = 5, block_
         rope_theta=c.rope_parameters["rope_theta"],
         max_position_embeddings=c.max_position_embeddings,
     )
+
+
+def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
+    """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
+    weights = TargetWeights.empty(spec, device, dtype)
+    _randomise(weights.places().items(), device, seed)
+    return weights
+
+
+def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dtype, seed: int = 1) -> DrafterWeights:
+    """A random drafter, for benchmarks."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with torch.device(device):
+        drafter = Drafter(config).to(dtype)
+    drafter.init_weights(generator)
+    return DrafterWeights.of_module(drafter)
+
+
+def _randomise(places: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, view in places:
+        if name.endswith(".bias"):
+            view.zero_()
+        elif view.dim() == 1:
+            view.fill_(1.0)
+        else:
+            view.normal_(std=0.02, generator=generator)

@@ -1,0 +1,134 @@
+"""What a run says of itself while it goes on: rates, use of the GPU, W&B over a resume."""
+
+import itertools
+import json
+import math
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train_loop import argv
+
+import train.loop
+from train.cli import main
+from train.metrics import Speed, peak_flops
+from train.schedule import learning_rate_factor
+from train.state import RunState, save_state
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Tesla T4", None)],
+)  # fmt: skip
+def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak() -> None:
+    speed = Speed(torch.device("cpu"))
+    assert speed.take(0.0).keys() == {
+        "tokens_per_second", "sequences_per_second", "data_share",
+    }  # fmt: skip
+    speed.peak = 1e12
+    for _ in range(2):
+        speed.count(100, 3)
+        time.sleep(0.01)
+    with speed.data():
+        time.sleep(0.05)
+    with speed.paused():
+        time.sleep(0.5)
+    rates = speed.take(5e9)
+    seconds = 200 / rates["tokens_per_second"]
+    assert 0.07 <= seconds < 0.5
+    assert rates["sequences_per_second"] == pytest.approx(6 / seconds)
+    assert rates["mfu"] == pytest.approx(2 * 5e9 / seconds / 1e12)
+    assert 0.05 <= rates["data_share"] * seconds < seconds
+    assert speed.take(5e9)["mfu"] == 0, "begun anew"
+
+
+def test_wsd_stays_at_the_peak_and_falls_to_zero_in_its_share() -> None:
+    factors = [learning_rate_factor(step, 100, 0.1, 0.2) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10:81] == [1.0] * 71
+    assert factors[85] == pytest.approx(1 - math.sqrt(5 / 20)) and factors[100] == 0.0
+    short = [learning_rate_factor(step, 1, 0.5, 0.5) for step in range(2)]
+    assert short == [1.0, 0.0]
+
+
+def test_wsd_goes_by_the_clock_too(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    wsd = ("optim.schedule=wsd", "optim.decay=0.5", "run.evaluate_every=0", "optim.learning_rate=1e-3")
+    assert main(argv(target_dir, data, tmp_path, *wsd, "optim.minutes=0.03")) == 0
+    lines = map(json.loads, (tmp_path / "work/metrics.jsonl").read_text().splitlines())
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    falling = rates[len(rates) - rates[::-1].index(1e-3) :]
+    assert rates.count(1e-3) >= 2 and all(a > b for a, b in itertools.pairwise(falling)) and rates[-1] < 5e-4
+
+
+# ---- W&B -------------------------------------------------------------------------------------------------------
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """What the offline runs below `run` hold: LevelDB's log format behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found, whole = [], b""
+    for file in sorted((run / "work/wandb").glob("offline-run-*/*.wandb")):
+        content, at = file.read_bytes(), 7
+        while at + 7 < len(content):
+            if 32768 - at % 32768 < 7:  # too little for a header: the block is filled up with zeros
+                at += 32768 - at % 32768
+            length, kind = struct.unpack_from("<HB", content, at + 4)
+            whole += content[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # full, last
+                record, whole = Record.FromString(whole), b""
+                found.append(record)
+    return found
+
+
+def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_best(
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("wandb").teardown()  # it keeps the settings of its first use in the process
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    often = ("run.wandb=tiny", "optim.steps=6", "run.evaluate_every=2", "run.save_every=2")
+    with monkeypatch.context() as patch:
+
+        def interrupted(state: RunState, path: Path) -> None:
+            save_state(state, path)
+            if state.step == 4:
+                raise KeyboardInterrupt
+
+        patch.setattr(train.loop, "save_state", interrupted)
+        assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
+    assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
+
+    deadline = time.monotonic() + 30  # wandb's own process may still be writing
+    while True:
+        records = wandb_records(tmp_path / "run")
+        if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    runs = [record.run for record in records if record.HasField("run")]
+    assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"tiny"}
+    config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert config["versions"]["git"] == record["versions"]["git"]
+    assert config["config"] == record["config"]
+    summary = {item.key: json.loads(item.value_json) for r in records for item in r.summary.update}
+    assert summary["best_acceptance_length"] == pytest.approx(record["result"]["acceptance_length"])
+    steps = [
+        json.loads(item.value_json)
+        for r in records
+        for item in r.history.item
+        if item.key == "step" or list(item.nested_key) == ["step"]
+    ]
+    assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6], "both halves"
