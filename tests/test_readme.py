@@ -14,7 +14,7 @@ from train.config import TrainConfig
 from train.data_cli import DataConfig
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/training.md", "docs/engine.md"))
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
 PROGRAMS = {
     "dflash-train": TrainConfig, "dflash-data": DataConfig, "dflash-eval": EvalConfig, "dflash-serve": ServeConfig,
