@@ -1,7 +1,7 @@
 """The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +16,15 @@ from dflash_toolkit.kernels import accept, attention, norm, reference, rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16]  # the interpreter's tl.dot knows no bf16
+
+
+def in_turn(cases: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
+    """Every case with every dtype on a GPU; in the interpreter, which is slow, with one of them in turn."""
+    if DEVICE == "cuda":
+        return [(*case, dtype) for case in cases for dtype in DTYPES]
+    return [(*case, DTYPES[i % len(DTYPES)]) for i, case in enumerate(cases)]
+
+
 EPS = 1e-6
 
 
@@ -133,9 +142,8 @@ SHAPES = [  # S, heads of a group, head width, contexts, page size, window
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
-@pytest.mark.parametrize(("block", "group", "width", "contexts", "size", "window"), SHAPES)
+@pytest.mark.parametrize(("block", "group", "width", "contexts", "size", "window", "dtype"), in_turn(SHAPES))
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
     block: int, group: int, width: int, contexts: tuple[int, ...], size: int, window: int,
     causal: bool, dtype: torch.dtype,
@@ -166,16 +174,17 @@ def test_the_way_depends_on_the_batch_not_on_the_block_length(
     assert ways == [whole]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
 @pytest.mark.parametrize(
-    ("block", "group", "context", "window", "whole"),
-    [  # blocks that cross a tile, a split, the first long split
-        (8, 4, 60, 0, False),
-        (8, 4, 124, 50, False),
-        (8, 4, 124, 0, True),
-        (16, 7, 120, 0, False),
-        (3, 1, 0, 0, False),
-    ],
+    ("block", "group", "context", "window", "whole", "dtype"),
+    in_turn(
+        [  # blocks that cross a tile, a split, the first long split
+            (8, 4, 60, 0, False),
+            (8, 4, 124, 50, False),
+            (8, 4, 124, 0, True),
+            (16, 7, 120, 0, False),
+            (3, 1, 0, 0, False),
+        ]
+    ),
 )
 def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
     block: int, group: int, context: int, window: int, whole: bool, dtype: torch.dtype
@@ -292,9 +301,8 @@ WRITES = [  # S, query heads of a group, KV heads, head width, contexts, page si
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
 @pytest.mark.parametrize("normed", ["qk", ""])
-@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size"), WRITES)
+@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size", "dtype"), in_turn(WRITES))
 def test_rope_write(
     block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int,
     normed: str, dtype: torch.dtype,
@@ -323,8 +331,7 @@ def test_rope_write(
     assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
-@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size"), WRITES)
+@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size", "dtype"), in_turn(WRITES))
 def test_context_write_writes_the_counted_rows_of_every_layer(
     block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int, dtype: torch.dtype
 ) -> None:

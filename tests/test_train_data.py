@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EOS, make_target, make_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.prompts import encode_chat
@@ -240,3 +241,33 @@ def test_features_are_the_tapped_outputs_of_each_row_alone(cache_gb: float, whol
         assert first.supervised[i].tolist() == [row.prompt_tokens <= t < n for t in range(32)]
         assert first.document[i].tolist() == [i] * n + [PADDING] * (32 - n)
         assert first.positions[i].tolist() == list(range(32))
+
+
+@pytest.mark.gpu
+def test_vllm_answers_like_the_target_itself(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from train.vllm_backend import VllmBackend
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, eos_token_id=7, bos_token_id=None,
+        initializer_range=0.1,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "target")
+    prompts = [torch.randint(8, 1024, (n,)).tolist() for n in (5, 40, 17)]
+    params = SamplingParams(max_new_tokens=24)
+    backend = VllmBackend(str(tmp_path / "target"), (7,), dtype="bfloat16", batch=4, context=128, gpus=1)
+    for key, prompt in enumerate(prompts):
+        backend.ask(key, prompt, params)
+    found = {answer.key: answer for answer in (backend.wait() for _ in prompts)}
+    backend.close()
+    for key, prompt in enumerate(prompts):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + found[key].tokens], device="cuda")).logits[0].float()
+        own = logits[len(prompt) - 1 : -1]
+        regret = own.max(-1).values - own.gather(1, torch.tensor(found[key].tokens, device="cuda")[:, None])[:, 0]
+        assert regret.max() < 0.2, "greedy, but for near ties in bf16"
+        assert (found[key].tokens[-1] == 7) == (found[key].finish_reason == "stop")

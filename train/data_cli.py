@@ -31,6 +31,7 @@ from .dialogue import ChatDialogue
 from .endpoint import EndpointBackend
 from .sources import Malformed, Source
 from .state import first_difference
+from .vllm_backend import VllmBackend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,12 @@ class DataConfig:
     data: tuple[str, ...] = knob(help="sources: JSONL, JSON, Parquet or text files, or datasets as NAME or NAME:SUBSET")
     output: str = knob(help="FILE.jsonl for the answers; what it holds already is not answered again")
     endpoint: tuple[str, ...] = knob((), "ask OpenAI-compatible servers of the target instead of loading it")
-    runtime: str = knob("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
+    runtime: str = knob(
+        "auto",
+        "auto is the engine where it computes the target; vllm needs vllm installed",
+        choices=(*RUNTIMES, "vllm"),
+    )
+    gpus: int = knob(1, "GPUs that share the target, with runtime vllm")
     drafter: str | None = knob(None, "speeds the engine up; the answers stay the same")
     batch: int = knob(64, "answers written at a time")
     device: str = knob("auto", "auto, cpu or cuda")
@@ -121,6 +127,10 @@ class DataConfig:
             raise ValueError(f"output {self.output!r} must end in .jsonl")
         if self.endpoint and (self.drafter or self.runtime != "auto"):
             raise ValueError("endpoint excludes drafter and runtime: the server decides")
+        if self.runtime == "vllm" and self.drafter:
+            raise ValueError("runtime vllm excludes drafter; start 'vllm serve' with it and give --endpoint")
+        if self.gpus < 1 or (self.gpus > 1 and self.runtime != "vllm"):
+            raise ValueError(f"gpus is {self.gpus}; it must be >= 1, and 1 but with runtime vllm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -317,7 +327,7 @@ def _counted(dropped: Counter[str]) -> str:
 
 
 def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Backend:
-    if not config.endpoint:
+    if not config.endpoint and config.runtime != "vllm":
         return open_backend(
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
             batch=config.batch, context=length,
@@ -329,6 +339,11 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
     stops = declared_stop_ids(target_config, generation)
     # the one that ends a chat goes first: it stands for the end where a server does not say which it was
     stops = tuple(sorted(stops, key=lambda token: token != tokenizer.eos_token_id))
+    if not config.endpoint:
+        most = min(length, int(target_config.max_position_embeddings))
+        return VllmBackend(
+            config.target, stops, dtype=config.dtype, batch=config.batch, context=most, gpus=config.gpus
+        )  # fmt: skip
     return EndpointBackend(
         config.endpoint, tokenizer, stops, model=config.server.model, concurrency=config.batch,
         timeout_s=config.server.timeout, retries=config.server.retries,
