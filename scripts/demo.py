@@ -95,7 +95,7 @@ def main() -> None:
             "report",
             command(
                 "dflash-eval", "--target", "demo/target", "--drafter", "demo/drafter", "--prompts",
-                f"counting={HELD_OUT}", "--max-new-tokens", "48", "--output", "demo/report",
+                f"counting={HELD_OUT}", "--max-new-tokens", "48", "--limit", "8", "--output", "demo/report",
             ),
         )  # fmt: skip
     with server() as url:
