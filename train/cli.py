@@ -30,7 +30,7 @@ from .loop import Outcome, train
 from .metrics import import_wandb
 from .parallel import Processes, speaks, without_local_rank
 from .start import knobs_of, load_start
-from .state import first_difference
+from .state import first_difference, write_json
 from .step import use_flex
 from .zero import import_deepspeed
 
@@ -204,7 +204,7 @@ def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: list[Row]) -
     if config.run.speculators:
         exported = load_drafter(str(output))
         save_speculators(exported, output / "speculators", target.config, target.embedding.weight, target.head_weight)
-    _write_json(output / "run.json", run.record | {"finished": _now(), "result": _result(outcome, rows)})
+    write_json(output / "run.json", run.record | {"finished": _now(), "result": _result(outcome, rows)})
     print(f"\n{output}: drafter exported", file=sys.stderr)
     if outcome.last:
         prompts = min(len(run.data.held_out), config.run.evaluate_prompts)
@@ -237,7 +237,7 @@ def _answered(run: _Prepared, processes: Processes) -> list[Row]:
             batch=knobs.batch_size, context=length,
         )  # fmt: skip
         if processes.main:  # the first to have a share
-            _write_json(meta, wanted)
+            write_json(meta, wanted)
         return backend
 
     def written() -> dict[int, Row]:
@@ -351,16 +351,6 @@ def _git_revision() -> str | None:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(values, indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from .dedup import Duplicates
 from .dialogue import ChatDialogue
 from .endpoint import EndpointBackend
 from .sources import Malformed, Source
-from .state import first_difference
+from .state import first_difference, write_json
 from .vllm_backend import VllmBackend
 
 
@@ -167,9 +167,9 @@ def run(config: DataConfig) -> None:
         prompts = output.with_suffix(".prompts.jsonl")
         if not prompts.exists():
             _choose(config, prompts)
-        _write_json(_record_file(output), record)
+        write_json(_record_file(output), record)
         summary = _answer(config, record, tokenizer, target_config, prompts, output, length)
-        _write_json(_record_file(output), record | {"finished": summary})
+        write_json(_record_file(output), record | {"finished": summary})
     print(f"{output}: {summary}", file=sys.stderr)
 
 
@@ -215,16 +215,6 @@ def _locked(output: Path) -> Iterator[None]:
         finally:
             if not output.stat().st_size and not _record_file(output).exists():
                 output.unlink()  # nothing was begun
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(values, indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------

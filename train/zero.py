@@ -4,7 +4,6 @@ Its configuration is derived from ours. The resume point stays the whole, unshar
 gathered tensor by tensor, so a run may continue with another number of processes, another stage, or none.
 """
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from dflash_toolkit.drafter import Drafter
 from .config import TrainConfig
 from .optimizers import make_optimizer
 from .parallel import Processes, Replicated, other_optimizer
-from .state import RunState
+from .state import RunState, write_json
 from .step import runner
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,16 +47,6 @@ def import_deepspeed() -> Any:
         raise UserError("run.zero needs deepspeed: pip install 'dflash-toolkit[train]'") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(values, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
 
 class _Forward(nn.Module):
@@ -94,7 +83,7 @@ class Zero:
         self._parameters: list[nn.Parameter] = [p for group in adamw.param_groups for p in group["params"]]
         self._form = adamw.state_dict()["param_groups"]
         settings = deepspeed_config(config, packed, drafter.device)
-        processes.alone(_write, work / "deepspeed.json", settings)
+        processes.alone(write_json, work / "deepspeed.json", settings)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=_Forward(drafter, config), optimizer=adamw, config=settings
         )
