@@ -147,7 +147,8 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
 
 
 def test_the_commands_of_the_readme_and_of_its_own_text_parse(program: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text() + (program.__doc__ or "")
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/training.md")]
+    text = "\n".join([*pages, program.__doc__ or ""])
     commands = re.findall(r"python scripts/train_real\.py(.*?)(?:`|\n\n|\n```)", text, flags=re.S)
     assert len(commands) == 3
     for command in commands:
