@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	for try in 1 2 3; do $(PIP) -e '.[demo,dev]' && break; test $$try -lt 3 || exit 1; sleep 5; done
 	touch $(READY)
 
-demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (5 to 8 minutes, CPU)
+demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (about 8 minutes, CPU)
 	$(BIN)/python scripts/demo.py
 
 test: $(READY)   ## the whole suite, CPU
