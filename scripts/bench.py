@@ -16,18 +16,18 @@ from pathlib import Path
 
 import torch
 import transformers
+from dflash_toolkit.train.answers import Row
+from dflash_toolkit.train.blocks import sample_blocks
+from dflash_toolkit.train.config import LossKnobs, TrainConfig
+from dflash_toolkit.train.features import FeatureSource
+from dflash_toolkit.train.optimizers import make_optimizer
+from dflash_toolkit.train.step import compute_loss, use_flex
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, generate
 from dflash_toolkit.drafter import default_target_layer_ids
 from dflash_toolkit.target import resolve_device, resolve_dtype
-from train.answers import Row
-from train.blocks import sample_blocks
-from train.config import LossKnobs, TrainConfig
-from train.features import FeatureSource
-from train.optimizers import make_optimizer
-from train.step import compute_loss, use_flex
 
 
 def shape_config(name: str) -> PreTrainedConfig:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from dflash_toolkit.config import without_output
 from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
@@ -216,14 +217,6 @@ def graph_ms(engine: Engine, rows: int, block: int) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 20)
     return min(times)
-
-
-def without_output(argv: list[str]) -> list[str]:
-    """The arguments that matter to a reader: where the file went does not."""
-    if "--output" in argv:
-        i = argv.index("--output")
-        return argv[:i] + argv[i + 2 :]
-    return argv
 
 
 if __name__ == "__main__":

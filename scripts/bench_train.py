@@ -20,20 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dflash_toolkit.train.answers import Row
+from dflash_toolkit.train.blocks import Blocks, sample_blocks
+from dflash_toolkit.train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from dflash_toolkit.train.features import FeatureSource
+from dflash_toolkit.train.flops import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.parallel import Processes
+from dflash_toolkit.train.schedule import draws
+from dflash_toolkit.train.step import compute_loss, use_flex
+from dflash_toolkit.train.zero import make_learner
 from transformers import AutoModelForCausalLM
 
+from dflash_toolkit.config import without_output
 from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape
 from dflash_toolkit.target import Target, resolve_device
-from train.answers import Row
-from train.blocks import Blocks, sample_blocks
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
-from train.features import FeatureSource
-from train.flops import drafter_step_flops, visible_pairs
-from train.parallel import Processes
-from train.schedule import draws
-from train.step import compute_loss, use_flex
-from train.zero import make_learner
 
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200
 BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
@@ -192,7 +193,7 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "processes": processes.world,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "command": ["python", "scripts/bench_train.py", *sys.argv[1:]],
+            "command": ["python", "scripts/bench_train.py", *without_output(sys.argv[1:])],
             "shape": args.shape,
             "peak_tflops": args.peak_tflops,
             "rows": [],

@@ -35,6 +35,16 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from dflash_toolkit.train.answer_file import read_training_rows
+from dflash_toolkit.train.answers import Row
+from dflash_toolkit.train.cli import drafter_config
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data import hold_out, usable
+from dflash_toolkit.train.data_cli import DataConfig
+from dflash_toolkit.train.data_cli import run as answer
+from dflash_toolkit.train.estimate import teacher_forced_length
+from dflash_toolkit.train.features import FeatureSource, features_key, open_features
+from dflash_toolkit.train.loop import train
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
@@ -46,16 +56,6 @@ from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.runtimes import EngineRuntime
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.prompts import encode_chat, open_text, read_prompt_sets, template_hash
-from train.answer_file import read_training_rows
-from train.answers import Row
-from train.cli import drafter_config
-from train.config import TrainConfig
-from train.data import hold_out, usable
-from train.data_cli import DataConfig
-from train.data_cli import run as answer
-from train.estimate import teacher_forced_length
-from train.features import FeatureSource, features_key, open_features
-from train.loop import train
 
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "optim.pack_tokens=3072", "run.feature_gpu_share=0.7",

@@ -164,7 +164,7 @@ def test_the_fused_head_errs_at_most_twice_as_much_as_plain_bf16_autograd(mix: L
     for got, i in ((rows.loss.detach().double(), 0), (leaf.grad.double(), 1)):
         true, reference = torch.cat([t[i] for t in truth]), torch.cat([r[i] for r in rounded])
         error, allowed = (got - true).norm() / true.norm(), 2 * (reference - true).norm() / true.norm()
-        assert error <= max(allowed, 1e-3) and error < 0.05
+        assert error <= max(allowed, 1e-3) and error < 0.1
 
 
 def test_the_chunks_of_the_head_never_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

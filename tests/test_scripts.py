@@ -1,0 +1,25 @@
+"""The programs under scripts/ start in an environment that has the project installed, wherever they are called."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+IMPORT_ALL = "import runpy, sys; [runpy.run_path(path, run_name='imported') for path in sys.argv[1:]]"
+
+
+def test_every_script_finds_what_it_imports(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    try:
+        distribution("dflash-toolkit")
+    except PackageNotFoundError:
+        pytest.skip("the project is not installed here, only on the path")
+    paths = [str(path) for path in sorted(SCRIPTS.glob("*.py")) if path.name != "peer_zlab.py"]  # another environment
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", IMPORT_ALL, *paths]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert len(paths) >= 9 and done.returncode == 0, done.stderr
