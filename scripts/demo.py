@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "demo"
-HELD_OUT = "scripts/prompts/count_held_out.jsonl"
+REPORT = "scripts/prompts/count_report.jsonl"
 QUESTION = "Write the numbers from 204 to 216, separated by commas."
 
 
@@ -95,7 +95,7 @@ def main() -> None:
             "report",
             command(
                 "dflash-eval", "--target", "demo/target", "--drafter", "demo/drafter", "--prompts",
-                f"counting={HELD_OUT}", "--max-new-tokens", "48", "--limit", "8", "--output", "demo/report",
+                f"counting={REPORT}", "--max-new-tokens", "48", "--output", "demo/report",
             ),
         )  # fmt: skip
     with server() as url:

@@ -30,7 +30,7 @@ def test_the_default_config_is_the_defaults_spelled_out() -> None:
     assert replace(spelled, drafter=replace(spelled.drafter, block_size=8)).gamma == 4.0
 
 
-def test_the_demo_s_held_out_prompts_are_not_trained_on() -> None:
-    train, held_out = (read_prompts(ROOT / f"scripts/prompts/count_{part}.jsonl") for part in ("train", "held_out"))
-    assert not {p.messages[0]["content"] for p in train} & {p.messages[0]["content"] for p in held_out}
-    assert len(train) == 150 and len(held_out) == 12
+def test_the_demo_is_trained_watched_and_reported_on_different_prompts() -> None:
+    parts = [read_prompts(ROOT / f"scripts/prompts/count_{part}.jsonl") for part in ("train", "held_out", "report")]
+    assert [len(part) for part in parts] == [150, 12, 8]
+    assert len({prompt.messages[0]["content"] for part in parts for prompt in part}) == 170
