@@ -22,6 +22,7 @@ def case(rows: int, d: int, width: int, ffn: int, qkv: int, splits: tuple[int, i
         "D": d, "A": width, "FFN": ffn, "QKV": qkv, "O_SPLITS": splits[0], "DOWN_SPLITS": splits[1],
         "BLOCK_D": layer.next_power_of_two(d), "T": rows, "STAGES": layer.stages_of(rows), "BLOCK_N": layer.BLOCK_N,
         "BLOCK_K": layer.BLOCK_K, "BIAS": bias, "TAP": True, "BARRIERS": layer.BARRIERS,
+        "PHASES": 0,
     }  # fmt: skip
     return Case(layer.layer_kernel, kinds, constexprs, 4, 3, ("M",))
 

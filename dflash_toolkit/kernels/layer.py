@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .grid import grid_launch, grid_wait, join, stamp, threads_meet
 from .launch import next_power_of_two
 from .scaled import Matrix, ScaledMatrix
 
@@ -27,52 +28,9 @@ BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
 BLOCK_K = 128
 SHARED_BYTES = 200 * 1024  # of the ring; some is left for turning a tile
 BARRIERS = 5  # of the grid, a layer
-
-
-@gluon.jit
-def _join(sync_p):
-    """Wait until every program of the grid has come here; what each wrote before is then visible to all."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first, early;
-        .reg .u32 seen;
-        mov.u32 seen, %tid.x;
-        setp.eq.u32 first, seen, 0;
-        setp.ge.u32 early, seen, 32;
-        fence.proxy.async.global;
-        bar.sync 0;
-        @early bra DONE;
-        @first red.release.gpu.global.add.u32 [$1], 1;
-        AGAIN: ld.acquire.gpu.global.u32 seen, [$1];
-        setp.lt.u32 early, seen, $2;
-        @early bra AGAIN;
-        DONE: barrier.sync 0;
-        fence.proxy.async.global;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [sync_p, gl.num_programs(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _grid_wait():
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _grid_launch():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _threads_meet():
-    gl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+PHASES = (  # what ends at each stamp of a trace; a barrier ends when all programs have come to it
+    "start", "o", "barrier", "norm", "barrier", "gate and up", "barrier", "down", "barrier", "norm", "barrier", "qkv",
+)  # fmt: skip
 
 
 @gluon.jit
@@ -149,7 +107,7 @@ def _product(
             mbarrier.wait(x_bar.index(slot), phase)
             b_acc = warpgroup_mma(w_s.index(slot), x_s.index(slot).permute((1, 0)), b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(0, [b_acc])
-            _threads_meet()  # all warps have read the slot
+            threads_meet()  # all warps have read the slot
             j += STAGES
             if j < blocks:
                 _load_weight(w_d, w_s, w_bar, slot, j, TILES, ITERS, BLOCK_N, BLOCK_K)
@@ -186,39 +144,48 @@ def _product(
 
 
 @gluon.jit
+def _row(x_p, w_p, M, D: gl.constexpr, BLOCK: gl.constexpr):
+    """This program's row of the residual stream and the norm's weight, asked for before they are needed."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    i_m = gl.num_programs(0) - 1 - gl.program_id(0)  # the last programs have the fewest tiles
+    o_d = gl.arange(0, BLOCK, layout)
+    mask = (o_d < D) & (i_m < M)
+    return gl.load(x_p + i_m * D + o_d, mask=mask, other=0.0), gl.load(w_p + o_d, mask=mask, other=0.0)
+
+
+@gluon.jit
 def _norm(
-    x_p, part_p, w_p, sum_p, h_p, tap_p, stride_tap, M, eps,
+    b_x, b_w, part_p, sum_p, h_p, tap_p, stride_tap, M, eps,
     D: gl.constexpr, SPLITS: gl.constexpr, BLOCK: gl.constexpr, TAP: gl.constexpr,
 ):  # fmt: skip
     """One row of the residual stream: add the partial products, store, norm; like `norm.py`."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    i_m = gl.num_programs(0) - 1 - gl.program_id(0)  # the last programs have the fewest tiles
+    layout: gl.constexpr = b_x.type.layout
+    i_m = gl.num_programs(0) - 1 - gl.program_id(0)
     if i_m < M:
         o_d = gl.arange(0, BLOCK, layout)
         mask = o_d < D
         b_sum = gl.zeros([BLOCK], gl.float32, layout)
         for i in gl.static_range(SPLITS):
             b_sum += gl.load(part_p + (i * M + i_m) * D + o_d, mask=mask, other=0.0)
-        b_x = gl.load(x_p + i_m * D + o_d, mask=mask, other=0.0)
         b_x = (b_x.to(gl.float32) + b_sum).to(b_x.dtype)
         gl.store(sum_p + i_m * D + o_d, b_x, mask=mask)
         if TAP:
             gl.store(tap_p + i_m * stride_tap + o_d, b_x, mask=mask)
         b_wide = b_x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(b_wide * b_wide, axis=0) / D + eps)
-        b_h = (b_wide * scale).to(b_x.dtype) * gl.load(w_p + o_d, mask=mask, other=0.0)
+        b_h = (b_wide * scale).to(b_x.dtype) * b_w
         gl.store(h_p + i_m * D + o_d, b_h, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["M", "stride_tap"])
 def layer_kernel(
     o_d, gate_up_d, down_d, qkv_d, a_d, h_d, act_d,
-    x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p,
+    x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
     M, stride_tap, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
     O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, BLOCK_D: gl.constexpr,
     T: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr,
+    BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
     """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D]; QKV > 0: and qkv [M, QKV] of h."""
     w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], o_d.layout)
@@ -228,7 +195,7 @@ def layer_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(w_bar.index(i), count=1)
         mbarrier.init(x_bar.index(i), count=1)
-    _threads_meet()
+    threads_meet()
     rings = (w_s, x_s, w_bar, x_bar)
     o_tiles: gl.constexpr = D // BLOCK_N
     gate_tiles: gl.constexpr = 2 * FFN // BLOCK_N
@@ -238,7 +205,8 @@ def layer_kernel(
     d_iters: gl.constexpr = D // BLOCK_K
 
     _first_weights(o_d, w_s, w_bar, 0, STAGES, o_tiles, O_SPLITS, o_iters, STAGES, BLOCK_N, BLOCK_K)
-    _grid_wait()
+    grid_wait()
+    stamp(trace_p, 0, PHASES)
     if gl.program_id(0) == 0:  # nobody passes barrier 0 before this program comes to it
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
@@ -246,29 +214,42 @@ def layer_kernel(
         o_d, a_d, gate_up_d, rings, 0, part_p, bias_p, M, o_tiles, O_SPLITS, o_iters, gate_tiles, 1, d_iters,
         "partials", False, T, STAGES, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    _join(sync_p)
-    _norm(x_p, part_p, post_p, sum_p, h_p, tap_p, stride_tap, M, eps, D, O_SPLITS, BLOCK_D, False)
-    _join(sync_p + 1)
+    stamp(trace_p, 1, PHASES)
+    b_x, b_w = _row(x_p, post_p, M, D, BLOCK_D)
+    join(sync_p, False)
+    stamp(trace_p, 2, PHASES)
+    _norm(b_x, b_w, part_p, sum_p, h_p, tap_p, stride_tap, M, eps, D, O_SPLITS, BLOCK_D, False)
+    stamp(trace_p, 3, PHASES)
+    join(sync_p + 1, True)
+    stamp(trace_p, 4, PHASES)
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
     done = _product(
         gate_up_d, h_d, down_d, rings, done, act_p, bias_p, M, gate_tiles, 1, d_iters, o_tiles, DOWN_SPLITS, down_iters,
         "swiglu", False, T, STAGES, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    _join(sync_p + 2)
+    stamp(trace_p, 5, PHASES)
+    join(sync_p + 2, True)
+    stamp(trace_p, 6, PHASES)
     done = _product(
         down_d, act_d, qkv_d, rings, done, part_p, bias_p, M, o_tiles, DOWN_SPLITS, down_iters, qkv_tiles, 1, d_iters,
         "partials", False, T, STAGES, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    _join(sync_p + 3)
-    _grid_launch()
-    _norm(sum_p, part_p, next_p, sum_p, h_p, tap_p, stride_tap, M, eps, D, DOWN_SPLITS, BLOCK_D, TAP)
+    stamp(trace_p, 7, PHASES)
+    b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program itself has left it
+    join(sync_p + 3, False)
+    stamp(trace_p, 8, PHASES)
+    grid_launch()
+    _norm(b_x, b_w, part_p, sum_p, h_p, tap_p, stride_tap, M, eps, D, DOWN_SPLITS, BLOCK_D, TAP)
     if QKV > 0:
-        _join(sync_p + 4)
+        stamp(trace_p, 9, PHASES)
+        join(sync_p + 4, True)
+        stamp(trace_p, 10, PHASES)
         _product(
             qkv_d, h_d, qkv_d, rings, done, qkv_p, bias_p, M, qkv_tiles, 1, d_iters, 0, 1, d_iters,
             "linear", BIAS, T, STAGES, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        stamp(trace_p, 11, PHASES)
 
 
 @functools.cache
@@ -320,8 +301,13 @@ def launch_layer(
     qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
+    trace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`finish_layer` of the reference in one launch; the matrices are what `fits`."""
+    """`finish_layer` of the reference in one launch; the matrices are what `fits`.
+
+    Args:
+        trace: int64 [programs, len(PHASES)], receives when each program ended each phase, in ns; needs `qkv`.
+    """
     (m, d), width, ffn = x.shape, a.shape[1], down.shape[1]
     device = x.device.index
     programs = _programs(device)
@@ -345,9 +331,11 @@ def launch_layer(
         operand(a), operand(normed), operand(active),
         x, post_norm, norm, x if qkv_bias is None else qkv_bias, parts, total, normed, active,
         x if out is None else out, x if tap is None else tap, _barriers(device),
+        x if trace is None else trace,
         m, 0 if tap is None else tap.stride(0), eps,
         D=d, A=width, FFN=ffn, QKV=0 if qkv is None else len(qkv), O_SPLITS=o_splits, DOWN_SPLITS=down_splits,
         BLOCK_D=next_power_of_two(d), T=rows, STAGES=stages_of(rows), BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        BIAS=qkv_bias is not None, TAP=tap is not None, BARRIERS=BARRIERS, num_warps=4, launch_pdl=True,
+        BIAS=qkv_bias is not None, TAP=tap is not None, BARRIERS=BARRIERS,
+        PHASES=0 if trace is None else len(PHASES), num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return total, normed, out
