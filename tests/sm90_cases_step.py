@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels import accept, attention, norm, rope
+from dflash_toolkit.kernels import accept, attention, norm, rope, sample
 
 SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions")
 INTS = dict.fromkeys(SIZES, "i32")
@@ -24,6 +24,16 @@ def attention_case(whole: bool, causal: bool) -> Case:
         "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "scale": "fp32",
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
+
+
+def sample_case(logits: str, ragged: tuple[str, ...] = ()) -> Case:
+    pointers = {
+        "logits_p": logits, "temperature_p": "*fp32", "top_p_p": "*fp32", "top_k_p": "*i64", "min_p_p": "*fp32",
+        "uniform_p": "*fp64", "values_p": "*fp32", "ids_p": "*i32", "out_p": "*i64", "V": "i32",
+    }  # fmt: skip
+    sizes = {name: getattr(sample, name) for name in ("BLOCK", "TILE", "PIVOTS", "GROUPS")}
+    constexprs = sizes | {"ROOM": sample.CANDIDATES, "TILES": 64, "PDL": True}
+    return Case(sample._sample_kernel, pointers, constexprs, sample.WARPS, ragged=ragged)
 
 
 merge = attention._merge_kernel
@@ -76,4 +86,7 @@ CASES = {
         1,
         ragged=("S", "stride_draft"),
     ),
+    "sample bf16": sample_case("*bf16"),
+    "sample fp32": sample_case("*fp32"),
+    "sample of an odd vocabulary": sample_case("*bf16", ("logits_p", "V")),
 }  # fmt: skip

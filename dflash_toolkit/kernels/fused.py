@@ -8,6 +8,7 @@ from .layer import fits, launch_layer
 from .linear import linear, linear_argmax, linear_partials, linear_swiglu
 from .norm import add_rms_norm
 from .rope import context_write, rope_write
+from .sample import sample
 from .scaled import Matrix
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "linear_partials",
     "linear_swiglu",
     "rope_write",
+    "sample",
 ]
 
 

@@ -337,6 +337,31 @@ def accept(
     return counts, tokens
 
 
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """Every row's token under parameters of its own: drawn from `filtered_probabilities`, or the argmax.
+
+    Args:
+        logits: [M, V].
+        temperature, top_p, min_p: fp32 [M]; temperature 0 takes the largest logit, the first of tied ones.
+        top_k: int64 [M] in 1..V.
+        uniform: fp64 [M] in [0, 1), as in `choose`.
+
+    Returns:
+        int64 [M]; of a row that holds a NaN, any token.
+    """
+    greedy = temperature == 0.0
+    scores = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, top_k[:, None] - 1), -torch.inf)
+    mass = ordered.softmax(-1)
+    outside = (mass.cumsum(-1) - mass >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    scores = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(outside, -torch.inf))
+    probabilities = scores.softmax(-1)
+    floor = min_p[:, None] * probabilities.amax(-1, keepdim=True)
+    probabilities = probabilities.masked_fill(probabilities < floor, 0.0)  # `choose` needs no normalisation
+    return torch.where(greedy, logits.argmax(-1), choose(probabilities, uniform))
+
+
 def position_uniform(seed: Tensor, position: Tensor) -> Tensor:
     """A uniform draw in [0, 1) that depends on (seed, position) only: the SplitMix64 finaliser over both.
 

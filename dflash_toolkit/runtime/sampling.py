@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..decode import MAX_LOGPROBS, SamplingParams, TokenLogprobs, int64_seed
-from ..kernels.reference import choose, penalized, position_uniform
+from ..kernels.reference import penalized, position_uniform
 
 
 class Mode(IntEnum):
@@ -104,14 +104,10 @@ class Sampler:
         def by_row(field: Tensor) -> Tensor:
             return field[rows].repeat_interleave(block, output_size=batch * block)
 
-        temperature = by_row(self.temperature)
-        greedy = temperature == 0.0
-        probabilities = _filtered(
-            logits, torch.where(greedy, 1.0, temperature), by_row(self.top_p), by_row(self.top_k), by_row(self.min_p)
-        )
         positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
-        drawn = choose(probabilities, position_uniform(by_row(self.seed), positions.flatten().long()))
-        choice = torch.where(greedy, logits.argmax(-1), drawn)
+        uniform = position_uniform(by_row(self.seed), positions.flatten().long())
+        fields = (self.temperature, self.top_p, self.top_k, self.min_p)
+        choice = self._ops.sample(logits, *map(by_row, fields), uniform)
         return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode == Mode.FULL else None
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
@@ -147,18 +143,6 @@ class Sampler:
     def _on_device(self, values: list[int] | list[float]) -> Tensor:
         host = torch.tensor(values)
         return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
-
-
-def _filtered(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """`filtered_probabilities` with parameters of their own for every row of logits [M, V]; top_k is in 1..V."""
-    ordered, order = (logits.float() / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill(ordered < ordered.gather(1, top_k[:, None] - 1), -torch.inf)
-    mass = ordered.softmax(-1)
-    outside = (mass.cumsum(-1) - mass >= top_p[:, None]) & (top_p < 1.0)[:, None]
-    scores = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(outside, -torch.inf))
-    probabilities = scores.softmax(-1)
-    floor = min_p[:, None] * probabilities.amax(-1, keepdim=True)
-    return probabilities.masked_fill(probabilities < floor, 0.0)  # `choose` needs no normalisation
 
 
 def unpack_logprobs(packed: Tensor, best: int) -> list[TokenLogprobs]:
