@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,17 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay() -
         exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
         error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
         assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
+
+
+def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = make_engine(*pair(), max_batch=1, block_size=None)
+    again = Engine(engine.runner.target, engine.runner.drafter, (), engine.options)
+    assert again.options.draft_dtype == "auto" and len(list(tmp_path.rglob("steps-*.json"))) == 1
+    assert engine.runner.drafter is not None
+    engine.runner.drafter.round(engine.runner.target.head)  # as an engine asked for fp8 leaves the weights it was given
+    Engine(engine.runner.target, engine.runner.drafter, (), engine.options)
+    assert len(list(tmp_path.rglob("steps-*.json"))) == 2
 
 
 # ---- pages -------------------------------------------------------------------------------------------------

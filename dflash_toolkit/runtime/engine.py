@@ -305,7 +305,7 @@ class Engine:
             sizes,
             runner.target.spec,
             drafter,
-            self.options.draft_dtype,
+            "fp8" if runner.drafter and runner.drafter.head is not None else "auto",  # also if it came rounded
         ]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
         return BlockChooser(sizes, times, runner.bucket)
