@@ -9,6 +9,7 @@ Acceptance is synthetic (each position with the given conditional probability); 
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
@@ -94,35 +95,47 @@ PARTS = {  # of a step, by what its kernels are called; norms are in the kernels
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
     "products": ("layer_kernel", "_linear_kernel", "nvjet", "cutlass", "gemm", "splitK", "_swiglu", "add_rms_norm"),
 }
+END, CONTEXT, ARGMAX = "_accept_kernel", "_context_write_kernel", "reduce_kernel"  # ours and PyTorch's
 
 
-def breakdown(engine: Engine, rows: int, block: int, steps: int = 5) -> dict[str, float]:
-    """Microseconds of a step by part; they add up to the step.
+def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
+    """Microseconds of a step by part, from (end in us, name) of the kernels of several steps, in the order of ends.
 
-    Kernels overlap (one starts while the one before ends), so each is charged from the end of the one before it to
-    its own end. What comes before the drafted tokens is `draft`, but for its head.
+    Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
+    end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
+    and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
     """
+    ends = [i for i, (_, name) in enumerate(kernels) if END in name]
+    found: dict[str, float] = {}
+    for before, end in itertools.pairwise(ends):
+        step = range(before + 1, end + 1)
+        chosen = [i for i in step if ARGMAX in kernels[i][1] and "splitK" not in kernels[i][1]]
+        written = next((i for i in step if CONTEXT in kernels[i][1]), before)
+        drafted = chosen[0] if len(chosen) > 1 else before
+        for i in step:
+            part = next((part for part, keys in PARTS.items() if any(key in kernels[i][1] for key in keys)), "rest")
+            if i in chosen or i + 1 in chosen:
+                part = "head"
+            elif i <= written:
+                part = "context"
+            elif i < drafted:
+                part = "draft"
+            found[part] = found.get(part, 0.0) + (kernels[i][0] - kernels[i - 1][0]) / (len(ends) - 1)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str, float]:
+    """Microseconds of a step by part; they add up to the step."""
     step = engine.runner.launcher(rows, block)
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps + 1):
+        for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = sorted((e.time_range.end, e.name) for e in profile.events() if e.time_range.end > e.time_range.start)
-    size = len(kernels) // (steps + 1)
-    names = [name for _, name in kernels[:size]]
-    argmaxes = [i for i, name in enumerate(names) if "reduce_kernel" in name and "splitK" not in name]
-    found: dict[str, float] = {}
-    for i in range(size, len(kernels)):  # the first step has nothing before it
-        at = i % size
-        part = next((part for part, keys in PARTS.items() if any(key in names[at] for key in keys)), "rest")
-        if at in argmaxes or at + 1 in argmaxes:
-            part = "head"
-        elif block > 1 and at < argmaxes[0]:
-            part = "draft"
-        found[part] = found.get(part, 0.0) + (kernels[i][0] - kernels[i - 1][0]) / steps
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return attribute(
+        sorted((e.time_range.end, e.name) for e in profile.events() if e.time_range.end > e.time_range.start)
+    )
 
 
 def fill(engine: Engine, rows: int, context: int) -> None:
