@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket() -> No
     again = engine.generate(prompts, params)  # now with prefix hits: a prefill cut elsewhere resolves ties otherwise
     assert engine.stats.cached_prompt_tokens > 1000
     assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 28
+
+
+def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, drafter = pair()
+    prompts = prompts_of(5)
+    params = [SamplingParams(max_new_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
+    expected = make_engine(target, drafter, block_size=None).generate(prompts, params)
+    engine = make_engine(target, drafter, block_size=None)  # step times are known by now, so no step is captured
+    prepared = 0
+    while engine.prepare():
+        prepared += 1
+    assert prepared == 2 * 4 * 4, "modes, buckets up to 8, block lengths"
+    assert not engine.prepare() and engine.scheduler.idle
+    there = set(engine.runner._graphs)
+    answers = engine.generate(prompts, params)
+    assert set(engine.runner._graphs) == there
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
 
 
 def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:

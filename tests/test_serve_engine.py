@@ -50,6 +50,32 @@ def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) ->
     assert [progress.finish_reason for progress in told] == [None] * len(expected.steps) + ["length"]
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_pauses_are_used_to_prepare_until_nothing_is_left(
+    target: Target, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    calls: list[bool] = []
+
+    def prepare(engine: Runtime) -> bool:
+        calls.append(engine.scheduler.idle)
+        if broken:
+            raise RuntimeError("out of memory")
+        return len(calls) < 5
+
+    monkeypatch.setattr(Runtime, "prepare", prepare)
+    engine = make_engine(target, None)
+
+    async def play() -> list[int]:
+        return [t async for progress in engine.decode([1, 2], LONG) for t in progress.tokens]
+
+    assert asyncio.run(play()) == generate(target, None, [1, 2], LONG).tokens
+    deadline = time.monotonic() + 10
+    while len(calls) < (1 if broken else 5) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert calls == [True] * (1 if broken else 5)
+
+
 def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -> None:
     engine = make_engine(target, None)
 

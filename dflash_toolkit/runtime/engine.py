@@ -164,6 +164,7 @@ class Engine:
         if options.block_size is not None and options.block_size > longest:
             raise UserError(f"block_size is {options.block_size}; the drafter's blocks have at most {longest} tokens")
         max_block = options.block_size or longest
+        self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
         if drafter is not None and options.draft_dtype == "fp8":
             drafter.round(target.head)
         forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
@@ -268,6 +269,13 @@ class Engine:
         self.stats.preemptions = self.scheduler.preemptions
         return True
 
+    def prepare(self) -> bool:
+        """Capture one step that requests may ask for and that none has yet; False when all are there.
+
+        For an idle engine: a shape that is captured when a batch first has it makes that batch wait.
+        """
+        return self.runner.prepare(self._sizes)
+
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats
         if step is not None:
@@ -291,10 +299,9 @@ class Engine:
         return [request.generation for request in requests]
 
     def _chooser(self, max_batch: int, max_block: int) -> Callable[[Sequence[Request]], int]:
-        if self.options.block_size is not None or max_block == 1:
+        sizes, runner = self._sizes, self.runner
+        if len(sizes) == 1:
             return lambda requests: max_block
-        sizes = block_sizes(max_block)
-        runner = self.runner
         place: Any = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
         drafter = runner.drafter.spec if runner.drafter else None
         key = [

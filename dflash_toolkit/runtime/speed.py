@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .request import Request
-from .step import BUCKETS, StepRunner
+from .step import StepRunner, buckets_up_to
 
 StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
 SIZES = (1, 4, 8, 16)
@@ -74,10 +74,6 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> S
             step()
             times[bucket, size] = median_seconds(step, runner.device, 5 if runner.device.type == "cuda" else 1)
     return times
-
-
-def buckets_up_to(max_batch: int) -> list[int]:
-    return [*(b for b in BUCKETS if b < max_batch), max_batch]
 
 
 def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:

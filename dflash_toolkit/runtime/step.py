@@ -6,6 +6,7 @@ and reads its results from pinned memory when it likes. Shapes are fixed: rows t
 have length 0 and write to the trash page.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +22,11 @@ from .request import Committed, Request
 from .sampling import Mode, Sampler, mode_of, unpack_logprobs
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+def buckets_up_to(max_batch: int) -> list[int]:
+    """Batch sizes that steps are captured for."""
+    return [*(b for b in BUCKETS if b < max_batch), max_batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ class StepRunner:
 
     def bucket(self, rows: int) -> int:
         """Rows that are computed for a batch of `rows`."""
-        return min(self.max_batch, next(b for b in (*BUCKETS, self.max_batch) if b >= rows))
+        return next(b for b in buckets_up_to(self.max_batch) if b >= rows)
 
     @torch.inference_mode()
     def graph(self, rows: int, block: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]:
@@ -201,6 +207,19 @@ class StepRunner:
                 field.copy_(value)
             self._graphs[key] = (graph, tokens, logprobs)
         return self._graphs[key]
+
+    def prepare(self, blocks: Sequence[int]) -> bool:
+        """Capture the next step, greedy ones first, that is not there for one of these block lengths; False if none."""
+        if self.device.type != "cuda":
+            return False
+        shapes = itertools.product(
+            (Mode.GREEDY, Mode.SAMPLED), buckets_up_to(self.max_batch), sorted(blocks, reverse=True)
+        )
+        for mode, rows, block in shapes:
+            if (rows, block, mode) not in self._graphs:
+                self.graph(rows, block, mode)
+                return True
+        return False
 
     def _mutable(self) -> list[Tensor]:
         counts = [self.sampler.counts] if self.sampler.counts is not None else []

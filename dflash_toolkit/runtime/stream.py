@@ -1,6 +1,7 @@
 """The engine behind an asynchronous interface: one thread steps it, any number of tasks wait for their answers."""
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from ..decode import FinishReason, SamplingParams, Step, TokenLogprobs
 from .engine import Engine
 from .request import Request
+
+log = logging.getLogger(__name__)
 
 
 class EngineClosedError(Exception):
@@ -32,7 +35,7 @@ class AsyncEngine:
         self.engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread is to do first
         self._waiting: dict[Request, Callable[[Progress | Exception], None]] = {}  # only the thread touches it
-        self._closed = False
+        self._closed = self._prepared = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -74,11 +77,22 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while True:
-            self._do_inbox(wait=self.engine.scheduler.idle)
+            self._do_inbox(wait=self.engine.scheduler.idle and not self._prepare())
             try:
                 self.engine.step()
             except Exception as error:
                 self._break(error)
+
+    def _prepare(self) -> bool:
+        """Use a pause to get ready for more; whether there may be more to do."""
+        if self._prepared:
+            return False
+        try:
+            self._prepared = not self.engine.prepare()
+        except Exception as error:
+            log.warning("steps are captured when a batch first needs them, as one could not be now: %s", error)
+            self._prepared = True
+        return not self._prepared
 
     def _do_inbox(self, wait: bool) -> None:
         while True:
