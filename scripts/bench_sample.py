@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dflash_toolkit.config import without_output
 from dflash_toolkit.kernels import fused, reference
 from dflash_toolkit.kernels.reference import filtered_probabilities
 
@@ -108,14 +109,6 @@ def main() -> None:
             )
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def without_output(argv: list[str]) -> list[str]:
-    """The arguments that matter to a reader: where the file went does not."""
-    if "--output" in argv:
-        i = argv.index("--output")
-        return argv[:i] + argv[i + 2 :]
-    return argv
 
 
 if __name__ == "__main__":

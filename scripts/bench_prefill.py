@@ -1,0 +1,113 @@
+"""Time the attention of a prompt over pages: this project's kernel, PyTorch's, and flash-attn's if it is installed.
+
+    python scripts/bench_prefill.py --output prefill.json
+
+PyTorch's and flash-attn's want keys and values in one piece, so theirs includes gathering the pages.
+"""
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from dflash_toolkit.config import without_output
+from dflash_toolkit.kernels.attention import block_attention
+from dflash_toolkit.runtime.model import ModelSpec
+from dflash_toolkit.runtime.shapes import named_shape
+
+PAGE = 64  # tokens
+CHUNKS = ((0, 128), (0, 512), (0, 2048), (2048, 2048), (14336, 2048))  # tokens before, tokens of the chunk
+
+
+def microseconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median time on the GPU."""
+    times = []
+    for _ in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def gathered(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """Keys and values of a request in one piece, [2, length, G, H]."""
+    slots = (pages.long()[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()[:length]
+    return cache.index_select(1, slots)
+
+
+def measure(spec: ModelSpec, before: int, chunk: int) -> dict[str, Any]:
+    """Microseconds of each way, and how far the others are from this project's."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    length = before + chunk
+    count = -(-length // PAGE)
+    cache = torch.randn(2, (count + 1) * PAGE, spec.num_kv_heads, spec.head_dim, device=device, dtype=dtype)
+    table = 1 + torch.randperm(count, device=device, dtype=torch.int32)[None]
+    q = torch.randn(chunk, spec.num_heads, spec.head_dim, device=device, dtype=dtype)
+    lengths = torch.tensor([before], device=device, dtype=torch.int32)
+
+    def ours() -> Tensor:
+        return block_attention(q, cache, lengths, table, PAGE, causal=True)
+
+    def torchs() -> Tensor:
+        k, v = gathered(cache, table[0], length).transpose(1, 2).unbind()
+        mask = causal_lower_right(chunk, length)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    ways = {"ours": ours, "torch": torchs}
+    if importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_func
+
+        def flash() -> Tensor:
+            k, v = gathered(cache, table[0], length).unbind()
+            return flash_attn_func(q[None], k[None], v[None], causal=True)[0].flatten(1)
+
+        ways["flash_attn"] = flash
+    flops = 4 * spec.num_heads * spec.head_dim * (chunk * before + chunk * (chunk + 1) / 2)
+    row: dict[str, Any] = {"before": before, "chunk": chunk}
+    for name, way in ways.items():
+        row[f"{name}_difference"] = (way().float() - ours().float()).abs().max().item()
+        us = microseconds(way)
+        row |= {f"{name}_us": us, f"{name}_tflops": flops / us / 1e6}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    spec = ModelSpec.of_target(named_shape(args.shape))
+    torch.manual_seed(0)
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "command": ["python", "scripts/bench_prefill.py", *without_output(sys.argv[1:])],
+        "shape": args.shape,
+        "rows": [],
+    }
+    with torch.inference_mode():
+        for before, chunk in CHUNKS:
+            row = measure(spec, before, chunk)
+            result["rows"].append(row)
+            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
