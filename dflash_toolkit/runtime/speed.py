@@ -41,13 +41,12 @@ class BlockChooser:
 
     def __call__(self, requests: Sequence[Request]) -> int:
         bucket = self._bucket(len(requests))
-
-        def tokens_per_second(size: int) -> float:
-            expected = sum(expected_tokens(request.acceptance.rate, size) for request in requests)
-            return expected / self._times[bucket, size]
-
-        best = max(self._sizes, key=tokens_per_second)
-        if tokens_per_second(best) > self.GAIN * tokens_per_second(self._current):
+        rates = [request.acceptance.rate for request in requests]
+        promised = {  # tokens a second
+            size: sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size] for size in self._sizes
+        }
+        best = max(self._sizes, key=promised.__getitem__)
+        if promised[best] > self.GAIN * promised[self._current]:
             self._current = best
         if self._current > 1:
             self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
