@@ -241,12 +241,3 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)
         return 130
-
-
-def without_output(argv: Sequence[str]) -> list[str]:
-    """A command's arguments for the record: where the result went does not matter to a reader."""
-    kept = list(argv)
-    if "--output" in kept:
-        at = kept.index("--output")
-        del kept[at : at + 2]
-    return kept

@@ -7,27 +7,24 @@ weights' values; acceptance does, so none is reported.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, generate
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.target import resolve_device, resolve_dtype
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.blocks import sample_blocks
 from dflash_toolkit.train.config import LossKnobs, TrainConfig
 from dflash_toolkit.train.features import FeatureSource
 from dflash_toolkit.train.optimizers import make_optimizer
+from dflash_toolkit.train.state import write_json
 from dflash_toolkit.train.step import compute_loss, use_flex
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
-
-import dflash_toolkit
-from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, generate
-from dflash_toolkit.drafter import default_target_layer_ids
-from dflash_toolkit.target import resolve_device, resolve_dtype
 
 
 def shape_config(name: str) -> PreTrainedConfig:
@@ -131,21 +128,16 @@ def main() -> None:
     target, drafter = build(shape, device)
     result = {
         "shape": shape,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        **setting("bench.py"),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "versions": {
-            "dflash_toolkit": dflash_toolkit.__version__, "torch": torch.__version__,
-            "transformers": transformers.__version__, "python": platform.python_version(),
-        },
-        "command": "python scripts/bench.py " + " ".join(sys.argv[1:]).partition(" --output")[0],
         "training": time_training(
             target, drafter, arguments.length, arguments.rows, arguments.anchors, arguments.repeats
         ),
         "decoding": time_decoding(target, drafter, 512, 32),
     }  # fmt: skip
     if arguments.output:
-        Path(arguments.output).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{shape} on {result['device']}, {result['dtype']}")
+        write_json(Path(arguments.output), result)
+    print(f"{shape} on {result['gpu']}, {result['dtype']}")
     for part in ("training", "decoding"):
         for key, value in result[part].items():
             print(f"  {part:<10}{key:<24}{value}")

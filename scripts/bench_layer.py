@@ -8,23 +8,21 @@ is shown as the mean and the most over programs, `idle` is how long the mean pro
 """
 
 import argparse
-import json
-import platform
-import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from dflash_toolkit.config import without_output
+from dflash_toolkit.benchmark import setting
 from dflash_toolkit.kernels.layer import PHASES, launch_layer
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.train.state import write_json
 
 EPS = 1e-6
+REPEATS = 20
 
 
 def chain(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces: list[Tensor | None]) -> None:
@@ -41,19 +39,6 @@ def captured(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, tra
     with torch.cuda.graph(graph):
         chain(layers, norm, x, a, traces)
     return graph
-
-
-def microseconds(graph: Any, layers: int, repeats: int = 20) -> float:
-    """Median time of a layer."""
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / layers)
-    return statistics.median(times[2:])
 
 
 def phases(traces: Tensor) -> list[dict[str, Any]]:
@@ -99,15 +84,15 @@ def main() -> None:
     norm = torch.ones(d, device=device, dtype=dtype)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "command": ["python", "scripts/bench_layer.py", *without_output(sys.argv[1:])],
+        **setting("bench_layer.py"),
         "shape": args.shape,
         "rows": [],
     }
     for rows in args.rows:
         x, a = random(rows, d), random(rows, width)
-        us = microseconds(captured(layers, norm, x, a, [None] * args.layers), args.layers)
+        chained = captured(layers, norm, x, a, [None] * args.layers)
+        chained.replay()
+        us = 1e6 * median_seconds(chained.replay, device, REPEATS) / args.layers
         traces = torch.zeros(args.layers, programs, len(PHASES), device=device, dtype=torch.int64)
         graph = captured(layers, norm, x, a, list(traces))
         for _ in range(3):
@@ -122,7 +107,7 @@ def main() -> None:
             )
             print(f"    {row['phase']}: {values}")
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
 
 
 if __name__ == "__main__":

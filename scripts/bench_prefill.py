@@ -8,39 +8,24 @@ PyTorch's and flash-attn's want keys and values in one piece, so theirs includes
 import argparse
 import importlib.util
 import json
-import platform
-import statistics
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from dflash_toolkit.config import without_output
+from dflash_toolkit.benchmark import setting
 from dflash_toolkit.kernels.attention import block_attention
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.train.state import write_json
 
 PAGE = 64  # tokens
+REPEATS = 20
 CHUNKS = ((0, 128), (0, 512), (0, 2048), (2048, 2048), (14336, 2048))  # tokens before, tokens of the chunk
-
-
-def microseconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median time on the GPU."""
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times[3:])
 
 
 def gathered(cache: Tensor, pages: Tensor, length: int) -> Tensor:
@@ -80,8 +65,8 @@ def measure(spec: ModelSpec, before: int, chunk: int) -> dict[str, Any]:
     flops = 4 * spec.num_heads * spec.head_dim * (chunk * before + chunk * (chunk + 1) / 2)
     row: dict[str, Any] = {"before": before, "chunk": chunk}
     for name, way in ways.items():
-        row[f"{name}_difference"] = (way().float() - ours().float()).abs().max().item()
-        us = microseconds(way)
+        row[f"{name}_difference"] = (way().float() - ours().float()).abs().max().item()  # and warms up
+        us = 1e6 * median_seconds(way, device, REPEATS)
         row |= {f"{name}_us": us, f"{name}_tflops": flops / us / 1e6}
     return row
 
@@ -94,9 +79,7 @@ def main() -> None:
     spec = ModelSpec.of_target(named_shape(args.shape))
     torch.manual_seed(0)
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "command": ["python", "scripts/bench_prefill.py", *without_output(sys.argv[1:])],
+        **setting("bench_prefill.py"),
         "shape": args.shape,
         "rows": [],
     }
@@ -106,7 +89,7 @@ def main() -> None:
             result["rows"].append(row)
             print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,19 @@ from flat to peaked; `candidates` says how many tokens stay in the median row.
 """
 
 import argparse
-import json
-import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from dflash_toolkit.config import without_output
+from dflash_toolkit.benchmark import setting
 from dflash_toolkit.kernels import fused, reference
 from dflash_toolkit.kernels.reference import filtered_probabilities
+from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.train.state import write_json
 
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -57,22 +55,14 @@ def call(ops: ModuleType, logits: Tensor, temperature: float, filters: dict[str,
 
 
 def microseconds(once: Callable[[], Tensor], repeats: int) -> float:
-    """The best of five runs of `repeats` calls in one CUDA graph."""
+    """The median of five runs of `repeats` calls in one CUDA graph."""
     once()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             once()
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / repeats)
-    return min(times)
+    return 1e6 * median_seconds(graph.replay, torch.device("cuda"), 5) / repeats
 
 
 def main() -> None:
@@ -86,9 +76,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "command": ["python", "scripts/bench_sample.py", *without_output(sys.argv[1:])],
+        **setting("bench_sample.py"),
         "rows": [],
     }
     print(f"{'rows':>5} {'filters':<12} {'candidates':>10} {'definition':>13} {'kernel':>11} {'ratio':>7} {'equal':>7}")
@@ -108,7 +96,7 @@ def main() -> None:
                 flush=True,
             )
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
 
 
 if __name__ == "__main__":

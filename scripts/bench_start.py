@@ -10,7 +10,6 @@ the system's file cache.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
+from dflash_toolkit.benchmark import setting
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
+from dflash_toolkit.train.state import write_json
 
 SHARD = 4 << 30  # bytes
 CHILD = """
@@ -109,13 +109,11 @@ def main() -> None:
         print(name, {k: round(v, 2) for k, v in rows[name].items()}, flush=True)
     if args.output:
         result = {
-            "gpu": torch.cuda.get_device_name(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-            "command": ["python", "scripts/bench_start.py", "--shape", args.shape],
+            **setting("bench_start.py", ["--shape", args.shape]),
             "checkpoint_gb": size / 1e9,
             "starts": rows,
         }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
 
 
 if __name__ == "__main__":

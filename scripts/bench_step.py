@@ -11,22 +11,20 @@ import argparse
 import gc
 import itertools
 import json
-import platform
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from dflash_toolkit.config import without_output
+from dflash_toolkit.benchmark import setting
 from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.train.state import write_json
 
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
@@ -173,9 +171,7 @@ def main() -> None:
     drafter = None if args.no_drafter else random_drafter(drafter_for(config), device, dtype)
     torch.cuda.synchronize()
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "command": ["python", "scripts/bench_step.py", *without_output(sys.argv[1:])],
+        **setting("bench_step.py"),
         "shape": args.shape,
         "accept": args.accept,
         "draft_dtype": args.draft_dtype,
@@ -214,7 +210,7 @@ def main() -> None:
             gc.collect()  # an engine and its scheduler know each other
             torch.cuda.empty_cache()
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
 
 
 def graph_ms(engine: Engine, rows: int, block: int) -> float:

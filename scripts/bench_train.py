@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -20,6 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.target import Target, resolve_device
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.blocks import Blocks, sample_blocks
 from dflash_toolkit.train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
@@ -27,14 +32,9 @@ from dflash_toolkit.train.features import FeatureSource
 from dflash_toolkit.train.flops import drafter_step_flops, visible_pairs
 from dflash_toolkit.train.parallel import Processes
 from dflash_toolkit.train.schedule import draws
+from dflash_toolkit.train.state import write_json
 from dflash_toolkit.train.step import compute_loss, use_flex
 from dflash_toolkit.train.zero import make_learner
-from transformers import AutoModelForCausalLM
-
-from dflash_toolkit.config import without_output
-from dflash_toolkit.drafter import Drafter
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape
-from dflash_toolkit.target import Target, resolve_device
 
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200
 BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
@@ -190,10 +190,8 @@ def main() -> None:
         device = resolve_device(processes.device)
         target = random_target(args.shape, device)
         result: dict[str, Any] = {
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            **setting("bench_train.py"),
             "processes": processes.world,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "command": ["python", "scripts/bench_train.py", *without_output(sys.argv[1:])],
             "shape": args.shape,
             "peak_tflops": args.peak_tflops,
             "rows": [],
@@ -207,7 +205,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         if processes.main and args.output:
-            args.output.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(args.output, result)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import functools
 import gc
 import json
 import math
-import platform
 import re
 import shutil
 import sys
@@ -34,7 +33,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.config import from_mapping, parse_cli, run_command
+from dflash_toolkit.evaluation.files import write_report
+from dflash_toolkit.evaluation.markdown import render_table
+from dflash_toolkit.evaluation.measure import Acceptance, EncodedPrompt
+from dflash_toolkit.evaluation.run import evaluate
+from dflash_toolkit.evaluation.runtimes import EngineRuntime
+from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.prompts import encode_chat, open_text, read_prompt_sets, template_hash
 from dflash_toolkit.train.answer_file import read_training_rows
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.cli import drafter_config
@@ -45,17 +54,7 @@ from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.estimate import teacher_forced_length
 from dflash_toolkit.train.features import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
-
-import dflash_toolkit
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.config import from_mapping, parse_cli, run_command
-from dflash_toolkit.evaluation.files import write_report
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.measure import Acceptance, EncodedPrompt
-from dflash_toolkit.evaluation.run import evaluate
-from dflash_toolkit.evaluation.runtimes import EngineRuntime
-from dflash_toolkit.evaluation.tables import Table, number
-from dflash_toolkit.prompts import encode_chat, open_text, read_prompt_sets, template_hash
+from dflash_toolkit.train.state import write_json
 
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "optim.pack_tokens=3072", "run.feature_gpu_share=0.7",
@@ -97,12 +96,6 @@ class Journal:
             self._kept[name] = figures | {"seconds": round(time.perf_counter() - began, 1)}
             write_json(self._path, self._kept)
         return self._kept[name]
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=1) + "\n")
-    partial.replace(path)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,8 +214,7 @@ class Lab:
             source = self.source(config, drafter.config.target_layer_ids)
         with timed(seconds, "compile"):
             short = replace(config, optim=replace(config.optim, minutes=0.0, steps=WARM_UP_STEPS))
-            nothing = lambda *_: None  # noqa: E731
-            train(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, nothing, source=source)
+            train(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, keep_nothing, source=source)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         note = {"template_hash": template_hash(self.target.tokenizer)}
@@ -279,6 +271,10 @@ class Lab:
             "sets": {name: found[name] for name in sets},
             "pooled": {"tau": rounded(pooled.tau_pooled), "tokens_per_second": rounded(pooled.tokens_per_second)},
         }
+
+
+def keep_nothing(*_: object) -> None:
+    """Export nothing."""
 
 
 def rounded(value: float | None) -> float | None:
@@ -369,13 +365,8 @@ def run(args: argparse.Namespace) -> None:
         runs.append(figures)
     total = sum(seconds.values()) + sum(sum(run["seconds"].values()) for run in runs)
     result = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "dflash_toolkit": dflash_toolkit.__version__,
-        },
+        **setting("train_real.py", [without_folders(word) for word in args.argv]),
         "target": Path(args.target).name,
-        "command": ["python", "scripts/train_real.py", *map(without_folders, args.argv)],
         "answers": {
             "regenerated": not args.answers, "rows": len(rows), "tokens": sum(row.answer_tokens for row in rows),
             "held_out": len(held_out), "left_out": left_out,

@@ -19,7 +19,7 @@ SOURCES = sorted(
 
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
-    {"config", "kernels", "progress"},
+    {"benchmark", "config", "kernels", "progress"},
     {"drafter", "target"},
     {"decode", "checkpoint", "prompts"},
     {"runtime"},

@@ -1,0 +1,32 @@
+"""What a result file says of the run behind it."""
+
+import platform
+import sys
+
+import pytest
+import torch
+
+from dflash_toolkit.benchmark import setting, without_output
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([], []),
+        (["--batch", "1", "8"], ["--batch", "1", "8"]),
+        (["--output", "/home/me/step.json", "--batch", "1"], ["--batch", "1"]),
+        (["--batch", "1", "--output", "step.json"], ["--batch", "1"]),
+    ],
+)
+def test_where_the_result_went_is_not_in_it(given: list[str], kept: list[str]) -> None:
+    assert without_output(given) == kept
+
+
+def test_a_result_names_machine_versions_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/me/scripts/bench_step.py", "--batch", "8", "--output", "/home/me/x.json"])
+    found = setting("bench_step.py")
+    assert found["command"] == ["python", "scripts/bench_step.py", "--batch", "8"]
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["torch"] == torch.__version__ or torch.__version__.startswith(found["versions"]["torch"])
+    assert found["gpu"].startswith("cpu, ") or torch.cuda.is_available()
+    assert setting("bench_step.py", ["--shape", "tiny"])["command"][2:] == ["--shape", "tiny"]
