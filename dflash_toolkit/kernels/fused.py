@@ -4,9 +4,12 @@ from torch import Tensor
 
 from .accept import accept
 from .attention import block_attention
-from .layer import fits, launch_layer
-from .linear import linear, linear_argmax, linear_partials, linear_swiglu
+from .head import launch_head
+from .layer import launch_layer
+from .linear import linear, linear_partials, linear_swiglu
+from .linear import linear_argmax as linear_argmax_by_tiles
 from .norm import add_rms_norm
+from .ring import fits
 from .rope import context_write, rope_write
 from .sample import sample
 from .scaled import Matrix
@@ -46,3 +49,10 @@ def finish_layer(
     x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
     x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
     return x, h, None if qkv is None else linear(h, qkv, qkv_bias)
+
+
+def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+    """The column with the largest logit of every row, int64 [M]: streamed where that fits; the same bits."""
+    if fits(x, [weight]):
+        return launch_head(x, weight)  # type: ignore[arg-type]
+    return linear_argmax_by_tiles(x, weight)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .best import reduce_best
 from .launch import next_power_of_two, pdl
 from .scaled import Matrix, ScaledMatrix
 
@@ -153,21 +154,6 @@ def _argmax_kernel(
     tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
-def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    i_m = tl.program_id(0)
-    o_t = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    b_best = tl.load(best_p + o_t * M + i_m, mask=o_t < tiles, other=-float("inf"))
-    b_index = tl.load(index_p + o_t * M + i_m, mask=o_t < tiles, other=2**31 - 1)
-    top = tl.max(b_best, axis=0)
-    # rows that stand for no request may hold NaN and so no largest value; what they get must still be a column
-    found = tl.min(tl.where(b_best == top, b_index, 2**31 - 1), axis=0)
-    tl.store(out_p + i_m, tl.where(found == 2**31 - 1, 0, found).to(tl.int64))
-
-
 @triton.jit
 def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [M, width] of x [M, 2 * width] with gates and ups alternating; for products that cuBLAS made."""
@@ -265,12 +251,10 @@ def launch_argmax(x: Tensor, weight: Matrix, tile: Tile) -> Tensor:
     data, scale = _parts(weight)
     best = torch.empty(tiles, m, dtype=torch.float32, device=x.device)
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
-    out = torch.empty(m, dtype=torch.int64, device=x.device)
     _argmax_kernel[(tiles,)](
         x, data, data if scale is None else scale, best, index, m, n, k,
         T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
-    _reduce_kernel[(m,)](best, index, out, m, tiles, BLOCK=next_power_of_two(tiles), **pdl(x))
-    return out
+    return reduce_best(best, index)
