@@ -20,7 +20,8 @@ def case(rows: int, d: int, width: int, ffn: int, qkv: int, splits: tuple[int, i
     kinds |= {"part_p": "*fp32", "sync_p": "*i32", "M": "i32", "stride_tap": "i32", "eps": "fp32"}
     constexprs = {
         "D": d, "A": width, "FFN": ffn, "QKV": qkv, "O_SPLITS": splits[0], "DOWN_SPLITS": splits[1],
-        "BLOCK_D": layer.next_power_of_two(d), "T": rows, "BLOCK_N": ring.BLOCK_N, "GATE_WIDE": ring.wide_of(2 * ffn // ring.BLOCK_N, rows, 132),
+        "BLOCK_D": layer.next_power_of_two(d), "T": rows, 
+        "BLOCK_N": ring.BLOCK_N, "GATE_WIDE": ring.wide_of(2 * ffn // ring.BLOCK_N, rows, 132),
         "BLOCK_K": ring.BLOCK_K, "BIAS": bias, "TAP": True, "BARRIERS": layer.BARRIERS,
         "PHASES": 0, "SLOTS": ring.slots_of(rows).weights, "ROW_SLOTS": ring.slots_of(rows).rows,
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company.
+"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company; and the
+head, which streams in the same way.
 
 Gluon has no interpreter, so the kernel itself runs on a GPU only; that it compiles is in test_kernels_sm90.py.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dflash_toolkit.kernels import fused, layer, reference
+from dflash_toolkit.kernels import fused, layer, linear, reference, ring
+from dflash_toolkit.kernels.head import launch_head
 
 EPS = 1e-6
 # D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
@@ -61,15 +63,25 @@ def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: t
 
 @given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
 def test_splits_divide_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
-    splits = layer.splits_of(n * layer.BLOCK_N, k * layer.BLOCK_K, programs)
+    splits = layer.splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
     assert k % splits == 0 and 1 <= splits <= 8
     assert splits == 1 or n * splits <= programs
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_the_ring_fits_into_shared_memory(rows: int) -> None:
-    assert layer.stages_of(rows) >= 3
-    assert layer.stages_of(rows) * (layer.BLOCK_N + rows) * layer.BLOCK_K * 2 <= layer.SHARED_BYTES
+def test_the_rings_fit_into_shared_memory_and_hold_more_than_one_step(rows: int) -> None:
+    slots = ring.slots_of(rows)
+    assert slots.rows >= 2 and slots.weights > 3  # three tiles may stand side by side
+    held = slots.weights * ring.BLOCK_N + slots.rows * rows
+    assert ring.SHARED_BYTES * 0.95 <= held * ring.BLOCK_K * 2 <= ring.SHARED_BYTES
+
+
+@given(tiles=st.integers(1, 3000), programs=st.integers(1, 200))
+def test_tiles_side_by_side_take_no_program_longer(tiles: int, programs: int) -> None:
+    assert ring.wide_of(tiles, 16, programs) == 1
+    wide = ring.wide_of(tiles, 128, programs)
+    assert tiles % wide == 0 and 1 <= wide <= 3
+    assert wide * -(-tiles // (wide * programs)) == -(-tiles // programs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what runs where the kernel does not fit")
@@ -119,3 +131,16 @@ def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> N
         )
         assert torch.equal(found[0], y) and torch.equal(found[1], h)
         assert torch.equal(found[2], fused.linear(h, w["qkv"], w["qkv_bias"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "k"), [(151_936, 1024), (64, 128), (192, 256), (64 * 401, 896)], ids=str)
+def test_a_streamed_head_finds_what_its_tiles_find(columns: int, k: int) -> None:
+    weight = torch.randn(columns, k, device="cuda").bfloat16()
+    weight[columns // 2] = weight[columns // 3]  # a tie for whoever looks for that row
+    for rows in ROWS:
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        x[rows // 2] = 4 * weight[columns // 3]
+        found = launch_head(x, weight)
+        assert torch.equal(found, linear.linear_argmax(x, weight))
+        assert int(found[rows // 2]) == columns // 3

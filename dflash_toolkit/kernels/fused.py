@@ -52,7 +52,7 @@ def finish_layer(
 
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
-    """The column with the largest logit of every row, int64 [M]: streamed where that fits; the same bits."""
-    if fits(x, [weight]):
+    """The column with the largest logit of every row, int64 [M]; streamed or tile by tile, the same bits."""
+    if len(x) > 64 and fits(x, [weight]):  # up to 64 rows tiles by themselves are faster
         return launch_head(x, weight)  # type: ignore[arg-type]
     return linear_argmax_by_tiles(x, weight)

@@ -1,4 +1,4 @@
-"""The head and its argmax in one persistent kernel (Gluon): no logit is stored, and the weights stream without a pause."""
+"""The head and its argmax in one persistent kernel (Gluon): no logit is stored, the weights stream without a pause."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch

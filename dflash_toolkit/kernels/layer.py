@@ -133,7 +133,7 @@ def _compute(
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute. What a product reads has been written by all programs: `ready` lets its rows be loaded."""
+    """The warps that compute; `ready` says that all programs have written what the next product reads."""
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
     stamp(trace_p, 0, PHASES)

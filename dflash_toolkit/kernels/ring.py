@@ -1,9 +1,9 @@
 """Products whose operands stream through rings of shared memory: what the persistent Gluon kernels are made of.
 
-A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring is a number
-of slots, with a barrier for each that says it is full and one that says it is free. All take the blocks in the same
-order: program i has the groups of tiles i, i + programs, ..., each group along the whole K of its split, and at each
-step the weights of a group's tiles one after the other.
+A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring is some
+slots, each with a barrier that says it is full and one that says it is free. All take the blocks in the same order:
+program i has the groups of tiles i, i + programs, ..., each along the whole K of its split, and at every step the
+weights of the group's tiles one after the other.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,20 +35,16 @@ class Slots(NamedTuple):
 
 def slots_of(rows: int) -> Slots:
     """The rings for products of `rows` rows, a power of two."""
-    block = BLOCK_K * 2
-    if rows < 64:
-        both = SHARED_BYTES // ((BLOCK_N + rows) * block)
-        return Slots(both, both)
-    row_slots = 4  # with three, a tile by itself waits for its rows
-    return Slots((SHARED_BYTES - row_slots * rows * block) // (BLOCK_N * block), row_slots)
+    row_slots = 8 if rows < 64 else 4  # with three, a tile by itself waits for its rows
+    return Slots((SHARED_BYTES // (BLOCK_K * 2) - row_slots * rows) // BLOCK_N, row_slots)
 
 
 def wide_of(tiles: int, rows: int, programs: int) -> int:
     """How many tiles a program takes side by side, with the same rows.
 
-    A tile by itself reads more bytes of rows, from L2, than of weights once there are more than 64 rows.
+    A tile by itself reads as many bytes of rows, from L2, as of weights at 64 rows, and twice as many at 128.
     """
-    if rows <= 64:
+    if rows < 64:
         return 1
     widths = [w for w in (3, 2, 1) if tiles % w == 0]
     return min(widths, key=lambda w: w * -(-tiles // (w * programs)))
