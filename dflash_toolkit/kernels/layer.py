@@ -74,15 +74,14 @@ def _first_weights(
 
 @gluon.jit
 def _product(
-    w_d, x_d, next_d, rings, done, out_p, bias_p, M,
+    w_d, x_d, next_d, rings, done, out_p, M,
     TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr,
     NEXT_TILES: gl.constexpr, NEXT_SPLITS: gl.constexpr, NEXT_ITERS: gl.constexpr,
-    KIND: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    SWIGLU: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """One product; its first weights are on their way, and it sends for the first of the next. Returns blocks done.
 
-    KIND: "partials" fp32 [SPLITS, M, N], "swiglu" [M, N / 2], "linear" [M, N].
+    SWIGLU: to [M, N / 2] and SPLITS is 1; else to fp32 partial sums [SPLITS, M, N].
     """
     w_s, x_s, w_bar, x_bar = rings
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
@@ -115,31 +114,22 @@ def _product(
             elif j - blocks < ahead:
                 _load_weight(next_d, w_s, w_bar, slot, j - blocks, NEXT_TILES, NEXT_ITERS, BLOCK_N, BLOCK_K)
         tile = item % TILES
-        if KIND == "partials":
+        if SWIGLU:
+            b_out = gl.convert_layout(b_acc.to(out_p.dtype.element_ty), wide)
+            pairs = gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1))
+            gate, up = gl.split(pairs)
+            gate, up = gate.to(gl.float32), up.to(gl.float32)
+            silu = (gate / (1.0 + gl.exp(-gate))).to(out_p.dtype.element_ty).to(gl.float32)
+            b_half = gl.convert_layout((silu * up).to(out_p.dtype.element_ty), half)
+            o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
+            o_m = gl.arange(0, T, gl.SliceLayout(0, half))
+            mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
+            gl.store(out_p + o_m[None, :] * (N // 2) + o_h[:, None], b_half, mask=mask)
+        else:
             o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
             o_m = gl.arange(0, T, gl.SliceLayout(0, acc_layout))
             p_out = out_p + (item // TILES) * M * N + o_m[None, :] * N + o_n[:, None]
             gl.store(p_out, b_acc, mask=(o_m < M)[None, :] & (o_n < N)[:, None])
-        else:
-            if BIAS:
-                o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-                b_acc += gl.load(bias_p + o_n).to(gl.float32)[:, None]
-            b_out = gl.convert_layout(b_acc.to(out_p.dtype.element_ty), wide)
-            if KIND == "swiglu":
-                pairs = gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1))
-                gate, up = gl.split(pairs)
-                gate, up = gate.to(gl.float32), up.to(gl.float32)
-                silu = (gate / (1.0 + gl.exp(-gate))).to(out_p.dtype.element_ty).to(gl.float32)
-                b_half = gl.convert_layout((silu * up).to(out_p.dtype.element_ty), half)
-                o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
-                o_m = gl.arange(0, T, gl.SliceLayout(0, half))
-                mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
-                gl.store(out_p + o_m[None, :] * (N // 2) + o_h[:, None], b_half, mask=mask)
-            else:
-                o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
-                o_m = gl.arange(0, T, gl.SliceLayout(0, wide))
-                mask = (o_m < M)[None, :] & (o_n < N)[:, None]
-                gl.store(out_p + o_m[None, :] * N + o_n[:, None], b_out, mask=mask)
     return done + blocks
 
 
@@ -180,14 +170,17 @@ def _norm(
 @gluon.jit(do_not_specialize=["M", "stride_tap"])
 def layer_kernel(
     o_d, gate_up_d, down_d, qkv_d, a_d, h_d, act_d,
-    x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+    x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
     M, stride_tap, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
-    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, BLOCK_D: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr, BLOCK_D: gl.constexpr,
     T: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
+    TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D]; QKV > 0: and qkv [M, QKV] of h."""
+    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D].
+
+    QKV > 0: and to qkv of h as partial sums, fp32 [QKV_SPLITS, M, QKV].
+    """
     w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], o_d.layout)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, T, BLOCK_K], a_d.layout)
     w_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -202,6 +195,7 @@ def layer_kernel(
     qkv_tiles: gl.constexpr = QKV // BLOCK_N
     o_iters: gl.constexpr = A // (BLOCK_K * O_SPLITS)
     down_iters: gl.constexpr = FFN // (BLOCK_K * DOWN_SPLITS)
+    qkv_iters: gl.constexpr = D // (BLOCK_K * QKV_SPLITS)
     d_iters: gl.constexpr = D // BLOCK_K
 
     _first_weights(o_d, w_s, w_bar, 0, STAGES, o_tiles, O_SPLITS, o_iters, STAGES, BLOCK_N, BLOCK_K)
@@ -211,8 +205,8 @@ def layer_kernel(
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
     done = _product(
-        o_d, a_d, gate_up_d, rings, 0, part_p, bias_p, M, o_tiles, O_SPLITS, o_iters, gate_tiles, 1, d_iters,
-        "partials", False, T, STAGES, BLOCK_N, BLOCK_K,
+        o_d, a_d, gate_up_d, rings, 0, part_p, M, o_tiles, O_SPLITS, o_iters, gate_tiles, 1, d_iters,
+        False, T, STAGES, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 1, PHASES)
     b_x, b_w = _row(x_p, post_p, M, D, BLOCK_D)
@@ -225,15 +219,15 @@ def layer_kernel(
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
     done = _product(
-        gate_up_d, h_d, down_d, rings, done, act_p, bias_p, M, gate_tiles, 1, d_iters, o_tiles, DOWN_SPLITS, down_iters,
-        "swiglu", False, T, STAGES, BLOCK_N, BLOCK_K,
+        gate_up_d, h_d, down_d, rings, done, act_p, M, gate_tiles, 1, d_iters, o_tiles, DOWN_SPLITS, down_iters,
+        True, T, STAGES, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 5, PHASES)
     join(sync_p + 2, True)
     stamp(trace_p, 6, PHASES)
     done = _product(
-        down_d, act_d, qkv_d, rings, done, part_p, bias_p, M, o_tiles, DOWN_SPLITS, down_iters, qkv_tiles, 1, d_iters,
-        "partials", False, T, STAGES, BLOCK_N, BLOCK_K,
+        down_d, act_d, qkv_d, rings, done, part_p, M, o_tiles, DOWN_SPLITS, down_iters,
+        qkv_tiles, QKV_SPLITS, qkv_iters, False, T, STAGES, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 7, PHASES)
     b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program itself has left it
@@ -246,8 +240,8 @@ def layer_kernel(
         join(sync_p + 4, True)
         stamp(trace_p, 10, PHASES)
         _product(
-            qkv_d, h_d, qkv_d, rings, done, qkv_p, bias_p, M, qkv_tiles, 1, d_iters, 0, 1, d_iters,
-            "linear", BIAS, T, STAGES, BLOCK_N, BLOCK_K,
+            qkv_d, h_d, qkv_d, rings, done, qkv_p, M, qkv_tiles, QKV_SPLITS, qkv_iters, 0, 1, d_iters,
+            False, T, STAGES, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         stamp(trace_p, 11, PHASES)
 
@@ -267,6 +261,12 @@ def splits_of(n: int, k: int, programs: int) -> int:
     """Splits of a product that a norm adds up: the most that keep one tile of one split a program."""
     most = max(1, programs // -(-n // BLOCK_N))
     return next(s for s in range(min(most, 8), 0, -1) if k % (s * BLOCK_K) == 0)
+
+
+def even_splits_of(n: int, k: int, programs: int) -> int:
+    """Splits of a product that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
+    tiles, blocks = -(-n // BLOCK_N), k // BLOCK_K
+    return min((s for s in range(1, 9) if blocks % s == 0), key=lambda s: -(-tiles * s // programs) * (blocks // s))
 
 
 def stages_of(rows: int) -> int:
@@ -298,7 +298,6 @@ def launch_layer(
     down: Tensor,
     norm: Tensor,
     qkv: Tensor | None,
-    qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
     trace: Tensor | None = None,
@@ -312,6 +311,7 @@ def launch_layer(
     device = x.device.index
     programs = _programs(device)
     o_splits, down_splits = splits_of(d, width, programs), splits_of(d, ffn, programs)
+    qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, programs)
     rows = max(16, next_power_of_two(m))
 
     def weight(matrix: Tensor) -> TensorDescriptor:
@@ -325,17 +325,17 @@ def launch_layer(
     parts = torch.empty(max(o_splits, down_splits), m, d, dtype=torch.float32, device=x.device)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     active = torch.empty(m, ffn, dtype=x.dtype, device=x.device)
-    out = None if qkv is None else torch.empty(m, len(qkv), dtype=x.dtype, device=x.device)
+    out = None if qkv is None else torch.empty(qkv_splits, m, len(qkv), dtype=torch.float32, device=x.device)
     layer_kernel[(programs,)](
         weight(o), weight(gate_up), weight(down), weight(o if qkv is None else qkv),
         operand(a), operand(normed), operand(active),
-        x, post_norm, norm, x if qkv_bias is None else qkv_bias, parts, total, normed, active,
-        x if out is None else out, x if tap is None else tap, _barriers(device),
+        x, post_norm, norm, parts, total, normed, active,
+        parts if out is None else out, x if tap is None else tap, _barriers(device),
         x if trace is None else trace,
         m, 0 if tap is None else tap.stride(0), eps,
         D=d, A=width, FFN=ffn, QKV=0 if qkv is None else len(qkv), O_SPLITS=o_splits, DOWN_SPLITS=down_splits,
-        BLOCK_D=next_power_of_two(d), T=rows, STAGES=stages_of(rows), BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        BIAS=qkv_bias is not None, TAP=tap is not None, BARRIERS=BARRIERS,
+        QKV_SPLITS=qkv_splits, BLOCK_D=next_power_of_two(d), T=rows, STAGES=stages_of(rows),
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, TAP=tap is not None, BARRIERS=BARRIERS,
         PHASES=0 if trace is None else len(PHASES), num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return total, normed, out
