@@ -39,16 +39,15 @@ def finish_layer(
     down: Matrix,
     norm: Tensor,
     qkv: Matrix | None,
-    qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One launch where that kernel fits, else one for every product and norm."""
     if o_bias is None and fits(x, [o, gate_up, down, qkv]):
-        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, qkv_bias, eps, tap)  # type: ignore[arg-type]
+        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, eps, tap)  # type: ignore[arg-type]
     x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
     x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear(h, qkv, qkv_bias)
+    return x, h, None if qkv is None else linear_partials(h, qkv)
 
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:

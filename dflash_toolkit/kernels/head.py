@@ -90,7 +90,7 @@ def launch_head(x: Tensor, weight: Tensor) -> Tensor:
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
     head_kernel[(min(programs, tiles),)](
         blocks_of(weight, BLOCK_N), blocks_of(x, rows), best, index, m,
-        TILES=tiles, ITERS=k // BLOCK_K, WIDE=wide_of(tiles, rows, programs), T=rows,
+        TILES=tiles, ITERS=k // BLOCK_K, WIDE=wide_of(tiles, 1, rows, programs), T=rows,
         SLOTS=slots.weights, ROW_SLOTS=slots.rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return reduce_best(best, index)

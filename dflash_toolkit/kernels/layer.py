@@ -31,63 +31,47 @@ PHASES = (  # what ends at each stamp of a trace; a barrier ends when all progra
 
 @gluon.jit
 def _product(
-    rings, w_done, x_done, out_p, bias_p, M,
+    rings, w_done, x_done, out_p, M,
     TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
-    KIND: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    SWIGLU: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """One product of what the rings bring; WIDE (1 to 3) tiles side by side read the rows once.
+    """One product of what the rings bring, WIDE tiles side by side. Returns blocks of weights and of rows done.
 
-    KIND: "partials" fp32 [SPLITS, M, N], "swiglu" [M, N / 2], "linear" [M, N]. Returns blocks of weights and of rows
-    done.
+    SWIGLU: to [M, N / 2] and SPLITS is 1; else to fp32 partial sums [SPLITS, M, N].
     """
     groups: gl.constexpr = TILES // WIDE
     N: gl.constexpr = TILES * BLOCK_N
     for item in range(gl.program_id(0), groups * SPLITS, gl.num_programs(0)):
         b_0, b_1, b_2, w_done, x_done = accumulate(rings, w_done, x_done, ITERS, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N)
         tile = (item % groups) * WIDE
-        p_out = out_p + (item // groups) * M * N if KIND == "partials" else out_p
-        _store(b_0, p_out, bias_p, tile, M, N, KIND, BIAS, T, BLOCK_N)
+        p_out = out_p + (item // groups) * M * N
+        _store(b_0, p_out, tile, M, N, SWIGLU, T, BLOCK_N)
         if WIDE > 1:
-            _store(b_1, p_out, bias_p, tile + 1, M, N, KIND, BIAS, T, BLOCK_N)
+            _store(b_1, p_out, tile + 1, M, N, SWIGLU, T, BLOCK_N)
         if WIDE > 2:
-            _store(b_2, p_out, bias_p, tile + 2, M, N, KIND, BIAS, T, BLOCK_N)
+            _store(b_2, p_out, tile + 2, M, N, SWIGLU, T, BLOCK_N)
     return w_done, x_done
 
 
 @gluon.jit
-def _store(
-    b_acc, out_p, bias_p, tile, M, N: gl.constexpr,
-    KIND: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def _store(b_acc, out_p, tile, M, N: gl.constexpr, SWIGLU: gl.constexpr, T: gl.constexpr, BLOCK_N: gl.constexpr):
     """A finished tile [BLOCK_N, T] into the columns of out that are its own."""
-    acc_layout: gl.constexpr = b_acc.type.layout
-    wide: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
-    half: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
-    if KIND == "partials":
-        o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-        o_m = gl.arange(0, T, gl.SliceLayout(0, acc_layout))
-        gl.store(out_p + o_m[None, :] * N + o_n[:, None], b_acc, mask=(o_m < M)[None, :] & (o_n < N)[:, None])
-    else:
-        if BIAS:
-            o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-            b_acc += gl.load(bias_p + o_n).to(gl.float32)[:, None]
+    if SWIGLU:
+        wide: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+        half: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
         b_out = gl.convert_layout(b_acc.to(out_p.dtype.element_ty), wide)
-        if KIND == "swiglu":
-            pairs = gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1))
-            gate, up = gl.split(pairs)
-            gate, up = gate.to(gl.float32), up.to(gl.float32)
-            silu = (gate / (1.0 + gl.exp(-gate))).to(out_p.dtype.element_ty).to(gl.float32)
-            b_half = gl.convert_layout((silu * up).to(out_p.dtype.element_ty), half)
-            o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
-            o_m = gl.arange(0, T, gl.SliceLayout(0, half))
-            mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
-            gl.store(out_p + o_m[None, :] * (N // 2) + o_h[:, None], b_half, mask=mask)
-        else:
-            o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
-            o_m = gl.arange(0, T, gl.SliceLayout(0, wide))
-            mask = (o_m < M)[None, :] & (o_n < N)[:, None]
-            gl.store(out_p + o_m[None, :] * N + o_n[:, None], b_out, mask=mask)
+        gate, up = gl.split(gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1)))
+        gate, up = gate.to(gl.float32), up.to(gl.float32)
+        silu = (gate / (1.0 + gl.exp(-gate))).to(out_p.dtype.element_ty).to(gl.float32)
+        b_half = gl.convert_layout((silu * up).to(out_p.dtype.element_ty), half)
+        o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
+        o_m = gl.arange(0, T, gl.SliceLayout(0, half))
+        mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
+        gl.store(out_p + o_m[None, :] * (N // 2) + o_h[:, None], b_half, mask=mask)
+    else:
+        o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, b_acc.type.layout))
+        o_m = gl.arange(0, T, gl.SliceLayout(0, b_acc.type.layout))
+        gl.store(out_p + o_m[None, :] * N + o_n[:, None], b_acc, mask=(o_m < M)[None, :] & (o_n < N)[:, None])
 
 
 @gluon.jit
@@ -126,12 +110,13 @@ def _norm(
 
 @gluon.jit
 def _compute(
-    rings, ready, x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+    rings, ready, x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
     M, stride_tap, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
-    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, GATE_WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
+    TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute; `ready` says that all programs have written what the next product reads."""
     o_tiles: gl.constexpr = D // BLOCK_N
@@ -141,8 +126,8 @@ def _compute(
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
     w_done, x_done = _product(
-        rings, gl.to_tensor(0), gl.to_tensor(0), part_p, bias_p, M, o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
-        "partials", False, T, SLOTS, ROW_SLOTS, BLOCK_N,
+        rings, gl.to_tensor(0), gl.to_tensor(0), part_p, M, o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
+        False, T, SLOTS, ROW_SLOTS, BLOCK_N,
     )  # fmt: skip
     stamp(trace_p, 1, PHASES)
     b_x, b_w = _row(x_p, post_p, M, D, BLOCK_D)
@@ -156,16 +141,16 @@ def _compute(
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
     w_done, x_done = _product(
-        rings, w_done, x_done, act_p, bias_p, M, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE,
-        "swiglu", False, T, SLOTS, ROW_SLOTS, BLOCK_N,
+        rings, w_done, x_done, act_p, M, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE,
+        True, T, SLOTS, ROW_SLOTS, BLOCK_N,
     )  # fmt: skip
     stamp(trace_p, 5, PHASES)
     join(sync_p + 2, True)
     mbarrier.arrive(ready, count=1)
     stamp(trace_p, 6, PHASES)
     w_done, x_done = _product(
-        rings, w_done, x_done, part_p, bias_p, M, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
-        "partials", False, T, SLOTS, ROW_SLOTS, BLOCK_N,
+        rings, w_done, x_done, part_p, M, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
+        False, T, SLOTS, ROW_SLOTS, BLOCK_N,
     )  # fmt: skip
     stamp(trace_p, 7, PHASES)
     b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program itself has left it
@@ -179,8 +164,8 @@ def _compute(
         mbarrier.arrive(ready, count=1)
         stamp(trace_p, 10, PHASES)
         _product(
-            rings, w_done, x_done, qkv_p, bias_p, M, QKV // BLOCK_N, 1, D // BLOCK_K, 1,
-            "linear", BIAS, T, SLOTS, ROW_SLOTS, BLOCK_N,
+            rings, w_done, x_done, qkv_p, M, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            False, T, SLOTS, ROW_SLOTS, BLOCK_N,
         )  # fmt: skip
         stamp(trace_p, 11, PHASES)
 
@@ -189,7 +174,8 @@ def _compute(
 def _stream_weights(
     o_d, gate_up_d, down_d, qkv_d, rings,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
-    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, GATE_WIDE: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads weights."""
@@ -207,14 +193,18 @@ def _stream_weights(
         True, SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if QKV > 0:
-        stream(qkv_d, w_s, full, free, done, QKV // BLOCK_N, 1, D // BLOCK_K, 1, True, SLOTS, BLOCK_N, BLOCK_K)
+        stream(
+            qkv_d, w_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            True, SLOTS, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _stream_rows(
     a_d, h_d, act_d, rings, ready,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
-    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, GATE_WIDE: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     T: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads rows, those of a product once all programs have written them."""
@@ -239,37 +229,44 @@ def _stream_rows(
     if QKV > 0:
         mbarrier.wait(ready, 0)
         async_sees_memory()
-        stream(h_d, x_s, full, free, done, QKV // BLOCK_N, 1, D // BLOCK_K, 1, False, ROW_SLOTS, T, BLOCK_K)
+        stream(
+            h_d, x_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            False, ROW_SLOTS, T, BLOCK_K,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "stride_tap"])
 def layer_kernel(
     o_d, gate_up_d, down_d, qkv_d, a_d, h_d, act_d,
-    x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+    x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
     M, stride_tap, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
-    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, GATE_WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
+    TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D]; QKV > 0: and qkv [M, QKV] of h."""
+    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D].
+
+    QKV > 0: and to qkv of h as partial sums, fp32 [QKV_SPLITS, M, QKV].
+    """
     rings = make_rings(o_d, a_d, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     gl.warp_specialize(
         [
             (_compute, (
-                rings, ready, x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
-                M, stride_tap, eps, D, A, FFN, QKV, O_SPLITS, DOWN_SPLITS, GATE_WIDE, BLOCK_D, T, SLOTS, ROW_SLOTS,
-                BLOCK_N, BLOCK_K, BIAS, TAP, BARRIERS, PHASES,
+                rings, ready, x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+                M, stride_tap, eps, D, A, FFN, QKV, O_SPLITS, DOWN_SPLITS, QKV_SPLITS, GATE_WIDE, QKV_WIDE, BLOCK_D,
+                T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K, TAP, BARRIERS, PHASES,
             )),
             (_stream_weights, (
-                o_d, gate_up_d, down_d, qkv_d, rings, D, A, FFN, QKV, O_SPLITS, DOWN_SPLITS, GATE_WIDE, SLOTS,
-                BLOCK_N, BLOCK_K,
+                o_d, gate_up_d, down_d, qkv_d, rings, D, A, FFN, QKV,
+                O_SPLITS, DOWN_SPLITS, QKV_SPLITS, GATE_WIDE, QKV_WIDE, SLOTS, BLOCK_N, BLOCK_K,
             )),
             (_stream_rows, (
-                a_d, h_d, act_d, rings, ready, D, A, FFN, QKV, O_SPLITS, DOWN_SPLITS, GATE_WIDE, T, ROW_SLOTS,
-                BLOCK_N, BLOCK_K,
+                a_d, h_d, act_d, rings, ready, D, A, FFN, QKV,
+                O_SPLITS, DOWN_SPLITS, QKV_SPLITS, GATE_WIDE, QKV_WIDE, T, ROW_SLOTS, BLOCK_N, BLOCK_K,
             )),
         ],
         [1, 1],  # warps that load weights, and rows
@@ -289,6 +286,12 @@ def splits_of(n: int, k: int, programs: int) -> int:
     return next(s for s in range(min(most, 8), 0, -1) if k % (s * BLOCK_K) == 0)
 
 
+def even_splits_of(n: int, k: int, programs: int) -> int:
+    """Splits of a product that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
+    tiles, blocks = -(-n // BLOCK_N), k // BLOCK_K
+    return min((s for s in range(1, 9) if blocks % s == 0), key=lambda s: -(-tiles * s // programs) * (blocks // s))
+
+
 def launch_layer(
     x: Tensor,
     a: Tensor,
@@ -298,7 +301,6 @@ def launch_layer(
     down: Tensor,
     norm: Tensor,
     qkv: Tensor | None,
-    qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
     trace: Tensor | None = None,
@@ -312,24 +314,26 @@ def launch_layer(
     device = x.device.index
     programs = programs_of(device)
     o_splits, down_splits = splits_of(d, width, programs), splits_of(d, ffn, programs)
+    qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, programs)
     rows = max(16, next_power_of_two(m))
     slots = slots_of(rows)
 
     parts = torch.empty(max(o_splits, down_splits), m, d, dtype=torch.float32, device=x.device)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     active = torch.empty(m, ffn, dtype=x.dtype, device=x.device)
-    out = None if qkv is None else torch.empty(m, len(qkv), dtype=x.dtype, device=x.device)
+    out = None if qkv is None else torch.empty(qkv_splits, m, len(qkv), dtype=torch.float32, device=x.device)
     layer_kernel[(programs,)](
         *(blocks_of(matrix, BLOCK_N) for matrix in (o, gate_up, down, o if qkv is None else qkv)),
         *(blocks_of(operand, rows) for operand in (a, normed, active)),
-        x, post_norm, norm, x if qkv_bias is None else qkv_bias, parts, total, normed, active,
-        x if out is None else out, x if tap is None else tap, _barriers(device),
+        x, post_norm, norm, parts, total, normed, active,
+        parts if out is None else out, x if tap is None else tap, _barriers(device),
         x if trace is None else trace,
         m, 0 if tap is None else tap.stride(0), eps,
         D=d, A=width, FFN=ffn, QKV=0 if qkv is None else len(qkv), O_SPLITS=o_splits, DOWN_SPLITS=down_splits,
-        GATE_WIDE=wide_of(len(gate_up) // BLOCK_N, rows, programs), BLOCK_D=next_power_of_two(d), T=rows,
-        SLOTS=slots.weights, ROW_SLOTS=slots.rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BIAS=qkv_bias is not None,
-        TAP=tap is not None, BARRIERS=BARRIERS, PHASES=0 if trace is None else len(PHASES), num_warps=WARPS,
-        launch_pdl=True,
+        QKV_SPLITS=qkv_splits, GATE_WIDE=wide_of(len(gate_up) // BLOCK_N, 1, rows, programs),
+        QKV_WIDE=1 if qkv is None else wide_of(len(qkv) // BLOCK_N, qkv_splits, rows, programs),
+        BLOCK_D=next_power_of_two(d), T=rows, SLOTS=slots.weights, ROW_SLOTS=slots.rows,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, TAP=tap is not None, BARRIERS=BARRIERS,
+        PHASES=0 if trace is None else len(PHASES), num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return total, normed, out

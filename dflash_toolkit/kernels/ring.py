@@ -39,15 +39,15 @@ def slots_of(rows: int) -> Slots:
     return Slots((SHARED_BYTES // (BLOCK_K * 2) - row_slots * rows) // BLOCK_N, row_slots)
 
 
-def wide_of(tiles: int, rows: int, programs: int) -> int:
-    """How many tiles a program takes side by side, with the same rows.
+def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
+    """How many tiles of a product in `splits` a program takes side by side, with the same rows.
 
     A tile by itself reads as many bytes of rows, from L2, as of weights at 64 rows, and twice as many at 128.
     """
     if rows < 64:
         return 1
     widths = [w for w in (3, 2, 1) if tiles % w == 0]
-    return min(widths, key=lambda w: w * -(-tiles // (w * programs)))
+    return min(widths, key=lambda w: w * -(-tiles * splits // (w * programs)))
 
 
 def fits(x: Tensor, matrices: list[Matrix | None]) -> bool:
