@@ -24,7 +24,8 @@ def case(rows: int, d: int, width: int, ffn: int, qkv: int, splits: tuple[int, i
         "QKV_SPLITS": splits[2], "BLOCK_D": layer.next_power_of_two(d), "T": rows, "BLOCK_N": ring.BLOCK_N,
         "GATE_WIDE": ring.wide_of(2 * ffn // ring.BLOCK_N, 1, rows, 132),
         "QKV_WIDE": ring.wide_of(qkv // ring.BLOCK_N, splits[2], rows, 132) if qkv else 1,
-        "BLOCK_K": ring.BLOCK_K, "TAP": True, "BARRIERS": layer.BARRIERS, "PHASES": 0, "SLOTS": slots.weights, "ROW_SLOTS": slots.rows,
+        "BLOCK_K": ring.BLOCK_K, "TAP": True, "BARRIERS": layer.BARRIERS, "PHASES": 0,
+        "SLOTS": slots.weights, "ROW_SLOTS": slots.rows,
     }  # fmt: skip
     return Case(layer.layer_kernel, kinds, constexprs, ring.WARPS, 3, ("M",))
 

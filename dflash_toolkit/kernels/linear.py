@@ -35,25 +35,25 @@ class Tile:
     splits: int = 1
 
 
-def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False) -> Tile:
-    """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax.
+def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, wide: bool = False) -> Tile:
+    """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax, `wide` is fp32.
 
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
     H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
     """
     padded = _padded(rows)
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
-    block_k = 128 if k >= 128 else max(16, next_power_of_two(k))
+    block_k = min(64 if wide else 128, max(16, next_power_of_two(k)))  # two stages fit into shared memory
     splits = 1
     if kind == "partials":
-        # by (N, K) only: a program for every multiprocessor, but no split shorter than four blocks
-        splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // (4 * block_k)))
+        # by (N, K) only: a program for every multiprocessor, but no short split
+        splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // 512))
     stages = {"linear": 6, "partials": 5, "swiglu": 3, "argmax": 4}[kind]
     if eight_bits:  # half the bytes, so more programs and less ahead
         stages, warps = 3, 4
         if splits > 1 and k >= 8 * splits * block_k:
             splits *= 2
-    while stages > 2 and stages * (block_n + padded) * block_k * 2 > SHARED_BYTES:
+    while stages > 2 and stages * (block_n + padded) * block_k * (4 if wide else 2) > SHARED_BYTES:
         stages -= 1
     return Tile(block_n, block_k, stages, warps, splits)
 
@@ -195,7 +195,8 @@ def launch_linear(
 
 
 def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
-    return tile_for(kind, len(weight), x.shape[1], len(x), isinstance(weight, ScaledMatrix))
+    wide = x.element_size() > 2
+    return tile_for(kind, len(weight), x.shape[1], len(x), isinstance(weight, ScaledMatrix), wide)
 
 
 def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
