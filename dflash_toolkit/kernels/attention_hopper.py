@@ -141,11 +141,6 @@ def hopper_attention_kernel(
     if CAUSAL:
         full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
 
-    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
-    o_slot = o_row // GROUP
-    o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + o_row % GROUP
-    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
-    b_q = gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < S)[:, None], other=0.0)
     for i in gl.static_range(STAGES):
         _expect(k_bar, i, i < tiles, HEAD)
         _expect(v_bar, i, i < tiles, HEAD)
@@ -156,7 +151,12 @@ def hopper_attention_kernel(
     _load(cache_d, v_s, v_bar, 1, slots + slot_1, column, tiles > 1)
     _load(cache_d, k_s, k_bar, 2, slot_2, column, tiles > 2)
     _load(cache_d, v_s, v_bar, 2, slots + slot_2, column, tiles > 2)
-    q_s.store(b_q)
+
+    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
+    o_slot = o_row // GROUP
+    o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + o_row % GROUP
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
+    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < S)[:, None], other=0.0))
     fence_async_shared()
     debug_barrier()
 
