@@ -117,7 +117,7 @@ def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, in
     for rows in ROWS:
         x = torch.randn(rows, shape[0], device="cuda").bfloat16()
         a = torch.randn(rows, shape[1], device="cuda").bfloat16()
-        assert layer.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
         tap = torch.full((rows, 3 * shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
         view = tap[:, shape[0] : 2 * shape[0]]
         found = fused.finish_layer(x, a, *weights.values(), EPS, view)

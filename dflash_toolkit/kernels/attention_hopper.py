@@ -202,6 +202,7 @@ def hopper_attention_kernel(
         fence_async_shared()
         debug_barrier()
     done = gl.maximum(i - 1, 0)
+    _wait(v_bar, done, tiles)  # loads may come in another order than they were asked for
     b_acc = warpgroup_mma(b_p, v_s.index(done % STAGES), b_out, is_async=True)
     b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
     _wait(v_bar, i, tiles)  # for the compiler again
