@@ -27,7 +27,7 @@ REPEATS = 20
 
 def chain(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces: list[Tensor | None]) -> None:
     for (o, gate_up, down, qkv), trace in zip(layers, traces, strict=True):
-        x, _, _ = launch_layer(x, a, o, norm, gate_up, down, norm, qkv, None, EPS, trace=trace)
+        x, _, _ = launch_layer(x, a, o, norm, gate_up, down, norm, qkv, EPS, trace=trace)
 
 
 def captured(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces: list[Tensor | None]) -> Any:

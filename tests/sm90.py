@@ -2,7 +2,7 @@
 
 The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of its own
 without it: `python tests/sm90.py` imports every `tests/sm90_cases_*.py`, whose `CASES` maps a name to a `Case`, and
-prints {name: {"registers": ..., "spills": ...}}.
+prints {name: {"registers": ..., "spills": ..., "shared": ..., "serialized": ...}}.
 """
 
 import importlib
@@ -32,7 +32,7 @@ class Case:
 
 
 def compile_case(case: Case) -> dict[str, int]:
-    """Registers and spilled bytes of a kernel, as ptxas reports them."""
+    """Registers and spilled bytes of a kernel, as ptxas reports them, and whether it makes matrix products wait."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -57,7 +57,8 @@ def compile_case(case: Case) -> dict[str, int]:
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
-    return {"registers": registers, "spills": spills, "shared": compiled.metadata.shared}
+    serialized = int("wgmma.mma_async instructions are serialized" in log)
+    return {"registers": registers, "spills": spills, "shared": compiled.metadata.shared, "serialized": serialized}
 
 
 def main() -> None:

@@ -36,6 +36,15 @@ def sample_case(logits: str, ragged: tuple[str, ...] = ()) -> Case:
     return Case(sample._sample_kernel, pointers, constexprs, sample.WARPS, ragged=ragged)
 
 
+def rope_write_case(partials: str, parts: int, heads: int) -> Case:
+    kernel = rope._rope_write_kernel
+    pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
+    constexprs = {
+        "PARTS": parts, "HEADS": heads, "BLOCK": 64, "PAGE": 64, "BIAS": True, "NORM": True, "PDL": True,
+    }  # fmt: skip
+    return Case(kernel, pointers | ints(kernel), constexprs, 1, ragged=("S", "G", "width"))
+
+
 merge = attention._merge_kernel
 rope_pointers = {"rope_p": "*fp32", "lengths_p": "*i32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"}
 CASES = {
@@ -60,15 +69,8 @@ CASES = {
         8,
         ragged=("M", "PARTS"),
     ),
-    "rope_write": Case(
-        rope._rope_write_kernel,
-        {"qkv_p": "*bf16", "qw_p": "*bf16", "kw_p": "*bf16", "q_p": "*bf16"}
-        | rope_pointers
-        | ints(rope._rope_write_kernel),
-        {"HEADS": 8, "BLOCK": 64, "PAGE": 64, "NORM": True, "PDL": True},
-        1,
-        ragged=("S", "G", "width"),
-    ),
+    "rope_write in a step": rope_write_case("*fp32", 4, 2),
+    "rope_write in a prefill": rope_write_case("*bf16", 1, 8),
     "context_write": Case(
         rope._context_write_kernel,
         {"kv_p": "*bf16", "kw_p": "*bf16", "counts_p": "*i32"} | rope_pointers | ints(rope._context_write_kernel),

@@ -1,9 +1,11 @@
-"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company.
+"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company; and the
+head, which streams in the same way.
 
 Gluon has no interpreter, so the kernel itself runs on a GPU only; that it compiles is in test_kernels_sm90.py.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dflash_toolkit.kernels import fused, layer, reference
+from dflash_toolkit.kernels import fused, layer, linear, reference, ring
+from dflash_toolkit.kernels.head import launch_head
 
 EPS = 1e-6
 # D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
@@ -43,7 +46,6 @@ def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) 
         "down": torch.randn(d, ffn) / ffn**0.5,
         "norm": 1 + torch.randn(d) / 10,
         "qkv": torch.randn(qkv, d) / d**0.5,
-        "qkv_bias": torch.randn(qkv),
     }
     return {name: None if t is None else t.to(device, dtype) for name, t in found.items()}
 
@@ -53,23 +55,48 @@ def double(weights: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    """At most twice the worst error of torch's own products in the same dtype."""
-    for ours, theirs, true in zip(found, torchs, exact, strict=True):
+    """At most twice the worst error of torch's own products in the same dtype; of qkv, the sum of its parts."""
+    for ours, theirs, true in zip(*((y, h, qkv.sum(0)) for y, h, qkv in (found, torchs, exact)), strict=True):
         bound = 2 * (theirs.double() - true).abs().max() + torch.finfo(theirs.dtype).eps
         assert bool(((ours.double() - true).abs() <= bound).all())  # NaN fails too
 
 
 @given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
 def test_splits_divide_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
-    splits = layer.splits_of(n * layer.BLOCK_N, k * layer.BLOCK_K, programs)
+    splits = layer.splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
     assert k % splits == 0 and 1 <= splits <= 8
     assert splits == 1 or n * splits <= programs
 
 
+@given(n=st.integers(1, 100), k=st.integers(1, 100), programs=st.integers(1, 140))
+def test_even_splits_leave_the_busiest_program_the_fewest_blocks(n: int, k: int, programs: int) -> None:
+    def most(splits: int) -> int:
+        items = [item % programs for item in range(n * splits)]
+        return max(map(items.count, set(items))) * (k // splits)
+
+    found = layer.even_splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
+    assert found == min((s for s in range(1, 9) if k % s == 0), key=lambda s: (most(s), s))
+
+
+def test_splits_of_qwen3_8b_on_an_h200() -> None:
+    assert [layer.splits_of(4096, k, 132) for k in (4096, 12288)] == [2, 2]
+    assert layer.even_splits_of(6144, 4096, 132) == 4
+
+
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_the_ring_fits_into_shared_memory(rows: int) -> None:
-    assert layer.stages_of(rows) >= 3
-    assert layer.stages_of(rows) * (layer.BLOCK_N + rows) * layer.BLOCK_K * 2 <= layer.SHARED_BYTES
+def test_the_rings_fit_into_shared_memory_and_hold_more_than_one_step(rows: int) -> None:
+    slots = ring.slots_of(rows)
+    assert slots.rows >= 2 and slots.weights > 3  # three tiles may stand side by side
+    held = slots.weights * ring.BLOCK_N + slots.rows * rows
+    assert ring.SHARED_BYTES * 0.95 <= held * ring.BLOCK_K * 2 <= ring.SHARED_BYTES
+
+
+@given(tiles=st.integers(1, 3000), splits=st.integers(1, 8), programs=st.integers(1, 200))
+def test_tiles_side_by_side_take_no_program_longer(tiles: int, splits: int, programs: int) -> None:
+    assert ring.wide_of(tiles, splits, 16, programs) == 1
+    wide = ring.wide_of(tiles, splits, 128, programs)
+    assert tiles % wide == 0 and 1 <= wide <= 3
+    assert wide * -(-tiles * splits // (wide * programs)) == -(-tiles * splits // programs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what runs where the kernel does not fit")
@@ -90,7 +117,7 @@ def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, in
     for rows in ROWS:
         x = torch.randn(rows, shape[0], device="cuda").bfloat16()
         a = torch.randn(rows, shape[1], device="cuda").bfloat16()
-        assert layer.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
         tap = torch.full((rows, 3 * shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
         view = tap[:, shape[0] : 2 * shape[0]]
         found = fused.finish_layer(x, a, *weights.values(), EPS, view)
@@ -101,14 +128,15 @@ def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, in
         assert int(tap.isnan().sum()) == 2 * rows * shape[0]
         i = rows // 2
         alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
-        assert all(torch.equal(one[0], many[i]) for one, many in zip(alone, found, strict=True))
-        weightless = {**weights, "qkv": None, "qkv_bias": None}
+        assert all(torch.equal(one[..., 0, :], many[..., i, :]) for one, many in zip(alone, found, strict=True))
+        weightless = {**weights, "qkv": None}
         last = fused.finish_layer(x, a, *weightless.values(), EPS)
         assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
 
 
 @pytest.mark.gpu
 def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> None:
+    """o and down are cut alike; qkv is cut here as the one launch cuts it."""
     w = matrices(SHAPES[0], "cuda", torch.bfloat16)
     for rows in ROWS:
         x, a = (torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2))
@@ -118,4 +146,20 @@ def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> N
             y, fused.linear_partials(fused.linear_swiglu(h, w["gate_up"]), w["down"]), w["norm"], EPS
         )
         assert torch.equal(found[0], y) and torch.equal(found[1], h)
-        assert torch.equal(found[2], fused.linear(h, w["qkv"], w["qkv_bias"]))
+        qkv = torch.empty_like(found[2])
+        tile = replace(linear.tile_for("partials", *w["qkv"].shape, rows), splits=len(qkv))
+        linear.launch_linear(h, w["qkv"], None, qkv, tile)
+        assert qkv.dtype == torch.float32 and torch.equal(found[2], qkv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "k"), [(151_936, 1024), (64, 128), (192, 256), (64 * 401, 896)], ids=str)
+def test_a_streamed_head_finds_what_its_tiles_find(columns: int, k: int) -> None:
+    weight = torch.randn(columns, k, device="cuda").bfloat16()
+    weight[columns // 2] = weight[columns // 3]  # a tie for whoever looks for that row
+    for rows in ROWS:
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        x[rows // 2] = 4 * weight[columns // 3]
+        found = launch_head(x, weight)
+        assert torch.equal(found, linear.linear_argmax(x, weight))
+        assert int(found[rows // 2]) == columns // 3

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from dflash_toolkit.kernels import accept, attention, norm, reference, rope
+from dflash_toolkit.kernels import accept, attention, norm, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16]  # the interpreter's tl.dot knows no bf16
@@ -269,94 +269,6 @@ def test_parts_are_added_in_their_order() -> None:
     partials = torch.tensor([1e8, -1e8, 1.0], device=DEVICE)[:, None, None].expand(3, 1, 8).contiguous()
     assert (norm.add_rms_norm(x, partials, weight, EPS)[0] == 1).all()
     assert (norm.add_rms_norm(x, partials.flip(0).contiguous(), weight, EPS)[0] == 0).all()
-
-
-# ---- RoPE and the pages ----------------------------------------------------------------------------
-
-
-def make_rope(positions: int, width: int) -> Tensor:
-    angles = torch.arange(positions)[:, None] / 1e4 ** (torch.arange(width // 2) / (width // 2))
-    return torch.stack([angles.cos(), angles.sin()]).to(DEVICE)
-
-
-def exact_rotated(x: Tensor, weight: Tensor | None, table: Tensor, positions: Tensor) -> Tensor:
-    """Heads x [M, heads, H], normed and rotated in float64."""
-    first, second = (x.double() if weight is None else exact_norm(x, weight)).chunk(2, dim=-1)
-    cos, sin = table.double()[:, positions.flatten(), None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def only_changed(before: Tensor, after: Tensor, slots: Tensor) -> bool:
-    """Whether caches [..., slots, G, H] are the same outside `slots`."""
-    rest = torch.ones(before.shape[-3], dtype=torch.bool, device=DEVICE)
-    rest[slots.flatten()] = False
-    return torch.equal(before[..., rest, :, :], after[..., rest, :, :])
-
-
-WRITES = [  # S, query heads of a group, KV heads, head width, contexts, page size
-    (1, 1, 1, 8, (0,), 4),
-    (3, 3, 2, 40, (1, 63, 130), 4),
-    (8, 4, 2, 64, (130,), 16),
-    (16, 7, 1, 128, (63, 0, 260), 64),
-]
-
-
-@pytest.mark.parametrize("normed", ["qk", ""])
-@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size", "dtype"), in_turn(WRITES))
-def test_rope_write(
-    block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int,
-    normed: str, dtype: torch.dtype,
-) -> None:  # fmt: skip
-    heads, rows = group * groups, len(contexts) * block
-    pages = make_pages(contexts, block, size, groups, width, dtype)
-    before = randn(*pages.cache.shape, dtype=dtype)
-    cache, expected_cache = before.clone(), before.clone()
-    q_weight, k_weight = (randn(width, dtype=dtype) if name in normed else None for name in "qk")
-    qkv, table = randn(rows, (heads + 2 * groups) * width, dtype=dtype), make_rope(max(contexts) + block, width)
-    where = (pages.lengths, pages.table)
-    q = rope.rope_write(qkv, q_weight, k_weight, EPS, table, *where, cache, size)
-    expected = reference.rope_write(qkv, q_weight, k_weight, EPS, table, *where, expected_cache, size)
-
-    positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
-    each = qkv.unflatten(1, (-1, width))
-    slots = pages.slots(block).flatten()
-    assert_as_exact_as_torch(q, expected, exact_rotated(each[:, :heads], q_weight, table, positions))
-    exact_keys = exact_rotated(each[:, heads : heads + groups], k_weight, table, positions)
-    assert_as_exact_as_torch(cache[0, slots], expected_cache[0, slots], exact_keys)
-    assert torch.equal(cache[1, slots], each[:, heads + groups :])
-    assert only_changed(before, cache, slots)
-    # the first row alone
-    alone_cache, one = before.clone(), pages.one(0)
-    alone = rope.rope_write(qkv[:1], q_weight, k_weight, EPS, table, one.lengths, one.table, alone_cache, size)
-    assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
-
-
-@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size", "dtype"), in_turn(WRITES))
-def test_context_write_writes_the_counted_rows_of_every_layer(
-    block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int, dtype: torch.dtype
-) -> None:
-    layers, rows = group, len(contexts) * block
-    pages = make_pages(contexts, block, size, groups, width)
-    before = randn(layers, *pages.cache.shape, dtype=dtype)
-    kv, k_weights = randn(rows, layers * 2 * groups * width, dtype=dtype), randn(layers, width, dtype=dtype)
-    table = make_rope(max(contexts) + block, width)
-    steps = torch.arange(block, device=DEVICE)
-    for counts in ([block, 0, (block + 1) // 2], [0, block, 1]):
-        counted = integers(counts[: len(contexts)])
-        cache, expected = before.clone(), before.clone()
-        arguments = (kv, k_weights, EPS, table, pages.lengths, counted, pages.table)
-        rope.context_write(*arguments, cache, size)
-        reference.context_write(*arguments, expected, size)
-        taken = (steps < counted[:, None]).flatten()
-        slots, positions = pages.slots(block).flatten()[taken], (pages.lengths[:, None] + steps).flatten()[taken]
-        assert only_changed(before, cache, slots)
-        if not taken.any():
-            continue
-        each = kv[taken].unflatten(1, (layers, 2, groups, width))
-        for layer in range(layers):
-            exact = exact_rotated(each[:, layer, 0], k_weights[layer], table, positions)
-            assert_as_exact_as_torch(cache[layer, 0, slots], expected[layer, 0, slots], exact)
-            assert torch.equal(cache[layer, 1, slots], each[:, layer, 1])
 
 
 # ---- acceptance ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ One kernel serves causal verification and non-causal drafting. The query heads o
 form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
 its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
 What a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
+On a Hopper GPU `attention_hopper.py` takes the place of the first kernel where it fits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import attention_hopper
 from .launch import next_power_of_two, pdl
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
@@ -217,13 +219,20 @@ def _attention(
     programs = batch * groups * tiles
     b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
     b_acc = scratch(programs, splits, ROWS, head)
-    shared = {"HEAD": head, "ROWS": ROWS, "SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
-    _attention_kernel[(programs, splits)](
-        q, cache, lengths, page_table, out, b_m, b_l, b_acc,
-        block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
-        KEYS=min(KEYS, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
-        num_warps=4, num_stages=STAGES, **shared, **pdl(q),
-    )  # fmt: skip
+    cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
+    shared = {"HEAD": head, "ROWS": ROWS, **cuts}
+    if attention_hopper.fits(q, cache, page_size):
+        attention_hopper.launch(
+            q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
+            causal=causal, window=window, whole=whole,
+        )  # fmt: skip
+    else:
+        _attention_kernel[(programs, splits)](
+            q, cache, lengths, page_table, out, b_m, b_l, b_acc,
+            block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
+            KEYS=min(KEYS, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+            num_warps=4, num_stages=STAGES, **shared, **pdl(q),
+        )  # fmt: skip
     if not whole:
         _merge_kernel[(programs, min(ROWS, block * group))](
             b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits,

@@ -4,9 +4,12 @@ from torch import Tensor
 
 from .accept import accept
 from .attention import block_attention
-from .layer import fits, launch_layer
-from .linear import linear, linear_argmax, linear_partials, linear_swiglu
+from .head import launch_head
+from .layer import launch_layer
+from .linear import linear, linear_partials, linear_swiglu
+from .linear import linear_argmax as linear_argmax_by_tiles
 from .norm import add_rms_norm
+from .ring import fits
 from .rope import context_write, rope_write
 from .sample import sample
 from .scaled import Matrix
@@ -36,13 +39,19 @@ def finish_layer(
     down: Matrix,
     norm: Tensor,
     qkv: Matrix | None,
-    qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One launch where that kernel fits, else one for every product and norm."""
     if o_bias is None and fits(x, [o, gate_up, down, qkv]):
-        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, qkv_bias, eps, tap)  # type: ignore[arg-type]
+        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, eps, tap)  # type: ignore[arg-type]
     x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
     x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear(h, qkv, qkv_bias)
+    return x, h, None if qkv is None else linear_partials(h, qkv)
+
+
+def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+    """The column with the largest logit of every row, int64 [M]; streamed or tile by tile, the same bits."""
+    if len(x) > 64 and fits(x, [weight]):  # up to 64 rows tiles by themselves are faster
+        return launch_head(x, weight)  # type: ignore[arg-type]
+    return linear_argmax_by_tiles(x, weight)

@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 def join(sync_p, FENCE: gl.constexpr):
     """Wait until every program of the grid has come here; what each wrote before is then visible to all.
 
-    FENCE: to asynchronous loads too.
+    FENCE: to asynchronous loads too. All warps of the calling partition take part, which has a program's first threads;
+    hardware barrier 15 is theirs.
     """
     if FENCE:
         async_sees_memory()
@@ -20,17 +21,17 @@ def join(sync_p, FENCE: gl.constexpr):
         mov.u32 seen, %tid.x;
         setp.eq.u32 first, seen, 0;
         setp.ge.u32 early, seen, 32;
-        bar.sync 0;
+        bar.sync 15, $3;
         @early bra DONE;
         @first red.release.gpu.global.add.u32 [$1], 1;
         AGAIN: ld.acquire.gpu.global.u32 seen, [$1];
         setp.lt.u32 early, seen, $2;
         @early bra AGAIN;
-        DONE: barrier.sync 0;
+        DONE: barrier.sync 15, $3;
         mov.u32 $0, 0;
         }""",
-        "=r,l,r",
-        [sync_p, gl.num_programs(0)],
+        "=r,l,r,r",
+        [sync_p, gl.num_programs(0), 32 * gl.num_warps()],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -57,11 +58,6 @@ def grid_wait():
 @gluon.jit
 def grid_launch():
     _do("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def threads_meet():
-    _do("bar.sync 0; mov.u32 $0, 0;")
 
 
 @gluon.jit

@@ -1,9 +1,10 @@
 """A decoder layer from its attention to the next layer's queries, keys and values, as one persistent kernel (Gluon).
 
-Four products stream their weights through one ring of shared memory: o, gate and up, down, and the next layer's qkv.
+Four products stream their weights through a ring of shared memory: o, gate and up, down, and the next layer's qkv.
 Between them stand two norms and five barriers over the whole grid. Weights depend on no other program, so the ring
 keeps filling with the next product's while a program waits: launches, barriers and norms cost little of the time in
-which memory could deliver. One program runs on every multiprocessor, all at once.
+which memory could deliver. One program runs on every multiprocessor, all at once; the warp that loads its rows waits
+at the barriers through `ready`.
 
 A product's tiles and splits are fixed by its (N, K), and every row count uses the same matrix instruction over K in
 the same order, so a row's result does not depend on how many rows run beside it.
@@ -16,17 +17,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .grid import grid_launch, grid_wait, join, stamp, threads_meet
+from .grid import async_sees_memory, grid_launch, grid_wait, join, stamp
 from .launch import next_power_of_two
-from .scaled import Matrix, ScaledMatrix
+from .ring import BLOCK_K, BLOCK_N, WARPS, accumulate, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
 
-MAX_ROWS = 128
-BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
-BLOCK_K = 128
-SHARED_BYTES = 200 * 1024  # of the ring; some is left for turning a tile
 BARRIERS = 5  # of the grid, a layer
 PHASES = (  # what ends at each stamp of a trace; a barrier ends when all programs have come to it
     "start", "o", "barrier", "norm", "barrier", "gate and up", "barrier", "down", "barrier", "norm", "barrier", "qkv",
@@ -34,119 +30,54 @@ PHASES = (  # what ends at each stamp of a trace; a barrier ends when all progra
 
 
 @gluon.jit
-def _blocks(TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr):
-    """How many blocks of K this program walks through in a product."""
-    items = gl.maximum(TILES * SPLITS - gl.program_id(0) + gl.num_programs(0) - 1, 0) // gl.num_programs(0)
-    return items * ITERS
-
-
-@gluon.jit
-def _load_weight(
-    w_d, w_s, w_bar, slot, j, TILES: gl.constexpr, ITERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """Ask for the weight of this program's j-th block."""
-    item = gl.program_id(0) + (j // ITERS) * gl.num_programs(0)
-    k = ((item // TILES) * ITERS + j % ITERS) * BLOCK_K
-    mbarrier.expect(w_bar.index(slot), BLOCK_N * BLOCK_K * 2)
-    tma.async_copy_global_to_shared(w_d, [(item % TILES) * BLOCK_N, k], w_bar.index(slot), w_s.index(slot))
-
-
-@gluon.jit
-def _load_rows(
-    x_d, x_s, x_bar, slot, j, TILES: gl.constexpr, ITERS: gl.constexpr, T: gl.constexpr, BLOCK_K: gl.constexpr
-):
-    item = gl.program_id(0) + (j // ITERS) * gl.num_programs(0)
-    k = ((item // TILES) * ITERS + j % ITERS) * BLOCK_K
-    mbarrier.expect(x_bar.index(slot), T * BLOCK_K * 2)
-    tma.async_copy_global_to_shared(x_d, [0, k], x_bar.index(slot), x_s.index(slot))
-
-
-@gluon.jit
-def _first_weights(
-    w_d, w_s, w_bar, done, room, TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """Ask for a product's first weights as far as `room` slots of the ring, from block `done` on, are free."""
-    for j in range(0, gl.minimum(room, _blocks(TILES, SPLITS, ITERS))):
-        _load_weight(w_d, w_s, w_bar, (done + j) % STAGES, j, TILES, ITERS, BLOCK_N, BLOCK_K)
-
-
-@gluon.jit
 def _product(
-    w_d, x_d, next_d, rings, done, out_p, bias_p, M,
-    TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr,
-    NEXT_TILES: gl.constexpr, NEXT_SPLITS: gl.constexpr, NEXT_ITERS: gl.constexpr,
-    KIND: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    rings, w_done, x_done, out_p, M,
+    TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
+    SWIGLU: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """One product; its first weights are on their way, and it sends for the first of the next. Returns blocks done.
+    """One product of what the rings bring, WIDE tiles side by side. Returns blocks of weights and of rows done.
 
-    KIND: "partials" fp32 [SPLITS, M, N], "swiglu" [M, N / 2], "linear" [M, N].
+    SWIGLU: to [M, N / 2] and SPLITS is 1; else to fp32 partial sums [SPLITS, M, N].
     """
-    w_s, x_s, w_bar, x_bar = rings
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
-    wide: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    half: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    groups: gl.constexpr = TILES // WIDE
     N: gl.constexpr = TILES * BLOCK_N
-    blocks = _blocks(TILES, SPLITS, ITERS)
-    ahead = _blocks(NEXT_TILES, NEXT_SPLITS, NEXT_ITERS)
-    _first_weights(
-        next_d, w_s, w_bar, done + blocks, STAGES - blocks, NEXT_TILES, NEXT_SPLITS, NEXT_ITERS,
-        STAGES, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    for j in range(0, gl.minimum(STAGES, blocks)):
-        _load_rows(x_d, x_s, x_bar, (done + j) % STAGES, j, TILES, ITERS, T, BLOCK_K)
-    for item in range(gl.program_id(0), TILES * SPLITS, gl.num_programs(0)):
-        first = (item // gl.num_programs(0)) * ITERS
-        b_acc = gl.zeros([BLOCK_N, T], gl.float32, acc_layout)
-        for i in range(0, ITERS):
-            j = first + i
-            slot, phase = (done + j) % STAGES, (done + j) // STAGES % 2
-            mbarrier.wait(w_bar.index(slot), phase)
-            mbarrier.wait(x_bar.index(slot), phase)
-            b_acc = warpgroup_mma(w_s.index(slot), x_s.index(slot).permute((1, 0)), b_acc, is_async=True)
-            b_acc = warpgroup_mma_wait(0, [b_acc])
-            threads_meet()  # all warps have read the slot
-            j += STAGES
-            if j < blocks:
-                _load_weight(w_d, w_s, w_bar, slot, j, TILES, ITERS, BLOCK_N, BLOCK_K)
-                _load_rows(x_d, x_s, x_bar, slot, j, TILES, ITERS, T, BLOCK_K)
-            elif j - blocks < ahead:
-                _load_weight(next_d, w_s, w_bar, slot, j - blocks, NEXT_TILES, NEXT_ITERS, BLOCK_N, BLOCK_K)
-        tile = item % TILES
-        if KIND == "partials":
-            o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-            o_m = gl.arange(0, T, gl.SliceLayout(0, acc_layout))
-            p_out = out_p + (item // TILES) * M * N + o_m[None, :] * N + o_n[:, None]
-            gl.store(p_out, b_acc, mask=(o_m < M)[None, :] & (o_n < N)[:, None])
-        else:
-            if BIAS:
-                o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-                b_acc += gl.load(bias_p + o_n).to(gl.float32)[:, None]
-            b_out = gl.convert_layout(b_acc.to(out_p.dtype.element_ty), wide)
-            if KIND == "swiglu":
-                pairs = gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1))
-                gate, up = gl.split(pairs)
-                gate, up = gate.to(gl.float32), up.to(gl.float32)
-                silu = (gate / (1.0 + gl.exp(-gate))).to(out_p.dtype.element_ty).to(gl.float32)
-                b_half = gl.convert_layout((silu * up).to(out_p.dtype.element_ty), half)
-                o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
-                o_m = gl.arange(0, T, gl.SliceLayout(0, half))
-                mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
-                gl.store(out_p + o_m[None, :] * (N // 2) + o_h[:, None], b_half, mask=mask)
-            else:
-                o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
-                o_m = gl.arange(0, T, gl.SliceLayout(0, wide))
-                mask = (o_m < M)[None, :] & (o_n < N)[:, None]
-                gl.store(out_p + o_m[None, :] * N + o_n[:, None], b_out, mask=mask)
-    return done + blocks
+    for item in range(gl.program_id(0), groups * SPLITS, gl.num_programs(0)):
+        b_0, b_1, b_2, w_done, x_done = accumulate(rings, w_done, x_done, ITERS, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N)
+        tile = (item % groups) * WIDE
+        p_out = out_p + (item // groups) * M * N
+        _store(b_0, p_out, tile, M, N, SWIGLU, T, BLOCK_N)
+        if WIDE > 1:
+            _store(b_1, p_out, tile + 1, M, N, SWIGLU, T, BLOCK_N)
+        if WIDE > 2:
+            _store(b_2, p_out, tile + 2, M, N, SWIGLU, T, BLOCK_N)
+    return w_done, x_done
+
+
+@gluon.jit
+def _store(b_acc, out_p, tile, M, N: gl.constexpr, SWIGLU: gl.constexpr, T: gl.constexpr, BLOCK_N: gl.constexpr):
+    """A finished tile [BLOCK_N, T] into the columns of out that are its own."""
+    if SWIGLU:
+        wide: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+        half: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+        b_out = gl.convert_layout(b_acc.to(out_p.dtype.element_ty), wide)
+        gate, up = gl.split(gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1)))
+        gate, up = gate.to(gl.float32), up.to(gl.float32)
+        silu = (gate / (1.0 + gl.exp(-gate))).to(out_p.dtype.element_ty).to(gl.float32)
+        b_half = gl.convert_layout((silu * up).to(out_p.dtype.element_ty), half)
+        o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
+        o_m = gl.arange(0, T, gl.SliceLayout(0, half))
+        mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
+        gl.store(out_p + o_m[None, :] * (N // 2) + o_h[:, None], b_half, mask=mask)
+    else:
+        o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, b_acc.type.layout))
+        o_m = gl.arange(0, T, gl.SliceLayout(0, b_acc.type.layout))
+        gl.store(out_p + o_m[None, :] * N + o_n[:, None], b_acc, mask=(o_m < M)[None, :] & (o_n < N)[:, None])
 
 
 @gluon.jit
 def _row(x_p, w_p, M, D: gl.constexpr, BLOCK: gl.constexpr):
     """This program's row of the residual stream and the norm's weight, asked for before they are needed."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)  # the last programs have the fewest tiles
     o_d = gl.arange(0, BLOCK, layout)
     mask = (o_d < D) & (i_m < M)
@@ -177,42 +108,26 @@ def _norm(
         gl.store(h_p + i_m * D + o_d, b_h, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["M", "stride_tap"])
-def layer_kernel(
-    o_d, gate_up_d, down_d, qkv_d, a_d, h_d, act_d,
-    x_p, post_p, next_p, bias_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+@gluon.jit
+def _compute(
+    rings, ready, x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
     M, stride_tap, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
-    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, BLOCK_D: gl.constexpr,
-    T: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    BIAS: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+    T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D]; QKV > 0: and qkv [M, QKV] of h."""
-    w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], o_d.layout)
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, T, BLOCK_K], a_d.layout)
-    w_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    x_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(w_bar.index(i), count=1)
-        mbarrier.init(x_bar.index(i), count=1)
-    threads_meet()
-    rings = (w_s, x_s, w_bar, x_bar)
+    """The warps that compute; `ready` says that all programs have written what the next product reads."""
     o_tiles: gl.constexpr = D // BLOCK_N
-    gate_tiles: gl.constexpr = 2 * FFN // BLOCK_N
-    qkv_tiles: gl.constexpr = QKV // BLOCK_N
-    o_iters: gl.constexpr = A // (BLOCK_K * O_SPLITS)
-    down_iters: gl.constexpr = FFN // (BLOCK_K * DOWN_SPLITS)
-    d_iters: gl.constexpr = D // BLOCK_K
-
-    _first_weights(o_d, w_s, w_bar, 0, STAGES, o_tiles, O_SPLITS, o_iters, STAGES, BLOCK_N, BLOCK_K)
     grid_wait()
     stamp(trace_p, 0, PHASES)
     if gl.program_id(0) == 0:  # nobody passes barrier 0 before this program comes to it
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
-    done = _product(
-        o_d, a_d, gate_up_d, rings, 0, part_p, bias_p, M, o_tiles, O_SPLITS, o_iters, gate_tiles, 1, d_iters,
-        "partials", False, T, STAGES, BLOCK_N, BLOCK_K,
+    w_done, x_done = _product(
+        rings, gl.to_tensor(0), gl.to_tensor(0), part_p, M, o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
+        False, T, SLOTS, ROW_SLOTS, BLOCK_N,
     )  # fmt: skip
     stamp(trace_p, 1, PHASES)
     b_x, b_w = _row(x_p, post_p, M, D, BLOCK_D)
@@ -221,19 +136,21 @@ def layer_kernel(
     _norm(b_x, b_w, part_p, sum_p, h_p, tap_p, stride_tap, M, eps, D, O_SPLITS, BLOCK_D, False)
     stamp(trace_p, 3, PHASES)
     join(sync_p + 1, True)
+    mbarrier.arrive(ready, count=1)
     stamp(trace_p, 4, PHASES)
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
-    done = _product(
-        gate_up_d, h_d, down_d, rings, done, act_p, bias_p, M, gate_tiles, 1, d_iters, o_tiles, DOWN_SPLITS, down_iters,
-        "swiglu", False, T, STAGES, BLOCK_N, BLOCK_K,
+    w_done, x_done = _product(
+        rings, w_done, x_done, act_p, M, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE,
+        True, T, SLOTS, ROW_SLOTS, BLOCK_N,
     )  # fmt: skip
     stamp(trace_p, 5, PHASES)
     join(sync_p + 2, True)
+    mbarrier.arrive(ready, count=1)
     stamp(trace_p, 6, PHASES)
-    done = _product(
-        down_d, act_d, qkv_d, rings, done, part_p, bias_p, M, o_tiles, DOWN_SPLITS, down_iters, qkv_tiles, 1, d_iters,
-        "partials", False, T, STAGES, BLOCK_N, BLOCK_K,
+    w_done, x_done = _product(
+        rings, w_done, x_done, part_p, M, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
+        False, T, SLOTS, ROW_SLOTS, BLOCK_N,
     )  # fmt: skip
     stamp(trace_p, 7, PHASES)
     b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program itself has left it
@@ -244,17 +161,117 @@ def layer_kernel(
     if QKV > 0:
         stamp(trace_p, 9, PHASES)
         join(sync_p + 4, True)
+        mbarrier.arrive(ready, count=1)
         stamp(trace_p, 10, PHASES)
         _product(
-            qkv_d, h_d, qkv_d, rings, done, qkv_p, bias_p, M, qkv_tiles, 1, d_iters, 0, 1, d_iters,
-            "linear", BIAS, T, STAGES, BLOCK_N, BLOCK_K,
+            rings, w_done, x_done, qkv_p, M, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            False, T, SLOTS, ROW_SLOTS, BLOCK_N,
         )  # fmt: skip
         stamp(trace_p, 11, PHASES)
 
 
-@functools.cache
-def _programs(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+@gluon.jit
+def _stream_weights(
+    o_d, gate_up_d, down_d, qkv_d, rings,
+    D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
+    SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads weights."""
+    w_s, full, free = rings[0], rings[1], rings[2]
+    o_tiles: gl.constexpr = D // BLOCK_N
+    done = stream(
+        o_d, w_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
+        True, SLOTS, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    done = stream(
+        gate_up_d, w_s, full, free, done, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE, True, SLOTS, BLOCK_N, BLOCK_K
+    )
+    done = stream(
+        down_d, w_s, full, free, done, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
+        True, SLOTS, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if QKV > 0:
+        stream(
+            qkv_d, w_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            True, SLOTS, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _stream_rows(
+    a_d, h_d, act_d, rings, ready,
+    D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
+    T: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads rows, those of a product once all programs have written them."""
+    x_s, full, free = rings[3], rings[4], rings[5]
+    o_tiles: gl.constexpr = D // BLOCK_N
+    grid_wait()
+    done = stream(
+        a_d, x_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
+        False, ROW_SLOTS, T, BLOCK_K,
+    )  # fmt: skip
+    mbarrier.wait(ready, 0)
+    async_sees_memory()
+    done = stream(
+        h_d, x_s, full, free, done, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE, False, ROW_SLOTS, T, BLOCK_K
+    )
+    mbarrier.wait(ready, 1)
+    async_sees_memory()
+    done = stream(
+        act_d, x_s, full, free, done, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
+        False, ROW_SLOTS, T, BLOCK_K,
+    )  # fmt: skip
+    if QKV > 0:
+        mbarrier.wait(ready, 0)
+        async_sees_memory()
+        stream(
+            h_d, x_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            False, ROW_SLOTS, T, BLOCK_K,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "stride_tap"])
+def layer_kernel(
+    o_d, gate_up_d, down_d, qkv_d, a_d, h_d, act_d,
+    x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+    M, stride_tap, eps,
+    D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
+    O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
+    GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+    T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
+):  # fmt: skip
+    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm h [M, D].
+
+    QKV > 0: and to qkv of h as partial sums, fp32 [QKV_SPLITS, M, QKV].
+    """
+    rings = make_rings(o_d, a_d, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    gl.warp_specialize(
+        [
+            (_compute, (
+                rings, ready, x_p, post_p, next_p, part_p, sum_p, h_p, act_p, qkv_p, tap_p, sync_p, trace_p,
+                M, stride_tap, eps, D, A, FFN, QKV, O_SPLITS, DOWN_SPLITS, QKV_SPLITS, GATE_WIDE, QKV_WIDE, BLOCK_D,
+                T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K, TAP, BARRIERS, PHASES,
+            )),
+            (_stream_weights, (
+                o_d, gate_up_d, down_d, qkv_d, rings, D, A, FFN, QKV,
+                O_SPLITS, DOWN_SPLITS, QKV_SPLITS, GATE_WIDE, QKV_WIDE, SLOTS, BLOCK_N, BLOCK_K,
+            )),
+            (_stream_rows, (
+                a_d, h_d, act_d, rings, ready, D, A, FFN, QKV,
+                O_SPLITS, DOWN_SPLITS, QKV_SPLITS, GATE_WIDE, QKV_WIDE, T, ROW_SLOTS, BLOCK_N, BLOCK_K,
+            )),
+        ],
+        [1, 1],  # warps that load weights, and rows
+        [40, 40],  # and their registers
+    )  # fmt: skip
 
 
 @functools.cache
@@ -269,24 +286,10 @@ def splits_of(n: int, k: int, programs: int) -> int:
     return next(s for s in range(min(most, 8), 0, -1) if k % (s * BLOCK_K) == 0)
 
 
-def stages_of(rows: int) -> int:
-    """Blocks in flight for products of `rows` rows, a power of two."""
-    return SHARED_BYTES // ((BLOCK_N + rows) * BLOCK_K * 2)
-
-
-def fits(x: Tensor, matrices: list[Matrix | None]) -> bool:
-    """Whether the kernel can run this: a Hopper GPU, bf16, at most MAX_ROWS rows, whole tiles."""
-    return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and x.dtype == torch.bfloat16
-        and len(x) <= min(MAX_ROWS, _programs(x.device.index))
-        and all(
-            not isinstance(m, ScaledMatrix) and m.shape[0] % BLOCK_N == 0 and m.shape[1] % BLOCK_K == 0
-            for m in matrices
-            if m is not None
-        )
-    )
+def even_splits_of(n: int, k: int, programs: int) -> int:
+    """Splits of a product that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
+    tiles, blocks = -(-n // BLOCK_N), k // BLOCK_K
+    return min((s for s in range(1, 9) if blocks % s == 0), key=lambda s: -(-tiles * s // programs) * (blocks // s))
 
 
 def launch_layer(
@@ -298,7 +301,6 @@ def launch_layer(
     down: Tensor,
     norm: Tensor,
     qkv: Tensor | None,
-    qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
     trace: Tensor | None = None,
@@ -310,32 +312,28 @@ def launch_layer(
     """
     (m, d), width, ffn = x.shape, a.shape[1], down.shape[1]
     device = x.device.index
-    programs = _programs(device)
+    programs = programs_of(device)
     o_splits, down_splits = splits_of(d, width, programs), splits_of(d, ffn, programs)
+    qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, programs)
     rows = max(16, next_power_of_two(m))
-
-    def weight(matrix: Tensor) -> TensorDescriptor:
-        block = [BLOCK_N, BLOCK_K]
-        return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
-
-    def operand(matrix: Tensor) -> TensorDescriptor:
-        block = [rows, BLOCK_K]
-        return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    slots = slots_of(rows)
 
     parts = torch.empty(max(o_splits, down_splits), m, d, dtype=torch.float32, device=x.device)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     active = torch.empty(m, ffn, dtype=x.dtype, device=x.device)
-    out = None if qkv is None else torch.empty(m, len(qkv), dtype=x.dtype, device=x.device)
+    out = None if qkv is None else torch.empty(qkv_splits, m, len(qkv), dtype=torch.float32, device=x.device)
     layer_kernel[(programs,)](
-        weight(o), weight(gate_up), weight(down), weight(o if qkv is None else qkv),
-        operand(a), operand(normed), operand(active),
-        x, post_norm, norm, x if qkv_bias is None else qkv_bias, parts, total, normed, active,
-        x if out is None else out, x if tap is None else tap, _barriers(device),
+        *(blocks_of(matrix, BLOCK_N) for matrix in (o, gate_up, down, o if qkv is None else qkv)),
+        *(blocks_of(operand, rows) for operand in (a, normed, active)),
+        x, post_norm, norm, parts, total, normed, active,
+        parts if out is None else out, x if tap is None else tap, _barriers(device),
         x if trace is None else trace,
         m, 0 if tap is None else tap.stride(0), eps,
         D=d, A=width, FFN=ffn, QKV=0 if qkv is None else len(qkv), O_SPLITS=o_splits, DOWN_SPLITS=down_splits,
-        BLOCK_D=next_power_of_two(d), T=rows, STAGES=stages_of(rows), BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        BIAS=qkv_bias is not None, TAP=tap is not None, BARRIERS=BARRIERS,
-        PHASES=0 if trace is None else len(PHASES), num_warps=4, launch_pdl=True,
+        QKV_SPLITS=qkv_splits, GATE_WIDE=wide_of(len(gate_up) // BLOCK_N, 1, rows, programs),
+        QKV_WIDE=1 if qkv is None else wide_of(len(qkv) // BLOCK_N, qkv_splits, rows, programs),
+        BLOCK_D=next_power_of_two(d), T=rows, SLOTS=slots.weights, ROW_SLOTS=slots.rows,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, TAP=tap is not None, BARRIERS=BARRIERS,
+        PHASES=0 if trace is None else len(PHASES), num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return total, normed, out

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .best import reduce_best
 from .launch import next_power_of_two, pdl
 from .scaled import Matrix, ScaledMatrix
 
@@ -34,25 +35,25 @@ class Tile:
     splits: int = 1
 
 
-def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False) -> Tile:
-    """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax.
+def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, wide: bool = False) -> Tile:
+    """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax, `wide` is fp32.
 
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
     H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
     """
     padded = _padded(rows)
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
-    block_k = 128 if k >= 128 else max(16, next_power_of_two(k))
+    block_k = min(64 if wide else 128, max(16, next_power_of_two(k)))  # two stages fit into shared memory
     splits = 1
     if kind == "partials":
-        # by (N, K) only: a program for every multiprocessor, but no split shorter than four blocks
-        splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // (4 * block_k)))
+        # by (N, K) only: a program for every multiprocessor, but no short split
+        splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // 512))
     stages = {"linear": 6, "partials": 5, "swiglu": 3, "argmax": 4}[kind]
     if eight_bits:  # half the bytes, so more programs and less ahead
         stages, warps = 3, 4
         if splits > 1 and k >= 8 * splits * block_k:
             splits *= 2
-    while stages > 2 and stages * (block_n + padded) * block_k * 2 > SHARED_BYTES:
+    while stages > 2 and stages * (block_n + padded) * block_k * (4 if wide else 2) > SHARED_BYTES:
         stages -= 1
     return Tile(block_n, block_k, stages, warps, splits)
 
@@ -153,21 +154,6 @@ def _argmax_kernel(
     tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
-def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    i_m = tl.program_id(0)
-    o_t = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    b_best = tl.load(best_p + o_t * M + i_m, mask=o_t < tiles, other=-float("inf"))
-    b_index = tl.load(index_p + o_t * M + i_m, mask=o_t < tiles, other=2**31 - 1)
-    top = tl.max(b_best, axis=0)
-    # rows that stand for no request may hold NaN and so no largest value; what they get must still be a column
-    found = tl.min(tl.where(b_best == top, b_index, 2**31 - 1), axis=0)
-    tl.store(out_p + i_m, tl.where(found == 2**31 - 1, 0, found).to(tl.int64))
-
-
 @triton.jit
 def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [M, width] of x [M, 2 * width] with gates and ups alternating; for products that cuBLAS made."""
@@ -209,7 +195,8 @@ def launch_linear(
 
 
 def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
-    return tile_for(kind, len(weight), x.shape[1], len(x), isinstance(weight, ScaledMatrix))
+    wide = x.element_size() > 2
+    return tile_for(kind, len(weight), x.shape[1], len(x), isinstance(weight, ScaledMatrix), wide)
 
 
 def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
@@ -265,12 +252,10 @@ def launch_argmax(x: Tensor, weight: Matrix, tile: Tile) -> Tensor:
     data, scale = _parts(weight)
     best = torch.empty(tiles, m, dtype=torch.float32, device=x.device)
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
-    out = torch.empty(m, dtype=torch.int64, device=x.device)
     _argmax_kernel[(tiles,)](
         x, data, data if scale is None else scale, best, index, m, n, k,
         T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
-    _reduce_kernel[(m,)](best, index, out, m, tiles, BLOCK=next_power_of_two(tiles), **pdl(x))
-    return out
+    return reduce_best(best, index)

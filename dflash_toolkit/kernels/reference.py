@@ -112,7 +112,7 @@ def _dense(weight: Matrix, x: Tensor) -> Tensor:
 
 
 def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as a sum of P partial products over K, [P, M, N]; `add_rms_norm` adds them up.
+    """`linear` left as a sum of P partial products over K, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
 
     P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
     """
@@ -179,7 +179,6 @@ def finish_layer(
     down: Matrix,
     norm: Tensor,
     qkv: Matrix | None,
-    qkv_bias: Tensor | None,
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -190,19 +189,21 @@ def finish_layer(
         a: the layer's attention [M, N * H].
         o, o_bias, post_norm, gate_up, down: of the layer; gate_up as for `linear_swiglu`.
         norm: [D], of the next layer, or the final one.
-        qkv, qkv_bias: [(N + 2 * G) * H, D] of the next layer; None behind the last.
+        qkv: [(N + 2 * G) * H, D] of the next layer; None behind the last.
         tap: a view [M, D] that receives the layer's output.
 
     Returns:
-        The layer's output and its norm, both [M, D], and the next layer's qkv [M, (N + 2 * G) * H] or None.
+        The layer's output and its norm, both [M, D], and the next layer's qkv without its bias, as partial products
+        [P, M, (N + 2 * G) * H] for `rope_write`, or None.
     """
     x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
     x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear(h, qkv, qkv_bias)
+    return x, h, None if qkv is None else linear_partials(h, qkv)
 
 
 def rope_write(
-    qkv: Tensor,
+    partials: Tensor,
+    bias: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
@@ -212,10 +213,12 @@ def rope_write(
     cache: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Norm and rotate queries and keys; write keys and values into the pages of their positions.
+    """Add up qkv; norm and rotate queries and keys; write keys and values into the pages of their positions.
 
     Args:
-        qkv: [M, (N + 2 * G) * H], heads of q, then k, then v.
+        partials: qkv as P parts [P, M, (N + 2 * G) * H], heads of q, then k, then v; their sum is rounded to the
+            cache's dtype.
+        bias: [(N + 2 * G) * H], added before that; None adds nothing.
         q_weight, k_weight: [H] per-head RMSNorm weights; None where the architecture has none.
         rope: fp32 [2, positions, H / 2], cosines and sines.
         lengths: int32 [B]; row b * S + k stands at position lengths[b] + k.
@@ -223,17 +226,19 @@ def rope_write(
         cache: [2, slots, G, H], keys and values of one layer, written in place.
 
     Returns:
-        Queries [M, N, H].
+        Queries [M, N, H] in the cache's dtype.
     """
     groups, width = cache.shape[2:]
+    total = partials.float().sum(0)
+    qkv = (total if bias is None else total + bias.float()).to(cache.dtype)
     block = len(qkv) // len(lengths)
     positions = lengths[:, None] + torch.arange(block, device=lengths.device)
     q, k, v = qkv.unflatten(1, (-1, width)).split([qkv.shape[1] // width - 2 * groups, groups, groups], dim=1)
     q = _rms_norm(q, q_weight, eps) if q_weight is not None else q
     k = _rms_norm(k, k_weight, eps) if k_weight is not None else k
     slots = slots_of(positions, page_table, page_size).flatten()
-    cache[0, slots] = _rotate(k, rope, positions.flatten()).to(cache.dtype)
-    cache[1, slots] = v.to(cache.dtype)
+    cache[0, slots] = _rotate(k, rope, positions.flatten())
+    cache[1, slots] = v
     return _rotate(q, rope, positions.flatten())
 
 

@@ -1,5 +1,6 @@
-"""Per-head norm, RoPE and the write into the pages, in Triton: for a block's queries, keys and values, and for the
-context keys and values of every draft layer at once. One program handles a few heads of one row."""
+"""Per-head norm, RoPE and the write into the pages, in Triton: for a block's queries, keys and values, which it also
+adds up from partial products, and for the context keys and values of every draft layer at once. One program handles a
+few heads of one row."""
 
 # mypy: disable-error-code="no-untyped-def"
 import math
@@ -13,16 +14,21 @@ from .launch import next_power_of_two, pdl
 
 
 @triton.jit
+def _load(p_in, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Both halves [HEADS, BLOCK] of heads."""
+    o_h = tl.arange(0, BLOCK)
+    p_heads = p_in + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
+    mask = (o_h < HALF)[None, :]
+    return tl.load(p_heads, mask=mask, other=0.0), tl.load(p_heads + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
 def _norm_rotate(
-    p_in, w_p, rope_p, positions, position, eps, HALF,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    b_first, b_second, w_p, rope_p, positions, position, eps, HALF, BLOCK: tl.constexpr, NORM: tl.constexpr
+):
     """Both halves [HEADS, BLOCK] of heads, normed (NORM) and rotated, in fp32; rounded where the reference rounds."""
     o_h = tl.arange(0, BLOCK)
     mask = o_h < HALF
-    p_heads = p_in + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
-    b_first = tl.load(p_heads, mask=mask[None, :], other=0.0)
-    b_second = tl.load(p_heads + HALF, mask=mask[None, :], other=0.0)
     dtype = b_first.dtype
     if NORM:
         wide_first, wide_second = b_first.to(tl.float32), b_second.to(tl.float32)
@@ -37,16 +43,6 @@ def _norm_rotate(
 
 
 @triton.jit
-def _copied(p_in, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of heads as they are, in fp32."""
-    o_h = tl.arange(0, BLOCK)
-    p_heads = p_in + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
-    mask = (o_h < HALF)[None, :]
-    b_first, b_second = tl.load(p_heads, mask=mask, other=0.0), tl.load(p_heads + HALF, mask=mask, other=0.0)
-    return b_first.to(tl.float32), b_second.to(tl.float32)
-
-
-@triton.jit
 def _store(p_out, b_first, b_second, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     o_h = tl.arange(0, BLOCK)
     p_heads = p_out + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
@@ -57,9 +53,10 @@ def _store(p_out, b_first, b_second, HALF, HEADS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["S"])
 def _rope_write_kernel(
-    qkv_p, qw_p, kw_p, rope_p, lengths_p, pages_p, cache_p, q_p,
+    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, pages_p, cache_p, q_p,
     S, N, G, HALF, positions, width, slots, eps,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
@@ -68,17 +65,31 @@ def _rope_write_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
-    p_in = qkv_p + (i_m * (N + 2 * G) + i_h) * H
+    columns = (N + 2 * G) * H
+    p_in = part_p + i_m * columns + i_h * H
+    b_first = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
+    b_second = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
+    for _ in tl.static_range(PARTS):  # in order: the result may not depend on scheduling
+        part_first, part_second = _load(p_in, HALF, HEADS, BLOCK)
+        b_first += part_first.to(tl.float32)
+        b_second += part_second.to(tl.float32)
+        p_in += tl.num_programs(0).to(tl.int64) * columns
+    if BIAS:
+        bias_first, bias_second = _load(bias_p + i_h * H, HALF, HEADS, BLOCK)
+        b_first += bias_first.to(tl.float32)
+        b_second += bias_second.to(tl.float32)
+    b_first, b_second = b_first.to(cache_p.dtype.element_ty), b_second.to(cache_p.dtype.element_ty)
     if i_h < N:
-        b_first, b_second = _norm_rotate(p_in, qw_p, rope_p, positions, position, eps, HALF, HEADS, BLOCK, NORM)
-        _store(q_p + (i_m * N + i_h) * H, b_first, b_second, HALF, HEADS, BLOCK)
+        q_first, q_second = _norm_rotate(b_first, b_second, qw_p, rope_p, positions, position, eps, HALF, BLOCK, NORM)
+        _store(q_p + (i_m * N + i_h) * H, q_first, q_second, HALF, HEADS, BLOCK)
     else:
         slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
         if i_h < N + G:
-            b_first, b_second = _norm_rotate(p_in, kw_p, rope_p, positions, position, eps, HALF, HEADS, BLOCK, NORM)
-            _store(cache_p + (slot * G + i_h - N) * H, b_first, b_second, HALF, HEADS, BLOCK)
+            k_first, k_second = _norm_rotate(
+                b_first, b_second, kw_p, rope_p, positions, position, eps, HALF, BLOCK, NORM
+            )
+            _store(cache_p + (slot * G + i_h - N) * H, k_first, k_second, HALF, HEADS, BLOCK)
         else:
-            b_first, b_second = _copied(p_in, HALF, HEADS, BLOCK)
             _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, HEADS, BLOCK)
 
 
@@ -101,23 +112,24 @@ def _context_write_kernel(
     i_l, kind = i_h // (2 * G), (i_h // G) % 2
     p_in = kv_p + (i_m * 2 * LAYERS * G + i_h) * H
     p_out = cache_p + (((i_l * 2 + kind).to(tl.int64) * slots + slot) * G + i_h % G) * H
+    b_first, b_second = _load(p_in, HALF, HEADS, BLOCK)
     if kind == 0:
         p_w = kw_p + i_l * H
-        b_first, b_second = _norm_rotate(p_in, p_w, rope_p, positions, position, eps, HALF, HEADS, BLOCK, True)
-        _store(p_out, b_first, b_second, HALF, HEADS, BLOCK)
+        k_first, k_second = _norm_rotate(b_first, b_second, p_w, rope_p, positions, position, eps, HALF, BLOCK, True)
+        _store(p_out, k_first, k_second, HALF, HEADS, BLOCK)
     else:
-        b_first, b_second = _copied(p_in, HALF, HEADS, BLOCK)
         _store(p_out, b_first, b_second, HALF, HEADS, BLOCK)
 
 
-def _heads_at_once(*counts: int) -> int:
-    """The largest power of two, at most 8, that divides all of them: no program then sees two kinds of heads."""
-    common = math.gcd(8, *counts)
+def _heads_at_once(most: int, *counts: int) -> int:
+    """The largest power of two, at most `most`, that divides all of them: no program then sees two kinds of heads."""
+    common = math.gcd(1 << (most.bit_length() - 1), *counts)
     return common & -common
 
 
 def rope_write(
-    qkv: Tensor,
+    partials: Tensor,
+    bias: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
@@ -127,16 +139,19 @@ def rope_write(
     cache: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Queries [M, N, H] of qkv [M, (N + 2 G) H], normed and rotated; keys and values go to cache [2, slots, G, H]."""
+    """Queries [M, N, H] of the sum of partials [P, M, (N + 2 G) H] and bias; keys and values go to the cache."""
     _, slots, groups, width = cache.shape
-    m, heads = len(qkv), qkv.shape[1] // width
-    q = torch.empty(m, heads - 2 * groups, width, dtype=qkv.dtype, device=qkv.device)
+    parts, m, columns = partials.shape
+    heads = columns // width
+    q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
     norm = q_weight is not None
-    at_once = _heads_at_once(heads, groups)
+    at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # as much to load a program, whatever the parts
     _rope_write_kernel[(m, heads // at_once)](
-        qkv, q_weight if norm else qkv, k_weight if norm else qkv, rope, lengths, page_table, cache, q,
+        partials, partials if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
+        rope, lengths, page_table, cache, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
-        HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size, NORM=norm, num_warps=1, **pdl(qkv),
+        PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
+        BIAS=bias is not None, NORM=norm, num_warps=1, **pdl(cache),
     )  # fmt: skip
     return q
 
@@ -154,7 +169,7 @@ def context_write(
 ) -> None:
     """Draft layers' keys and values of kv [M, L 2 G H] into cache [L, 2, slots, G, H], rows k < counts[b] only."""
     layers, _, slots, groups, width = cache.shape
-    at_once = _heads_at_once(groups)
+    at_once = _heads_at_once(8, groups)
     _context_write_kernel[(len(kv), 2 * layers * groups // at_once)](
         kv, k_weights, rope, lengths, counts, page_table, cache,
         len(kv) // len(lengths), layers, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,

@@ -42,10 +42,11 @@ class Decoder:
         taps = taps or {}
         first = self.layers[0]
         _, h = ops.add_rms_norm(x, None, first.input_norm, eps)
-        qkv = ops.linear(h, first.qkv, first.qkv_bias)
+        qkv = ops.linear_partials(h, first.qkv)
         for i, (layer, following) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True)):
             q = ops.rope_write(
                 qkv,
+                layer.qkv_bias,
                 layer.q_norm,
                 layer.k_norm,
                 eps,
@@ -74,7 +75,6 @@ class Decoder:
                 layer.down,
                 following.input_norm if following else self.norm,
                 following.qkv if following else None,
-                following.qkv_bias if following else None,
                 eps,
                 taps.get(i),
             )

@@ -1,0 +1,76 @@
+"""Run the kernels' tests under compute-sanitizer's memcheck: no access outside an allocation, on this GPU.
+
+    python scripts/memcheck.py --output memcheck.json
+
+Every tensor gets an allocation of its own, so that an access just behind it is seen. Exit code 1: an error was found.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.train.state import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ("layer", "rope", "step", "sample", "row_loss", "linear")
+ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
+OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+
+
+def main() -> int:
+    """Returns 0 when the tests pass and memcheck is silent, 2 when it cannot run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="which tests (default: all)")
+    parser.add_argument("--output", type=Path, help="write the result here as JSON")
+    parser.add_argument("rest", nargs="*", help="more arguments for pytest, behind --")
+    args = parser.parse_args()
+    if not shutil.which("compute-sanitizer"):
+        print("memcheck: no compute-sanitizer on the path; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    result = {**setting("memcheck.py"), "kernels": {}}
+    for name in args.kernels:
+        found = check(name, args.rest)
+        if found is None:
+            print(f"memcheck: no summary for {name}; its last lines are above", file=sys.stderr)
+            return 2
+        result["kernels"][name] = found
+        print(name, found, flush=True)
+        if args.output:
+            write_json(args.output, result)
+    return int(
+        any(
+            found["errors"] or {"failed", "error", "errors"} & set(found["tests"])
+            for found in result["kernels"].values()
+        )
+    )
+
+
+def check(kernel: str, rest: list[str]) -> dict[str, Any] | None:
+    """Errors, outcomes of tests and seconds of one file of tests; None if compute-sanitizer says nothing."""
+    checker = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or not gpu", *rest, f"tests/test_kernels_{kernel}.py"]
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*checker, *pytest],
+        cwd=ROOT, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    errors = [int(n) for n in ERRORS.findall(done.stdout)]
+    outcomes = [line for line in done.stdout.splitlines() if OUTCOME.search(line)]
+    if not errors or not outcomes or sum(errors) or "failed" in outcomes[-1]:
+        print(done.stdout[-4000:])
+    if not errors or not outcomes:
+        return None
+    tests = {word: int(n) for n, word in OUTCOME.findall(outcomes[-1])}
+    return {"errors": sum(errors), "tests": tests, "seconds": round(time.perf_counter() - start, 1)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
