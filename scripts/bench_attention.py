@@ -1,0 +1,71 @@
+"""Time the attention of a block over its pages: the Triton kernel, and the one for Hopper GPUs.
+
+    python scripts/bench_attention.py --output attention.json
+
+A CUDA graph of layers with caches of their own, merge of the splits included; microseconds a layer.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.kernels import attention, attention_hopper
+from dflash_toolkit.runtime.model import ModelSpec
+from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.train.state import write_json
+
+PAGE = 64  # tokens
+LAYERS, REPEATS = 12, 30
+CASES = ((1, 1, 512), (1, 16, 512), (1, 16, 16384), (8, 16, 512), (16, 8, 700), (32, 8, 700), (64, 4, 700))
+fits_hopper = attention_hopper.fits
+
+
+def measure(spec: ModelSpec, batch: int, block: int, context: int, *, causal: bool) -> dict[str, Any]:
+    """Microseconds a layer of both, and how far their outputs are apart."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    pages = -(-(context + block) // PAGE)
+    table = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+    shape = (2, batch * pages * PAGE, spec.num_kv_heads, spec.head_dim)
+    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(LAYERS)]
+    q = torch.randn(batch * block, spec.num_heads, spec.head_dim, device=device, dtype=dtype)
+    read = 2 * batch * (context + block) * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    def layers() -> list[Tensor]:
+        return [attention.block_attention(q, cache, lengths, table, PAGE, causal=causal) for cache in caches]
+
+    row: dict[str, Any] = {"batch": batch, "block": block, "context": context, "causal": causal}
+    outputs = []
+    for name, fits in (("triton", lambda *_: False), ("hopper", fits_hopper)):
+        attention_hopper.fits = fits
+        outputs.append(torch.stack(layers()))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        us = 1e6 * median_seconds(graph.replay, device, REPEATS) / LAYERS
+        row |= {f"{name}_us": us, f"{name}_tb_s": read / us / 1e6}
+    return row | {"largest_difference": (outputs[0].float() - outputs[1].float()).abs().max().item()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    spec = ModelSpec.of_target(named_shape(args.shape))
+    rows = []
+    for causal in (True, False):
+        for case in CASES:
+            rows.append(measure(spec, *case, causal=causal))
+            print(rows[-1], flush=True)
+    if args.output:
+        write_json(args.output, {**setting("bench_attention.py"), "shape": args.shape, "layers": LAYERS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
