@@ -2,7 +2,8 @@
 
     python scripts/memcheck.py --output memcheck.json
 
-Every tensor gets an allocation of its own, so that an access just behind it is seen. Exit code 1: an error was found.
+Only the project's own kernels are watched: the references they are compared with would take hours. Every tensor gets an
+allocation of its own, so that an access just behind it is seen. Exit code 1: an error was found.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.train.state import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ("layer", "rope", "step", "sample", "row_loss", "linear")
+TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear")  # tests/test_kernels_*.py
+KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
@@ -27,35 +29,37 @@ OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 def main() -> int:
     """Returns 0 when the tests pass and memcheck is silent, 2 when it cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="which tests (default: all)")
+    parser.add_argument("--tests", nargs="+", choices=TESTS, default=TESTS, help="which (default: all)")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
     parser.add_argument("rest", nargs="*", help="more arguments for pytest, behind --")
     args = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         print("memcheck: no compute-sanitizer on the path; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    result = {**setting("memcheck.py"), "kernels": {}}
-    for name in args.kernels:
-        found = check(name, args.rest)
+    sources = (ROOT / "dflash_toolkit/kernels").glob("*.py")
+    kernels = sorted({name for path in sources for name in KERNEL.findall(path.read_text())})
+    result = {**setting("memcheck.py"), "kernels": kernels, "tests": {}}
+    for name in args.tests:
+        found = check(name, kernels, args.rest)
         if found is None:
             print(f"memcheck: no summary for {name}; its last lines are above", file=sys.stderr)
             return 2
-        result["kernels"][name] = found
+        result["tests"][name] = found
         print(name, found, flush=True)
         if args.output:
             write_json(args.output, result)
     return int(
         any(
-            found["errors"] or {"failed", "error", "errors"} & set(found["tests"])
-            for found in result["kernels"].values()
+            found["errors"] or {"failed", "error", "errors"} & set(found["tests"]) for found in result["tests"].values()
         )
     )
 
 
-def check(kernel: str, rest: list[str]) -> dict[str, Any] | None:
+def check(name: str, kernels: list[str], rest: list[str]) -> dict[str, Any] | None:
     """Errors, outcomes of tests and seconds of one file of tests; None if compute-sanitizer says nothing."""
-    checker = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or not gpu", *rest, f"tests/test_kernels_{kernel}.py"]
+    watched = [word for kernel in kernels for word in ("--kernel-name", f"kns={kernel}")]
+    checker = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *watched]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or not gpu", *rest, f"tests/test_kernels_{name}.py"]
     start = time.perf_counter()
     done = subprocess.run(
         [*checker, *pytest],
