@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen2Config
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
-from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine, speed
 from dflash_toolkit.runtime.model import ModelSpec, TargetWeights
 from dflash_toolkit.runtime.request import RollingAcceptance
 from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape, random_drafter, random_target
@@ -209,6 +209,15 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cached_times([other], measure) and len(calls) == 3
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no directory: nothing can be kept
     assert cached_times(["a"], measure) and len(calls) == 4
+
+
+def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(speed, "KERNELS", tmp_path)
+    for source, seconds in (("x = 1", 0.5), ("x = 2", 0.25)):
+        (tmp_path / "linear.py").write_text(source)
+        for _ in range(2):
+            assert cached_times("key", lambda now=seconds: {(1, 1): now}) == {(1, 1): seconds}
 
 
 def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:

@@ -15,6 +15,7 @@ from .step import StepRunner, buckets_up_to
 
 StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
 SIZES = (1, 4, 8, 16)
+KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times
 
 
 def block_sizes(longest: int) -> tuple[int, ...]:
@@ -76,8 +77,11 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> S
 
 
 def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:
-    """Step times from the user's cache, or measured and put there. `key` says what they depend on."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Step times from the user's cache, or measured and put there. `key`: what they depend on besides the kernels."""
+    written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
+    for path in sorted(KERNELS.glob("*.py")):
+        written.update(path.read_bytes())
+    digest = written.hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = root / "dflash-toolkit" / f"steps-{digest}.json"
     try:
