@@ -92,7 +92,7 @@ def test_linear_partials(m: int, n: int, k: int, splits: int, dtype: torch.dtype
 
 def test_partials_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first() -> None:
     x, weight, bias = operands(3, 72, 1100, torch.float32)
-    tile = kernels.tile_for("partials", 72, 1100, 3, wide=True)
+    tile = kernels.tile_for("partials", 72, 1100, 3, fp32=True)
     span = -(-1100 // (tile.splits * tile.block_k)) * tile.block_k
     for i, part in enumerate(kernels.linear_partials(x, weight, bias)):
         columns = slice(i * span, (i + 1) * span)
@@ -182,15 +182,15 @@ def test_a_rows_result_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "fp32"])
-def test_tiles_fit_and_what_orders_a_sum_is_the_same_for_all_row_counts(kind: str, n: int, k: int, wide: bool) -> None:
-    tiles = {rows: kernels.tile_for(kind, n, k, rows, wide=wide) for rows in range(1, 129)}
+@pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
+def test_tiles_fit_and_what_orders_a_sum_is_the_same_for_all_row_counts(kind: str, n: int, k: int, fp32: bool) -> None:
+    tiles = {rows: kernels.tile_for(kind, n, k, rows, fp32=fp32) for rows in range(1, 129)}
     assert len({(tile.block_k, tile.splits) for tile in tiles.values()}) == 1
     for rows, tile in tiles.items():
         padded = max(16, 1 << (rows - 1).bit_length())
         # 64 rows for each warp group: all tiles then use wgmma, whose sums are alike
         assert tile.block_n >= 64 and tile.warps % 4 == 0 and tile.block_n >= 16 * tile.warps
         assert tile.block_k >= 16 and tile.block_k.bit_count() == tile.block_n.bit_count() == 1
-        assert tile.stages * (tile.block_n + padded) * tile.block_k * (4 if wide else 2) <= 227 * 1024
+        assert tile.stages * (tile.block_n + padded) * tile.block_k * (4 if fp32 else 2) <= 227 * 1024
         assert tile.splits == 1 or kind == "partials"
         assert 1 <= tile.splits <= max(1, k // tile.block_k)

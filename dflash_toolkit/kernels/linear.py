@@ -35,15 +35,15 @@ class Tile:
     splits: int = 1
 
 
-def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, wide: bool = False) -> Tile:
-    """The tile for [rows, K] times [N, K]; `kind` is linear, partials, swiglu or argmax, `wide` is fp32.
+def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp32: bool = False) -> Tile:
+    """The tile for [rows, K] times [N, K], of 16 bits unless said; `kind` is linear, partials, swiglu or argmax.
 
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
     H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
     """
     padded = _padded(rows)
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
-    block_k = min(64 if wide else 128, max(16, next_power_of_two(k)))  # two stages fit into shared memory
+    block_k = min(64 if fp32 else 128, max(16, next_power_of_two(k)))  # two stages fit into shared memory
     splits = 1
     if kind == "partials":
         # by (N, K) only: a program for every multiprocessor, but no short split
@@ -53,7 +53,7 @@ def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, wid
         stages, warps = 3, 4
         if splits > 1 and k >= 8 * splits * block_k:
             splits *= 2
-    while stages > 2 and stages * (block_n + padded) * block_k * (4 if wide else 2) > SHARED_BYTES:
+    while stages > 2 and stages * (block_n + padded) * block_k * (4 if fp32 else 2) > SHARED_BYTES:
         stages -= 1
     return Tile(block_n, block_k, stages, warps, splits)
 
@@ -195,8 +195,8 @@ def launch_linear(
 
 
 def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
-    wide = x.element_size() > 2
-    return tile_for(kind, len(weight), x.shape[1], len(x), isinstance(weight, ScaledMatrix), wide)
+    rounded, fp32 = isinstance(weight, ScaledMatrix), x.dtype == torch.float32
+    return tile_for(kind, len(weight), x.shape[1], len(x), rounded, fp32)
 
 
 def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
