@@ -1,9 +1,10 @@
 """Run the kernels' tests under compute-sanitizer's memcheck: no access outside an allocation, on this GPU.
 
-    python scripts/memcheck.py --output memcheck.json
+    python scripts/memcheck.py --jobs 7 --output memcheck.json -- -n 4
 
 Only the project's own kernels are watched: the references they are compared with would take hours. Every tensor gets an
-allocation of its own, so that an access just behind it is seen. Exit code 1: an error was found.
+allocation of its own, so that an access just behind it is seen. What is said while it runs is in memcheck-NAME.log
+beside the result. Exit code 1: an error was found.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear")  # tests/test_kernels_*.py
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
+LAST = re.compile(r"^(?!=+ ERROR SUMMARY).* in [\d.]+s", re.MULTILINE)  # what pytest ends with
 OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
@@ -30,7 +34,8 @@ def main() -> int:
     """Returns 0 when the tests pass and memcheck is silent, 2 when it cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", nargs="+", choices=TESTS, default=TESTS, help="which (default: all)")
-    parser.add_argument("--output", type=Path, help="write the result here as JSON")
+    parser.add_argument("--jobs", type=int, default=1, help="files of tests at a time (default: 1)")
+    parser.add_argument("--output", type=Path, help="write the result here as JSON, as far as it is known")
     parser.add_argument("rest", nargs="*", help="more arguments for pytest, behind --")
     args = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
@@ -39,37 +44,42 @@ def main() -> int:
     sources = (ROOT / "dflash_toolkit/kernels").glob("*.py")
     kernels = sorted({name for path in sources for name in KERNEL.findall(path.read_text())})
     result = {**setting("memcheck.py"), "kernels": kernels, "tests": {}}
-    for name in args.tests:
-        found = check(name, kernels, args.rest)
-        if found is None:
-            print(f"memcheck: no summary for {name}; its last lines are above", file=sys.stderr)
-            return 2
-        result["tests"][name] = found
-        print(name, found, flush=True)
-        if args.output:
-            write_json(args.output, result)
-    return int(
-        any(
-            found["errors"] or {"failed", "error", "errors"} & set(found["tests"]) for found in result["tests"].values()
-        )
-    )
+    logs = args.output.parent if args.output else Path(tempfile.mkdtemp())
+    complete = True
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {
+            pool.submit(check, name, kernels, args.rest, logs / f"memcheck-{name}.log"): name for name in args.tests
+        }
+        for done in as_completed(running):
+            name, found = running[done], done.result()
+            if found is None:
+                print(f"memcheck: no summary for {name}; see {logs / f'memcheck-{name}.log'}", file=sys.stderr)
+                complete = False
+                continue
+            result["tests"][name] = found
+            print(name, found, flush=True)
+            if args.output:
+                write_json(args.output, result)
+    if not complete:
+        return 2
+    bad = {"failed", "error", "errors"}
+    return int(any(found["errors"] or bad & set(found["tests"]) for found in result["tests"].values()))
 
 
-def check(name: str, kernels: list[str], rest: list[str]) -> dict[str, Any] | None:
+def check(name: str, kernels: list[str], rest: list[str], log: Path) -> dict[str, Any] | None:
     """Errors, outcomes of tests and seconds of one file of tests; None if compute-sanitizer says nothing."""
     watched = [word for kernel in kernels for word in ("--kernel-name", f"kns={kernel}")]
     checker = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *watched]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or not gpu", *rest, f"tests/test_kernels_{name}.py"]
+    pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu or not gpu", *rest, f"tests/test_kernels_{name}.py"]
     start = time.perf_counter()
-    done = subprocess.run(
-        [*checker, *pytest],
-        cwd=ROOT, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    errors = [int(n) for n in ERRORS.findall(done.stdout)]
-    outcomes = [line for line in done.stdout.splitlines() if OUTCOME.search(line)]
-    if not errors or not outcomes or sum(errors) or "failed" in outcomes[-1]:
-        print(done.stdout[-4000:])
+    with log.open("w") as file:
+        subprocess.run(
+            [*checker, *pytest],
+            cwd=ROOT, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    said = log.read_text(errors="replace")
+    errors = [int(n) for n in ERRORS.findall(said)]
+    outcomes = [line for line in LAST.findall(said) if OUTCOME.search(line)]
     if not errors or not outcomes:
         return None
     tests = {word: int(n) for n, word in OUTCOME.findall(outcomes[-1])}
