@@ -104,8 +104,9 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
 def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
     """One block through both modules, in fp32 with bf16-rounded weights; catches a network built differently."""
     config = drafter.config
-    twin = Drafter(config)
-    twin.load_state_dict({n: p.detach().to("cpu", torch.bfloat16).float() for n, p in drafter.named_parameters()})
+    twin = Drafter.of_tensors(
+        config, {n: p.detach().to("cpu", torch.bfloat16).float() for n, p in drafter.named_parameters()}
+    )
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 5, config.feature_size, generator=generator)
     block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
@@ -157,9 +158,8 @@ def load_drafter(name: str, device: torch.device | str = "cpu", dtype: torch.dty
             raise UserError(f"drafter {name}: tensor {tensor!r} is missing from the weights")
         if tuple(tensors[tensor].shape) != shape:
             raise UserError(f"drafter {name}: tensor {tensor!r} has shape {tuple(tensors[tensor].shape)}, not {shape}")
-    drafter = Drafter(config).to(dtype or torch.bfloat16)
-    drafter.load_state_dict(tensors)
-    return drafter.to(device).eval().requires_grad_(False)
+    drafter = Drafter.of_tensors(config, {n: t.to(device, dtype or torch.bfloat16) for n, t in tensors.items()})
+    return drafter.eval().requires_grad_(False)
 
 
 def locate(name: str) -> Path:

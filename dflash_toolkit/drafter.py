@@ -7,7 +7,7 @@ same two calls: `context_kv` turns tapped features into every layer's context ke
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -246,6 +246,28 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config, qwen3) for _ in range(config.num_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
+
+    @classmethod
+    def of_tensors(cls, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> "Drafter":
+        """The network around its weights, by name, which are kept and not copied.
+
+        `Drafter(config)` first draws random weights, which takes seconds for a target of 8B.
+
+        Raises:
+            RuntimeError: a tensor is missing, unknown or misshapen.
+        """
+        with torch.device("meta"):
+            drafter = cls(config)
+        drafter.load_state_dict(tensors, assign=True)
+        return drafter
+
+    @classmethod
+    def fresh(cls, config: DrafterConfig, seed: int) -> "Drafter":
+        """The network in fp32 on the CPU with weights drawn from `seed`, see `init_weights`."""
+        with torch.device("meta"):
+            drafter = cls(config)
+        drafter.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(seed))
+        return drafter
 
     @property
     def device(self) -> torch.device:

@@ -67,9 +67,7 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
             flush()
     flush()
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    module = Drafter(drafter_for(config))
-    module.init_weights(torch.Generator().manual_seed(0))
-    save_drafter(module, drafter)
+    save_drafter(Drafter.fresh(drafter_for(config), 0), drafter)
     return target, drafter
 
 

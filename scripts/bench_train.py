@@ -64,8 +64,7 @@ class Bench:
             ),
             run=RunKnobs(zero=args.zero, compile=args.compile),
         )
-        drafter = Drafter(self.shape)
-        drafter.init_weights(torch.Generator().manual_seed(0))
+        drafter = Drafter.fresh(self.shape, 0)
         self.drafter = drafter.to(target.device).train()
         self.learner = make_learner(drafter, self.config, processes, None, Path(tempfile.mkdtemp()), packed=True)
         self.flex = use_flex("auto", target.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash_toolkit import Drafter, DrafterConfig
-from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 
 SHAPE = {
     "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "vocab_size": 50,
@@ -284,6 +284,27 @@ def test_every_parameter_takes_part() -> None:
     drafter(block, at, drafter.context_kv(features, before)).square().sum().backward()
     idle = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-6]
     assert idle == []
+
+
+def test_a_drafter_around_tensors_keeps_them_and_draws_nothing() -> None:
+    given_drafter = make_drafter()
+    tensors = {name: p.detach() for name, p in given_drafter.named_parameters()}
+    before = torch.get_rng_state()
+    around = Drafter.of_tensors(given_drafter.config, tensors)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {name: p.data_ptr() for name, p in around.named_parameters()} == {
+        n: t.data_ptr() for n, t in tensors.items()
+    }
+    with pytest.raises(RuntimeError, match=r"fc\.weight"):
+        Drafter.of_tensors(given_drafter.config, {name: t for name, t in tensors.items() if name != "fc.weight"})
+
+
+def test_fresh_weights_follow_from_the_seed_alone() -> None:
+    config = make_drafter().config
+    before = torch.get_rng_state()
+    one, same, other = Drafter.fresh(config, 3), Drafter.fresh(config, 3), Drafter.fresh(config, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert weights_hash(one) == weights_hash(same) != weights_hash(other)
 
 
 def test_fresh_weights_are_normal_matrices_unit_norms_and_zero_biases() -> None:

@@ -54,13 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(command)
 
 
-def fresh_drafter(shape: DrafterConfig, seed: int) -> Drafter:
-    """A drafter in fp32 with weights drawn from `seed`."""
-    drafter = Drafter(shape)
-    drafter.init_weights(torch.Generator().manual_seed(seed))
-    return drafter
-
-
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
     """The drafter's shape: the knobs given, the target's own values for the rest.
 
@@ -161,7 +154,7 @@ def _train(run: _Prepared, processes: Processes) -> None:
     if config.answers.regenerate and not config.answer_files:
         answered = _answered(run, processes)  # before the target is loaded: the engine has its own copy
     target, rows = processes.together(_loaded, run, answered, processes)
-    drafter = run.start or fresh_drafter(shape, config.run.seed)
+    drafter = run.start or Drafter.fresh(shape, config.run.seed)
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
     answers = sum(row.answer_tokens for row in rows)

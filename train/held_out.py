@@ -52,9 +52,9 @@ class HeldOut:
 
     def __call__(self, drafter: Drafter) -> Acceptance:
         """Decode every prompt with `drafter`. Raises UserError for a prompt that does not fit the target."""
-        served = Drafter(drafter.config).to(self._target.device)
-        served.load_state_dict({n: p.detach().bfloat16() for n, p in drafter.state_dict().items()})  # as exported
-        served = served.to(self._target.dtype).eval()
+        where, dtype = self._target.device, self._target.dtype
+        exported = {n: p.detach().bfloat16().to(where, dtype) for n, p in drafter.state_dict().items()}
+        served = Drafter.of_tensors(drafter.config, exported).eval()
         if self._engine is None:
             return held_out_acceptance(self._target, served, self._prompts, self._params)
         self._engine.load_drafter(served)
@@ -78,6 +78,6 @@ class HeldOut:
             cache_tokens=sum(room),
             prefix_cache=False,  # its pages would hold keys and values of an older drafter
         )
-        drafter = DrafterWeights.of_module(Drafter(shape).to(target.device, target.dtype))
+        drafter = DrafterWeights.of_module(Drafter.fresh(shape, 0).to(target.device, target.dtype))
         weights = TargetWeights.shared_with(target.model, spec)
         return Engine(weights, drafter, target.stop_token_ids, options)

@@ -130,9 +130,7 @@ class Zero:
         }
         if not self._processes.main:
             return self.drafter
-        gathered = Drafter(self.drafter.config)
-        gathered.load_state_dict(weights)
-        return gathered
+        return Drafter.of_tensors(self.drafter.config, weights)
 
     def _restore(self, saved: dict[str, Any], config: TrainConfig) -> None:
         if set(saved) != {"0"} or len(saved["0"]["state"]) != len(self._parameters):

@@ -66,9 +66,8 @@ class Case:
     def drafter(self) -> Drafter:
         """The module, of a measurable case; tensors it does not know are left out."""
         assert self.config is not None
-        drafter = Drafter(self.config).to(torch.bfloat16)
-        drafter.load_state_dict({name: self.tensors[name] for name in self.expected})
-        return drafter.eval().requires_grad_(False)
+        tensors = {name: self.tensors[name].to(torch.bfloat16) for name in self.expected}
+        return Drafter.of_tensors(self.config, tensors).eval().requires_grad_(False)
 
 
 def fitting_problem(case: Case) -> str:

@@ -40,9 +40,9 @@ def load_engine(
     precision = resolve_dtype(dtype, where)
     draft = None
     if drafter is not None:
-        module = load_drafter(drafter)
+        module = load_drafter(drafter, where, precision)
         check_fits(module.config, config)
-        draft = DrafterWeights.of_module(module.to(where, precision))
+        draft = DrafterWeights.of_module(module)
     tokenizer = load_tokenizer(target)
     weights, stop_ids = load_target(target, config, spec, where, precision)
     return Engine(weights, draft, stop_ids, options), tokenizer
