@@ -33,14 +33,14 @@ def case(rows: int, d: int, width: int, ffn: int, qkv: int, splits: tuple[int, i
 CASES = {
     f"8B, {rows} rows{', last' if qkv == 0 else ''}": case(rows, 4096, 4096, 12288, qkv, (2, 2, 4))
     for rows, qkv in ((16, 6144), (32, 6144), (64, 6144), (128, 6144), (128, 0))
-} | {"0.5B, 16 rows": case(16, 896, 896, 4864, 1152, (7, 2, 7))}
+} | {"0.5B, 16 rows": case(16, 896, 896, 4864, 1152, (7, 8, 7))}
 
 
 def head_case(rows: int, d: int, vocabulary: int) -> Case:
     kinds = {"w_d": descriptor(ring.BLOCK_N), "x_d": descriptor(rows), "best_p": "*fp32", "index_p": "*i32", "M": "i32"}
     tiles, slots = vocabulary // ring.BLOCK_N, ring.slots_of(rows)
     constexprs = {
-        "TILES": tiles, "ITERS": d // ring.BLOCK_K, "WIDE": ring.wide_of(tiles, 1, rows, 132), "T": rows,
+        "TILES": tiles, "K": d, "WIDE": ring.wide_of(tiles, 1, rows, 132), "T": rows,
         "SLOTS": slots.weights, "ROW_SLOTS": slots.rows, "BLOCK_N": ring.BLOCK_N, "BLOCK_K": ring.BLOCK_K,
     }  # fmt: skip
     return Case(head.head_kernel, kinds, constexprs, ring.WARPS, 3, ("M",))

@@ -62,25 +62,30 @@ def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: t
 
 
 @given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
-def test_splits_divide_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
+def test_splits_cover_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
     splits = layer.splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
-    assert k % splits == 0 and 1 <= splits <= 8
+    each = -(-k // splits)
+    assert (splits - 1) * each < k, "none without a block"
     assert splits == 1 or n * splits <= programs
+    assert each == min(-(-k // s) for s in range(1, 9) if s == 1 or n * s <= programs)
 
 
 @given(n=st.integers(1, 100), k=st.integers(1, 100), programs=st.integers(1, 140))
 def test_even_splits_leave_the_busiest_program_the_fewest_blocks(n: int, k: int, programs: int) -> None:
     def most(splits: int) -> int:
         items = [item % programs for item in range(n * splits)]
-        return max(map(items.count, set(items))) * (k // splits)
+        return max(map(items.count, set(items))) * -(-k // splits)
 
     found = layer.even_splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
-    assert found == min((s for s in range(1, 9) if k % s == 0), key=lambda s: (most(s), s))
+    assert found == min(range(1, 9), key=lambda s: (most(s), s))
+    assert (found - 1) * -(-k // found) < k, "none without a block"
 
 
-def test_splits_of_qwen3_8b_on_an_h200() -> None:
+def test_splits_of_qwen3_8b_and_qwen2_0_5b_on_an_h200() -> None:
     assert [layer.splits_of(4096, k, 132) for k in (4096, 12288)] == [2, 2]
     assert layer.even_splits_of(6144, 4096, 132) == 4
+    assert [layer.splits_of(896, k, 132) for k in (896, 4864)] == [7, 8]  # 38 blocks: seven times five, and three
+    assert layer.even_splits_of(1152, 896, 132) == 7
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])

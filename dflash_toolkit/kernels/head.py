@@ -27,14 +27,16 @@ def _best(b_acc, best_p, index_p, tile, M, T: gl.constexpr, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _compute(
-    rings, best_p, index_p, M, TILES: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
-    T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
+    rings, best_p, index_p, M, TILES: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
+    T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute."""
     w_done, x_done = gl.to_tensor(0), gl.to_tensor(0)
     grid_wait()
     for item in range(gl.program_id(0), TILES // WIDE, gl.num_programs(0)):
-        b_0, b_1, b_2, w_done, x_done = accumulate(rings, w_done, x_done, ITERS, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N)
+        b_0, b_1, b_2, w_done, x_done = accumulate(
+            rings, w_done, x_done, K // BLOCK_K, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N
+        )
         _best(b_0, best_p, index_p, item * WIDE, M, T, BLOCK_N)
         if WIDE > 1:
             _best(b_1, best_p, index_p, item * WIDE + 1, M, T, BLOCK_N)
@@ -45,24 +47,24 @@ def _compute(
 
 @gluon.jit
 def _stream_weights(
-    w_d, rings, TILES: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
+    w_d, rings, TILES: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
     SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    stream(w_d, rings[0], rings[1], rings[2], gl.to_tensor(0), TILES, 1, ITERS, WIDE, True, SLOTS, BLOCK_N, BLOCK_K)
+    stream(w_d, rings[0], rings[1], rings[2], gl.to_tensor(0), TILES, 1, K, WIDE, True, SLOTS, BLOCK_N, BLOCK_K)
 
 
 @gluon.jit
 def _stream_rows(
-    x_d, rings, TILES: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
+    x_d, rings, TILES: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
     ROW_SLOTS: gl.constexpr, T: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     grid_wait()
-    stream(x_d, rings[3], rings[4], rings[5], gl.to_tensor(0), TILES, 1, ITERS, WIDE, False, ROW_SLOTS, T, BLOCK_K)
+    stream(x_d, rings[3], rings[4], rings[5], gl.to_tensor(0), TILES, 1, K, WIDE, False, ROW_SLOTS, T, BLOCK_K)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def head_kernel(
-    w_d, x_d, best_p, index_p, M, TILES: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr, T: gl.constexpr,
+    w_d, x_d, best_p, index_p, M, TILES: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr, T: gl.constexpr,
     SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """The largest logit and its column among BLOCK_N columns: best, index [TILES, M]."""
@@ -70,10 +72,10 @@ def head_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                rings, best_p, index_p, M, TILES, ITERS, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N,
+                rings, best_p, index_p, M, TILES, K, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
             )),
-            (_stream_weights, (w_d, rings, TILES, ITERS, WIDE, SLOTS, BLOCK_N, BLOCK_K)),
-            (_stream_rows, (x_d, rings, TILES, ITERS, WIDE, ROW_SLOTS, T, BLOCK_K)),
+            (_stream_weights, (w_d, rings, TILES, K, WIDE, SLOTS, BLOCK_N, BLOCK_K)),
+            (_stream_rows, (x_d, rings, TILES, K, WIDE, ROW_SLOTS, T, BLOCK_K)),
         ],
         [1, 1],
         [40, 40],
@@ -90,7 +92,7 @@ def launch_head(x: Tensor, weight: Tensor) -> Tensor:
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
     head_kernel[(min(programs, tiles),)](
         blocks_of(weight, BLOCK_N), blocks_of(x, rows), best, index, m,
-        TILES=tiles, ITERS=k // BLOCK_K, WIDE=wide_of(tiles, 1, rows, programs), T=rows,
+        TILES=tiles, K=k, WIDE=wide_of(tiles, 1, rows, programs), T=rows,
         SLOTS=slots.weights, ROW_SLOTS=slots.rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return reduce_best(best, index)

@@ -21,7 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .grid import async_sees_memory, grid_launch, grid_wait, join, stamp
 from .launch import next_power_of_two
-from .ring import BLOCK_K, BLOCK_N, WARPS, accumulate, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
+from .ring import (
+    BLOCK_K,
+    BLOCK_N,
+    WARPS,
+    accumulate,
+    blocks_of,
+    make_rings,
+    programs_of,
+    slots_of,
+    steps_of,
+    stream,
+    wide_of,
+)
 
 BARRIERS = 5  # of the grid, a layer
 PHASES = (  # what ends at each stamp of a trace; a barrier ends when all programs have come to it
@@ -32,8 +44,8 @@ PHASES = (  # what ends at each stamp of a trace; a barrier ends when all progra
 @gluon.jit
 def _product(
     rings, w_done, x_done, out_p, M,
-    TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
-    SWIGLU: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr, SPLITS: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr, SWIGLU: gl.constexpr,
+    T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """One product of what the rings bring, WIDE tiles side by side. Returns blocks of weights and of rows done.
 
@@ -41,8 +53,9 @@ def _product(
     """
     groups: gl.constexpr = TILES // WIDE
     N: gl.constexpr = TILES * BLOCK_N
+    iters: gl.constexpr = steps_of(K, SPLITS, BLOCK_K)
     for item in range(gl.program_id(0), groups * SPLITS, gl.num_programs(0)):
-        b_0, b_1, b_2, w_done, x_done = accumulate(rings, w_done, x_done, ITERS, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N)
+        b_0, b_1, b_2, w_done, x_done = accumulate(rings, w_done, x_done, iters, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N)
         tile = (item % groups) * WIDE
         p_out = out_p + (item // groups) * M * N
         _store(b_0, p_out, tile, M, N, SWIGLU, T, BLOCK_N)
@@ -126,8 +139,8 @@ def _compute(
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
     w_done, x_done = _product(
-        rings, gl.to_tensor(0), gl.to_tensor(0), part_p, M, o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
-        False, T, SLOTS, ROW_SLOTS, BLOCK_N,
+        rings, gl.to_tensor(0), gl.to_tensor(0), part_p, M, o_tiles, O_SPLITS, A, 1,
+        False, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 1, PHASES)
     b_x, b_w = _row(x_p, post_p, M, D, BLOCK_D)
@@ -141,16 +154,16 @@ def _compute(
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
     w_done, x_done = _product(
-        rings, w_done, x_done, act_p, M, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE,
-        True, T, SLOTS, ROW_SLOTS, BLOCK_N,
+        rings, w_done, x_done, act_p, M, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE,
+        True, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 5, PHASES)
     join(sync_p + 2, True)
     mbarrier.arrive(ready, count=1)
     stamp(trace_p, 6, PHASES)
     w_done, x_done = _product(
-        rings, w_done, x_done, part_p, M, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
-        False, T, SLOTS, ROW_SLOTS, BLOCK_N,
+        rings, w_done, x_done, part_p, M, o_tiles, DOWN_SPLITS, FFN, 1,
+        False, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 7, PHASES)
     b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program itself has left it
@@ -164,8 +177,8 @@ def _compute(
         mbarrier.arrive(ready, count=1)
         stamp(trace_p, 10, PHASES)
         _product(
-            rings, w_done, x_done, qkv_p, M, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
-            False, T, SLOTS, ROW_SLOTS, BLOCK_N,
+            rings, w_done, x_done, qkv_p, M, QKV // BLOCK_N, QKV_SPLITS, D, QKV_WIDE,
+            False, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         stamp(trace_p, 11, PHASES)
 
@@ -182,19 +195,17 @@ def _stream_weights(
     w_s, full, free = rings[0], rings[1], rings[2]
     o_tiles: gl.constexpr = D // BLOCK_N
     done = stream(
-        o_d, w_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
+        o_d, w_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A, 1,
         True, SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    done = stream(gate_up_d, w_s, full, free, done, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE, True, SLOTS, BLOCK_N, BLOCK_K)
     done = stream(
-        gate_up_d, w_s, full, free, done, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE, True, SLOTS, BLOCK_N, BLOCK_K
-    )
-    done = stream(
-        down_d, w_s, full, free, done, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
+        down_d, w_s, full, free, done, o_tiles, DOWN_SPLITS, FFN, 1,
         True, SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if QKV > 0:
         stream(
-            qkv_d, w_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            qkv_d, w_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D, QKV_WIDE,
             True, SLOTS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
@@ -212,25 +223,23 @@ def _stream_rows(
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
     done = stream(
-        a_d, x_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A // (BLOCK_K * O_SPLITS), 1,
+        a_d, x_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A, 1,
         False, ROW_SLOTS, T, BLOCK_K,
     )  # fmt: skip
     mbarrier.wait(ready, 0)
     async_sees_memory()
-    done = stream(
-        h_d, x_s, full, free, done, 2 * FFN // BLOCK_N, 1, D // BLOCK_K, GATE_WIDE, False, ROW_SLOTS, T, BLOCK_K
-    )
+    done = stream(h_d, x_s, full, free, done, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE, False, ROW_SLOTS, T, BLOCK_K)
     mbarrier.wait(ready, 1)
     async_sees_memory()
     done = stream(
-        act_d, x_s, full, free, done, o_tiles, DOWN_SPLITS, FFN // (BLOCK_K * DOWN_SPLITS), 1,
+        act_d, x_s, full, free, done, o_tiles, DOWN_SPLITS, FFN, 1,
         False, ROW_SLOTS, T, BLOCK_K,
     )  # fmt: skip
     if QKV > 0:
         mbarrier.wait(ready, 0)
         async_sees_memory()
         stream(
-            h_d, x_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D // (BLOCK_K * QKV_SPLITS), QKV_WIDE,
+            h_d, x_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D, QKV_WIDE,
             False, ROW_SLOTS, T, BLOCK_K,
         )  # fmt: skip
 
@@ -281,15 +290,15 @@ def _barriers(device: int) -> Tensor:
 
 
 def splits_of(n: int, k: int, programs: int) -> int:
-    """Splits of a product that a norm adds up: the most that keep one tile of one split a program."""
+    """Splits of a product that a norm adds up: those that leave a program the fewest blocks, and at most one tile."""
     most = max(1, programs // -(-n // BLOCK_N))
-    return next(s for s in range(min(most, 8), 0, -1) if k % (s * BLOCK_K) == 0)
+    return min(range(1, min(most, 8) + 1), key=lambda s: steps_of(k, s, BLOCK_K))
 
 
 def even_splits_of(n: int, k: int, programs: int) -> int:
     """Splits of a product that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
-    tiles, blocks = -(-n // BLOCK_N), k // BLOCK_K
-    return min((s for s in range(1, 9) if blocks % s == 0), key=lambda s: -(-tiles * s // programs) * (blocks // s))
+    tiles = -(-n // BLOCK_N)
+    return min(range(1, 9), key=lambda s: -(-tiles * s // programs) * steps_of(k, s, BLOCK_K))
 
 
 def launch_layer(

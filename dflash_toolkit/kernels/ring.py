@@ -77,6 +77,12 @@ def blocks_of(matrix: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
+@gluon.constexpr_function
+def steps_of(k, splits, block):
+    """Blocks along K of every split."""
+    return -(-k // (block * splits))
+
+
 @gluon.jit
 def make_rings(
     w_d, x_d, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
@@ -100,18 +106,20 @@ def make_rings(
 
 @gluon.jit
 def stream(
-    d, ring, full, free, done, TILES: gl.constexpr, SPLITS: gl.constexpr, ITERS: gl.constexpr, WIDE: gl.constexpr,
+    d, ring, full, free, done, TILES: gl.constexpr, SPLITS: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOTS: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Load what this program needs of a product, block by block, as slots of the ring come free.
 
-    WEIGHTS: those of WIDE tiles in turn at every step along K; else the rows, the same ones for every tile.
+    WEIGHTS: those of WIDE tiles in turn at every step along K; else the rows, the same ones for every tile. What the
+    last split has too much lies behind K and arrives as zeros.
     """
     groups: gl.constexpr = TILES // WIDE
+    iters: gl.constexpr = steps_of(K, SPLITS, BLOCK_K)
     each: gl.constexpr = WIDE if WEIGHTS else 1
     for item in range(gl.program_id(0), groups * SPLITS, gl.num_programs(0)):
-        for j in range(0, ITERS * each):
-            k = ((item // groups) * ITERS + j // each) * BLOCK_K
+        for j in range(0, iters * each):
+            k = ((item // groups) * iters + j // each) * BLOCK_K
             n = ((item % groups) * WIDE + j % each) * BLOCK if WEIGHTS else 0
             slot = done % SLOTS
             mbarrier.wait(free.index(slot), (done // SLOTS + 1) % 2)
