@@ -16,12 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    apply_rotary_pos_emb,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,23 +97,6 @@ class DrafterConfig:
         """The same drafter run with another block size (shorter than it was trained with works well)."""
         return replace(self, block_size=block_size)
 
-    def to_qwen3(self) -> Qwen3Config:
-        """The Hugging Face configuration whose modules this network is built from."""
-        return Qwen3Config(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            rms_norm_eps=self.rms_norm_eps,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            hidden_act="silu",
-            attention_bias=self.attention_bias,
-        )
-
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """Taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
@@ -160,6 +137,40 @@ class ContextKV:
         )
 
 
+class RMSNorm(nn.Module):
+    """Qwen3's: the mean square in fp32, rounded to the input's dtype before the weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Qwen3's, with SiLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        d, ffn = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, ffn, bias=False)
+        self.up_proj = nn.Linear(d, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (i, i + H / 2) of x [B, heads, T, H] by the angles whose cos and sin [B, T, H] are given."""
+    cos, sin = (part[:, None] for part in rope)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
 class DraftAttention(nn.Module):
     """Queries from the block; keys and values from context and block through the same projections."""
 
@@ -171,8 +182,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(d, config.num_kv_heads * h, bias=bias)
         self.v_proj = nn.Linear(d, config.num_kv_heads * h, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * h, d, bias=bias)
-        self.q_norm = Qwen3RMSNorm(h, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(h, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps)
+        self.k_norm = RMSNorm(h, config.rms_norm_eps)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))  # [B, T, heads, H]
@@ -181,15 +192,13 @@ class DraftAttention(nn.Module):
         """Keys (normed, then rotated) and values (untouched) [B, G, T, H] of `hidden` [B, T, D]."""
         k = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
         v = self._heads(self.v_proj(hidden)).transpose(1, 2)
-        k, _ = apply_rotary_pos_emb(k, k, *rope)
-        return k.to(v.dtype), v  # under autocast the fp32 norm weight promotes k
+        return rotate(k, rope).to(v.dtype), v  # under autocast the fp32 norm weight promotes k
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
     ) -> Tensor:
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # [B, N, Q, H]
-        q, _ = apply_rotary_pos_emb(q, q, *rope)
-        q = q.to(context[1].dtype)
+        q = rotate(q, rope).to(context[1].dtype)
         k_block, v_block = self.keys_values(x, rope)
         k = torch.cat([context[0], k_block], dim=2)
         v = torch.cat([context[1], v_block], dim=2)
@@ -220,12 +229,12 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer; the context enters only as keys and values, without input_layernorm or FFN."""
 
-    def __init__(self, config: DrafterConfig, qwen3: Qwen3Config) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = Qwen3MLP(qwen3)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
@@ -240,11 +249,10 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        qwen3 = config.to_qwen3()
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, qwen3) for _ in range(config.num_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
 
     @classmethod

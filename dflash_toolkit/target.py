@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,12 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from .config import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -136,7 +138,7 @@ def choose_mask_token(tokenizer: Any, embedding_rows: int) -> int:
 class Target:
     """A frozen causal LM with its tokenizer. Every method runs without gradients unless noted."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str = "") -> None:
+    def __init__(self, model: "PreTrainedModel", tokenizer: Any = None, name: str = "") -> None:
         if model.config.model_type not in ARCHITECTURES:
             raise UserError(f"architecture {model.config.model_type!r} is not supported: {', '.join(ARCHITECTURES)}")
         self.model = model.eval().requires_grad_(False)

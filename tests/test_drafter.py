@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3
 
-from dflash_toolkit import Drafter, DrafterConfig
-from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
+from dflash_toolkit import Drafter, DrafterConfig, drafter
+from dflash_toolkit.drafter import MLP, RMSNorm, default_target_layer_ids, weights_hash
 
 SHAPE = {
     "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "vocab_size": 50,
@@ -284,6 +286,23 @@ def test_every_parameter_takes_part() -> None:
     drafter(block, at, drafter.context_kv(features, before)).square().sum().backward()
     idle = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-6]
     assert idle == []
+
+
+def test_norm_mlp_and_rotation_are_qwen3s_bit_for_bit() -> None:
+    config = make_config(hidden_size=48, intermediate_size=40)
+    qwen3 = Qwen3Config(hidden_size=48, intermediate_size=40, hidden_act="silu")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 7, 48, dtype=dtype)
+        for ours, theirs in (
+            (RMSNorm(48, 1e-6).to(dtype), modeling_qwen3.Qwen3RMSNorm(48, 1e-6).to(dtype)),
+            (MLP(config).to(dtype), modeling_qwen3.Qwen3MLP(qwen3).to(dtype)),
+        ):
+            weights = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
+            ours.load_state_dict(weights)
+            theirs.load_state_dict(weights)
+            assert torch.equal(ours(x), theirs(x))
+        heads, rope = x.unflatten(-1, (-1, 6)).transpose(1, 2), tuple(torch.randn(2, 2, 7, 6, dtype=dtype))
+        assert torch.equal(drafter.rotate(heads, rope), modeling_qwen3.apply_rotary_pos_emb(heads, heads, *rope)[0])
 
 
 def test_a_drafter_around_tensors_keeps_them_and_draws_nothing() -> None:

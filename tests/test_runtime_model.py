@@ -1,6 +1,8 @@
 """From checkpoint files to fused weights, and what is refused on the way; step times and the choice of a block."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,8 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine, speed
@@ -29,6 +32,35 @@ def test_an_engine_from_names_writes_what_the_modules_write(
     params = SamplingParams(max_new_tokens=30)
     assert engine.generate([[1, 2, 3]], params)[0].tokens == generate(target, drafter, [1, 2, 3], params).tokens
     assert len(tokenizer) == len(target.tokenizer)
+
+
+def test_an_engine_starts_without_importing_the_networks_of_transformers(target_dir: Path, drafter_dir: Path) -> None:
+    """They take as long to import as an 8B target takes to load."""
+    program = (
+        "import sys; from dflash_toolkit.runtime import EngineOptions, load_engine; "
+        "load_engine(sys.argv[1], sys.argv[2], 'cpu', options=EngineOptions(max_batch=1, block_size=4)); "
+        "print(*(f'transformers.{name}' in sys.modules for name in ('configuration_utils', 'modeling_utils')))"
+    )
+    words = [sys.executable, "-c", program, str(target_dir), str(drafter_dir)]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["True", "False"]
+
+
+ROPES = {
+    "default": {}, "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> None:
+    rope = {"rope_type": kind, "rope_theta": 5e5, "original_max_position_embeddings": 4096} | ROPES[kind]
+    spec = ModelSpec.of_target(config(rope_parameters=rope, max_position_embeddings=16384))
+    theirs = LlamaRotaryEmbedding(config(rope_parameters=rope, max_position_embeddings=16384))
+    assert spec.rope_frequencies == tuple(theirs.inv_freq.double().tolist())
+    assert spec.rope_factor == theirs.attention_scaling and (spec.rope_factor != 1.0) == (kind == "yarn")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..config import UserError
 from ..drafter import Drafter, DrafterConfig
@@ -72,14 +72,19 @@ class ModelSpec:
             raise UserError(
                 f"target {name}: rope type {kind!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
             )
-        rotary = LlamaRotaryEmbedding(c)  # the same for the three architectures
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            frequencies, factor = 1.0 / c.rope_parameters["rope_theta"] ** exponents, 1.0
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](c)
         bias = c.model_type == "qwen2" or bool(getattr(c, "attention_bias", False))
         return cls(
             hidden_size=c.hidden_size,
             num_layers=c.num_hidden_layers,
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            head_dim=head_dim,
             intermediate_size=c.intermediate_size,
             vocab_size=c.vocab_size,
             rms_norm_eps=c.rms_norm_eps,
@@ -88,8 +93,8 @@ class ModelSpec:
             o_bias=bias and c.model_type != "qwen2",
             tied_head=bool(c.tie_word_embeddings),
             context_limit=int(c.max_position_embeddings),
-            rope_frequencies=tuple(rotary.inv_freq.double().tolist()),
-            rope_factor=float(rotary.attention_scaling),
+            rope_frequencies=tuple(frequencies.double().tolist()),
+            rope_factor=float(factor),
             causal=(True,) * c.num_hidden_layers,
             windows=(0,) * c.num_hidden_layers,
         )
