@@ -5,7 +5,6 @@ token-identical to plain sampling with the same seed, because the draw at a posi
 position alone, never on how many tokens a step committed.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Set
@@ -22,6 +21,8 @@ from .target import Target
 
 FinishReason = Literal["stop", "length"]
 MAX_LOGPROBS = 20  # what OpenAI's API allows
+# what fp32 can divide and multiply logits by
+COLDEST, HOTTEST, LEAST_TOP_P, LEAST_PENALTY, MOST_PENALTY = 1e-5, 100.0, 1e-6, 0.01, 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,23 +48,32 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature is {self.temperature}; it must be >= 0")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if not (self.temperature == 0.0 or COLDEST <= self.temperature <= HOTTEST):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 or in [{COLDEST}, {HOTTEST}]")
+        if not LEAST_TOP_P <= self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must be in [{LEAST_TOP_P}, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be > 0 (1 is none)")
+        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be in [{LEAST_PENALTY}, {MOST_PENALTY}] "
+                f"(1 is none)"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number (0 is none)")
+            if not abs(getattr(self, name)) <= MOST_PENALTY:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in +-{MOST_PENALTY} (0 is none)")
         if not 0 <= (self.logprobs or 0) <= MAX_LOGPROBS:
             raise ValueError(f"logprobs is {self.logprobs}; it must be in 0..{MAX_LOGPROBS}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
+
+    def check_bias(self, vocabulary: int) -> None:
+        """Raises UserError for a biased token that the target does not have."""
+        for token, _ in self.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise UserError(f"logit_bias names token {token}; the target has tokens 0..{vocabulary - 1}")
 
     @property
     def edits_logits(self) -> bool:
@@ -124,7 +134,8 @@ def stream(
         prompt_ids: at least one token, fewer than the target's context limit.
 
     Raises:
-        UserError: an empty prompt, one that leaves no room for an answer, or an id outside the target's vocabulary.
+        UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
+            the target's vocabulary.
     """
     params = params or SamplingParams()
     if not prompt_ids:
@@ -138,6 +149,7 @@ def stream(
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < rows:
         wrong = next(i for i in prompt_ids if not 0 <= i < rows)
         raise UserError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{rows - 1}")
+    params.check_bias(rows)
     limit = min(params.max_new_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
     taps = drafter.config.target_layer_ids if drafter else ()

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -50,6 +50,8 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
 
     @open_routes.get("/health")
     async def health() -> Response:
+        if engine.broken is not None:
+            return _error_response(ApiError(503, "the engine has failed; restart the server", code="engine_failed"))
         return Response()
 
     @routes.get("/metrics")
@@ -70,8 +72,9 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
         body = ChatRequest.parse(await read_body(request))
         service.check_model(body.model)
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
+        messages = [message.plain() for message in body.messages]
         try:
-            ids = encode_chat(engine.tokenizer, [message.plain() for message in body.messages], thinking)
+            ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
         service.check_prompt(ids, "messages")
@@ -82,9 +85,13 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
     async def completions(request: Request) -> Response:
         body = CompletionRequest.parse(await read_body(request))
         service.check_model(body.model)
-        ids = list(engine.tokenizer.encode(body.prompt)) if isinstance(body.prompt, str) else body.prompt
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            ids = await service.in_thread(lambda: list(engine.tokenizer.encode(prompt)))
+        else:
+            ids = prompt
         service.check_prompt(ids, "prompt")
-        text = body.prompt if isinstance(body.prompt, str) else engine.tokenizer.decode(ids)
+        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids)
         replies = Replies("text", model, body.include_usage, service.spelling_for(body), len(text))
         return await service.respond(request, body, ids, replies)
 
@@ -124,6 +131,12 @@ class _Service:
     def __init__(self, engine: Engine, model: str, metrics: Metrics) -> None:
         self._engine, self._model, self._metrics = engine, model, metrics
         self._spelling = Spelling(engine.tokenizer)
+        self._encoding = asyncio.Lock()
+
+    async def in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+        """Encode a prompt, one at a time, while answers go on: megabytes of text take seconds."""
+        async with self._encoding:
+            return await asyncio.to_thread(encode)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) for a name that is not served."""
@@ -150,8 +163,13 @@ class _Service:
 
     async def respond(self, request: Request, body: GenerationRequest, ids: list[int], replies: Replies) -> Response:
         """Decode `ids` and answer, at once or as events."""
+        params = body.sampling(self._engine.context_limit - len(ids))
+        try:
+            self._engine.engine.request(ids, params)  # before a stream begins, whose status would be sent
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
         answer = Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling)
-        pieces = self._pieces(answer, ids, body.sampling(self._engine.context_limit - len(ids)))
+        pieces = self._pieces(answer, ids, params)
         if body.stream:
             return EventResponse(self._events(pieces, answer, replies))
         whole = await _unless_disconnected(request, _join(pieces))
@@ -252,7 +270,7 @@ async def _disconnected(request: Request) -> None:
 
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineClosedError):
-        return ApiError(503, "the server is shutting down", code="server_shutting_down")
+        return ApiError(503, str(error), code="server_shutting_down")
     if isinstance(error, UserError):  # a request that this engine cannot hold or compute
         return ApiError(400, str(error))
     return ApiError(500, "internal error; see the server's log", code="internal_error")

@@ -9,11 +9,18 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from dflash_toolkit.decode import MAX_LOGPROBS, SamplingParams
+from dflash_toolkit.decode import (
+    COLDEST,
+    HOTTEST,
+    LEAST_PENALTY,
+    LEAST_TOP_P,
+    MAX_LOGPROBS,
+    MOST_PENALTY,
+    SamplingParams,
+)
 
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
 COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
-GREEDY_BELOW = 1e-5  # colder than this is greedy: logits / temperature would leave the range of fp32
 
 
 class ApiError(Exception):
@@ -46,7 +53,7 @@ class ChatMessage(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: list[TextPart]
-    tool_calls: None = None  # refused, not dropped: without them the conversation would read differently
+    tool_calls: list[Any] | None = Field(None, max_length=0)  # some would be refused: the conversation would change
 
     @field_validator("content", mode="before")
     @classmethod
@@ -85,6 +92,16 @@ class GenerationRequest(_Strict):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
+        "json_schema": (),
+        "regex": (),
+        "ebnf": (),
+        "stop_regex": (),
+        "bad_words": ([],),
+        "allowed_token_ids": (),
+        "logits_processors": ([],),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0, 1),
+        "truncate_prompt_tokens": (),
         "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
         "prompt_logprobs": (),
@@ -93,13 +110,13 @@ class GenerationRequest(_Strict):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0.0)
+    temperature: float | None = Field(None, ge=0.0, le=HOTTEST)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0 keep every token
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0)  # 1 is none
+    repetition_penalty: float | None = Field(None, ge=LEAST_PENALTY, le=MOST_PENALTY)  # 1 is none
     logit_bias: dict[str, float] | None = None  # token id, as JSON keys are strings, -> what is added to its logit
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
@@ -124,7 +141,7 @@ class GenerationRequest(_Strict):
     @classmethod
     def _of_tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token, value in (bias or {}).items():
-            if not (token.isascii() and token.isdigit()):
+            if not (token.isascii() and token.isdigit() and len(token) < 16):
                 raise ValueError(f"{token!r} is not a token id")
             if not -100.0 <= value <= 100.0:
                 raise ValueError(f"the bias of token {token} must be in -100..100")
@@ -168,8 +185,8 @@ class GenerationRequest(_Strict):
         """How to decode; without a seed a random one is drawn."""
         temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingParams(
-            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            temperature=temperature if temperature >= COLDEST else 0.0,
+            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
@@ -195,6 +212,7 @@ class ChatRequest(GenerationRequest):
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
+        "chat_template": (),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
     }

@@ -329,3 +329,26 @@ def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: d
     with pytest.raises(UserError, match=message):
         engine.submit(prompt, SamplingParams(**params))
     assert engine.scheduler.idle
+
+
+def test_a_refused_prompt_leaves_nothing_of_the_others_behind() -> None:
+    target = make_target()
+    engine = make_engine(target, None)
+    with pytest.raises(UserError, match="token 999"):
+        engine.generate([[1], [2], [999]], SamplingParams(max_new_tokens=3))
+    with pytest.raises(ValueError, match="shorter"):
+        engine.generate([[1], [2]], [SamplingParams(max_new_tokens=3)])
+    assert engine.scheduler.idle and engine.pool.available == engine.pool.capacity
+
+
+def test_an_interrupted_batch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_target(), None)
+    real, turns = engine.step, iter(range(3))
+    monkeypatch.setattr(engine, "step", lambda: real() if next(turns, None) is not None else _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1], [2]], SamplingParams(max_new_tokens=50, ignore_eos=True))
+    assert engine.scheduler.idle and engine.pool.available == engine.pool.capacity
+
+
+def _interrupt() -> bool:
+    raise KeyboardInterrupt

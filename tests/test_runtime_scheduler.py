@@ -147,6 +147,23 @@ def test_a_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: int,
         assert sum(len(step.tokens) for step in request.generation.steps) == request.limit - 1
 
 
+def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
+    told: list[tuple[int, bool]] = []
+    scheduler = Scheduler(
+        TableDevice(1, random.Random(0)), PagePool(200, SIZE), lambda requests: BLOCK, max_batch=2, prefill_chunk=8,
+        max_block=BLOCK, prefix_cache=False, report=lambda request, step: told.append((turn, request is short)),
+    )  # fmt: skip
+    short = Request([1, 2, 3], SamplingParams(max_new_tokens=1), frozenset(), 1)
+    long = Request(list(range(90)) * 4, SamplingParams(max_new_tokens=4), frozenset(), 4)
+    scheduler.add(short)
+    scheduler.add(long)
+    turn = 0
+    while not scheduler.idle:
+        turn += 1
+        scheduler.advance()
+    assert told[0] == (1, True) and told[1][0] > 40
+
+
 def test_the_first_page_of_a_prefix_is_evicted_last() -> None:
     pool = PagePool(5, SIZE)
     tokens = list(range(16))

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.runtime import Engine as Runtime
 from dflash_toolkit.runtime import EngineOptions
-from serve.app import EventResponse
+from serve.app import EventResponse, create_app
 from serve.engine import Engine, EngineClosedError
 
 LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
@@ -126,6 +127,61 @@ def test_closing_ends_running_and_queued_answers(target: Target) -> None:
         return await asyncio.gather(consume(), consume(), return_exceptions=True)
 
     assert [type(error) for error in asyncio.run(play())] == [EngineClosedError, EngineClosedError]
+
+
+def test_closing_ends_the_thread_and_later_requests_are_refused(target: Target) -> None:
+    engine = make_engine(target, None)
+
+    async def ask() -> None:
+        await anext(engine.decode([1], LONG))
+
+    asyncio.run(ask())
+    engine.close()
+    engine._thread.join(10)
+    assert not engine._thread.is_alive()
+    with pytest.raises(EngineClosedError):
+        asyncio.run(ask())
+
+
+def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> None:
+    engine = make_engine(target, None)
+
+    async def first_of_many() -> None:
+        answer = engine.decode([1], LONG)
+        await anext(answer)
+        asyncio.get_running_loop().answer = answer  # type: ignore[attr-defined]  # left open as the loop ends
+
+    for _ in range(3):
+        asyncio.run(asyncio.wait_for(first_of_many(), 10))
+    assert engine._thread.is_alive() and engine.broken is None
+
+
+def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(target, None)
+    SlowSteps(engine, monkeypatch)
+
+    def fail(row: int) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def play() -> list[Any]:
+        async def consume() -> None:
+            async for _ in engine.decode([1], LONG):
+                pass
+
+        async with contextlib.aclosing(engine.decode([2], LONG)) as left:
+            await anext(left)
+            other = asyncio.create_task(consume())
+            await asyncio.sleep(0.1)
+            monkeypatch.setattr(engine.engine.runner, "leave", fail)
+        found = await asyncio.gather(other, consume(), return_exceptions=True)
+        return [type(error) for error in found]
+
+    assert asyncio.run(asyncio.wait_for(play(), 10)) == [EngineClosedError, EngineClosedError]
+    assert "the device is gone" in str(engine.broken)
+    health = TestClient(create_app(engine, "org/tiny")).get("/health")
+    assert health.status_code == 503 and "restart the server" in health.text
 
 
 def test_an_error_belongs_to_its_own_request(target: Target) -> None:

@@ -223,7 +223,18 @@ class Engine:
         params: SamplingParams | None = None,
         on_progress: Callable[[Request, Step | None], None] | None = None,
     ) -> Request:
-        """Queue a prompt; `step` works on it.
+        """Queue a prompt; `step` works on it. Raises UserError, see `request`."""
+        request = self.request(prompt_ids, params, on_progress)
+        self.scheduler.add(request)
+        return request
+
+    def request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        on_progress: Callable[[Request, Step | None], None] | None = None,
+    ) -> Request:
+        """A request as `submit` queues it, not queued: to know whether it could be.
 
         Raises:
             UserError: an empty prompt, one that leaves no room for an answer, an id outside the vocabulary, or a
@@ -241,9 +252,7 @@ class Engine:
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             wrong = next(i for i in prompt if not 0 <= i < self.vocabulary)
             raise UserError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{self.vocabulary - 1}")
-        for token, _ in params.logit_bias:
-            if not 0 <= token < self.vocabulary:
-                raise UserError(f"logit_bias names token {token}; the target has tokens 0..{self.vocabulary - 1}")
+        params.check_bias(self.vocabulary)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         limit = min(params.max_new_tokens, self.context_limit - len(prompt))
         request = Request(prompt, params, stop, limit, on_progress)
@@ -254,7 +263,6 @@ class Engine:
                 f"the request may need {needed * self.pool.page_size} tokens of cache and there are {have}; "
                 f"ask for fewer tokens or start the engine with more cache_tokens"
             )
-        self.scheduler.add(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -293,9 +301,16 @@ class Engine:
     ) -> list[Generation]:
         """Decode prompts to their ends, together; `params` are one for all or one each. Raises UserError."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        requests = [self.submit(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        while not all(request.finished for request in requests):
-            self.step()
+        requests = [self.request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+            while not all(request.finished for request in requests):
+                self.step()
+        except BaseException:  # Ctrl-C too: nobody waits for these any more
+            for request in requests:
+                self.cancel(request)
+            raise
         return [request.generation for request in requests]
 
     def _chooser(self, max_batch: int, max_block: int) -> Callable[[Sequence[Request]], int]:

@@ -112,10 +112,11 @@ class Scheduler:
 
     def advance(self) -> None:
         """One turn of the loop."""
-        launched = self._prefill_chunk()
-        launched |= self._decode()
-        while self._launches and (len(self._launches) > self._device.lag or not launched):
-            launched |= self._read(self._launches.popleft())
+        self._prefill_chunk()
+        decoding = self._decode()
+        # results are read late, but not later than the next news of those who wait for nothing else
+        while self._launches and (len(self._launches) > self._device.lag or not decoding):
+            decoding |= self._read(self._launches.popleft())
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
@@ -167,7 +168,9 @@ class Scheduler:
             return False
         self.waiting.popleft()
         request.pages = hit + new
-        request.prefilled = request.cached_tokens = len(hit) * self._pool.page_size
+        request.prefilled = len(hit) * self._pool.page_size
+        if not request.epoch:  # later, what it finds may be its own
+            request.cached_tokens = request.prefilled
         self.prefilling = request
         return True
 

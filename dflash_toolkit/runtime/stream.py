@@ -1,6 +1,7 @@
 """The engine behind an asynchronous interface: one thread steps it, any number of tasks wait for their answers."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -15,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineClosedError(Exception):
-    """The engine is shutting down; the answer will not be finished."""
+    """The engine is shutting down, or its device has failed; the answer will not be finished."""
+
+    def __init__(self, reason: str = "the server is shutting down") -> None:
+        super().__init__(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread is to do first
         self._waiting: dict[Request, Callable[[Progress | Exception], None]] = {}  # only the thread touches it
         self._closed = self._prepared = False
+        self.broken: Exception | None = None  # why no request can be served any more
+        self._entry = threading.Lock()  # nothing is put into the inbox once the thread has left
+        self._left = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -46,7 +53,7 @@ class AsyncEngine:
         its request out of the batch.
 
         Raises:
-            EngineClosedError: `close` was called before the answer was finished.
+            EngineClosedError: `close` was called before the answer was finished, or the engine is `broken`.
             UserError: the request cannot be decoded, see `Engine.submit`.
             Exception: whatever broke the engine.
         """
@@ -55,9 +62,11 @@ class AsyncEngine:
         mine: list[Request] = []
 
         def tell(item: Progress | Exception) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody listens
+                loop.call_soon_threadsafe(news.put_nowait, item)
 
-        self._inbox.put(lambda: self._submit(prompt_ids, params, tell, mine))
+        if not self._ask(lambda: self._submit(prompt_ids, params, tell, mine)):
+            raise self._closed_error()
         try:
             while True:
                 item = await news.get()
@@ -67,21 +76,31 @@ class AsyncEngine:
                 if item.finish_reason is not None:
                     return
         finally:
-            self._inbox.put(lambda: self._forget(mine))
+            self._ask(lambda: self._forget(mine))
 
     def close(self) -> None:
-        """End every answer, running or queued, with EngineClosedError after the step under way."""
-        self._inbox.put(self._close)
+        """End every answer, running or queued, with EngineClosedError after the step under way, and the thread."""
+        self._ask(self._close)
+
+    def _ask(self, call: Callable[[], None]) -> bool:
+        """Have the thread do something; False if it has left."""
+        with self._entry:
+            if not self._left:
+                self._inbox.put(call)
+            return not self._left
 
     # ---- in the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._do_inbox(wait=self.engine.scheduler.idle and not self._prepare())
+        while not self._closed:
             try:
+                self._do_inbox(wait=self.engine.scheduler.idle and not self._prepare())
                 self.engine.step()
             except Exception as error:
                 self._break(error)
+        with self._entry:
+            self._left = True
+        self._do_inbox(wait=False)
 
     def _prepare(self) -> bool:
         """Use a pause to get ready for more; whether there may be more to do."""
@@ -110,7 +129,7 @@ class AsyncEngine:
         mine: list[Request],
     ) -> None:
         if self._closed:
-            tell(EngineClosedError())
+            tell(self._closed_error())
             return
         told = 0
 
@@ -132,25 +151,33 @@ class AsyncEngine:
         self._waiting[request] = tell
 
     def _forget(self, mine: list[Request]) -> None:
-        for request in mine:
-            if self._waiting.pop(request, None) is not None:
-                self.engine.cancel(request)
+        self._cancel([request for request in mine if self._waiting.pop(request, None) is not None])
 
     def _close(self) -> None:
         self._closed = True
-        for request, tell in self._waiting.items():
-            tell(EngineClosedError())
-            self.engine.cancel(request)
-        self._waiting.clear()
+        self._cancel(self._tell_all(EngineClosedError()))
 
     def _break(self, error: Exception) -> None:
         """Whoever waits gets the error; later requests are served if the device still answers."""
+        log.error("a step failed", exc_info=error)
+        self._cancel(self._tell_all(error))
+
+    def _tell_all(self, error: Exception) -> list[Request]:
+        """Nobody waits any more; who did."""
         lost, self._waiting = self._waiting, {}
         for tell in lost.values():
             tell(error)
+        return list(lost)
+
+    def _cancel(self, requests: list[Request]) -> None:
         try:
-            for request in lost:
+            for request in requests:
                 self.engine.cancel(request)
-        except Exception:
-            self._closed = True
+        except Exception as failure:
+            log.error("the device does not answer any more", exc_info=failure)
+            self.broken, self._closed = failure, True
             self.engine.scheduler.abandon()
+            self._tell_all(self._closed_error())
+
+    def _closed_error(self) -> EngineClosedError:
+        return EngineClosedError(*(["the engine has failed; restart the server"] if self.broken else []))
