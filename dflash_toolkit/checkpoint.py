@@ -84,10 +84,12 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
     Files of an earlier export are replaced together; others in `path` (metrics, state) stay.
 
     Raises:
-        UserError: the disk is full or `path` cannot be written; nothing half-written is left behind.
+        UserError: a weight is no finite number, the disk is full or `path` cannot be written; nothing is half-written.
         RuntimeError: what was read back is not what was written.
     """
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+    if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
+        raise UserError(f"drafter {path}: not written, for {diverged} holds values that are no numbers")
     with _staged(Path(path)) as stage:
         save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")

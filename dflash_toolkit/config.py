@@ -8,6 +8,7 @@ neighbour. This file knows nothing of drafters; each program declares its own da
 import argparse
 import dataclasses
 import difflib
+import math
 import sys
 import types
 import typing
@@ -85,11 +86,13 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 6e-4 as a string
         try:
-            return float(value)
+            value = float(value)
         except ValueError:
             raise UserError(f"{where}: expected a number, got {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: expected a finite number, got {value!r}")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{where}: expected {hint.__name__}, got {value!r}")
     if choices and value not in choices:

@@ -163,7 +163,7 @@ def open_text(path: Path) -> TextIO:
 def _parse(line: str, where: str, default_id: str) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")

@@ -308,10 +308,13 @@ def test_dflash_train_takes_the_answers_as_they_are(
     output = tmp_path / "drafter"
     assert cli.main(["--target", str(target_dir), "--answers", *files, "--output", str(output), *TRAIN]) == 0
     record = json.loads((output / "run.json").read_text())
-    assert record["config"]["answer_files"] == files and record["result"]["answers"] == 32
+    assert record["config"]["answer_files"] == files and record["result"]["answers"] == 28
     assert [sampler["seed"] for sampler in record["samplers"]] == [0, 1]
-    held_in = {(file, row["index"]) for file in files for row in lines(Path(file))}
-    assert len(held_in) == 18, "a prompt counts once in every file"
+    config = TrainConfig(target=str(target_dir), answer_files=tuple(files), prompts=DataKnobs(held_out=2))
+    data = load_prompts(config, Target.load(str(target_dir), "cpu").tokenizer)
+    trained = {tuple(row.tokens[: row.prompt_tokens]) for row in data.rows}
+    assert len(data.held_out) == 2 and len(data.rows) == 28
+    assert not trained & {tuple(ids) for ids in data.held_out}, "nor from the other file"
 
 
 def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
@@ -366,3 +369,24 @@ def test_the_same_target_from_another_directory_may_be_trained(target_dir: Path,
 def test_data_and_answers_together_are_a_mistake(target_dir: Path, prompts: Path, capsys: Any) -> None:
     assert cli.main(["--target", str(target_dir), "--data", str(prompts), "--answers", "a.jsonl"]) == 2
     assert "give one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.prompts.jsonl", "a.jsonl", "a.run.json"])
+def test_a_source_is_never_a_file_that_the_run_writes(
+    name: str, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / name
+    source.write_bytes(prompts.read_bytes())
+    assert main(argv(target_dir, source, tmp_path / "a.jsonl")) == 2
+    assert "is a file that this run would write" in capsys.readouterr().err
+    assert source.read_bytes() == prompts.read_bytes() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_answers_that_are_gone_are_not_finished(
+    target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a.jsonl"
+    assert main(argv(target_dir, prompts, output)) == 0
+    output.unlink()
+    assert main(argv(target_dir, prompts, output)) == 2
+    assert "remove a.run.json to begin again" in capsys.readouterr().err

@@ -240,3 +240,17 @@ def test_answers_written_before_the_server_failed_are_kept_and_not_asked_for_aga
     assert len(fake.asked) - asked == 4
     prompt = encode_chat(WORDS, [user("ask 8 of it")])
     assert answers(tmp_path / "a.jsonl")[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
+
+
+def test_a_key_that_cannot_be_sent_is_not_shown(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-sec\nret")
+    with pytest.raises(UserError, match="OPENAI_API_KEY cannot be sent") as caught:
+        ask(fake)
+    assert "sk-sec" not in str(caught.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")  # as a file holds it
+    ask(fake)
+
+
+def test_an_address_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(UserError, match=r"endpoint 'http://\[::1:80' is no address"):
+        base_url("http://[::1:80")

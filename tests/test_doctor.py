@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import train.blocks
 import train.loop
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, save_drafter
+from dflash_toolkit.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
 from dflash_toolkit.prompts import encode_chat, template_hash
@@ -106,7 +107,7 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
     path = tmp_path_factory.mktemp("clinic")
     drafter = fit(target, answered(target), path, block_size=6, steps=300, anchors=12)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
-    note = {"target": "tiny", "template_hash": template_hash(target.tokenizer), "answers": answers}
+    note = {"target": "tiny", "template_hash": template_hash(target.tokenizer), "answers": [answers]}
     return Clinic(path, target, drafter, note | {"acceptance_length": 5.5})
 
 
@@ -202,6 +203,16 @@ def test_the_other_thinking_mode_is_named(clinic: Clinic) -> None:
     faults = clinic.examine("--thinking")["fault"]
     assert [fault["check"] for fault in faults] == ["thinking"]
     assert "enable_thinking=false" in faults[0]["remedy"]
+
+
+def test_how_the_answers_were_written_is_read_as_training_notes_it(clinic: Clinic) -> None:
+    def note(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text())
+        values[PROVENANCE_KEY]["answers"] = [{"regenerate": True}, {"regenerate": False}]
+        (path / "config.json").write_text(json.dumps(values))
+
+    found = clinic.examine(break_it=note)["warning"]
+    assert any("not of the target" in finding["measured"] for finding in found)
 
 
 def test_a_target_of_another_shape_does_not_fit(clinic: Clinic, tmp_path: Path) -> None:

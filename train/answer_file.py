@@ -119,7 +119,7 @@ def _row_of(row: dict[str, Any], index: int) -> Row:
     spans = tuple((int(start), int(end)) for start, end in row["spans"])
     made = Row(index, int(row["prompt_tokens"]), tokens, spans)
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
-    if not spans or ends != sorted(ends) or not all(type(token) is int for token in tokens):
+    if not tokens or not spans or ends != sorted(ends) or not all(type(token) is int for token in tokens):
         raise ValueError("spans or tokens are not in order")
     return made
 
@@ -135,7 +135,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
                     return
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise _foreign(path, number, error) from error
                 if not isinstance(row, dict):
                     raise _foreign(path, number, TypeError("not an object"))

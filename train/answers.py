@@ -126,7 +126,10 @@ def read_rows(path: Path) -> list[Row]:
     if whole < len(data):
         with open(path, "r+b") as handle:
             handle.truncate(whole)
-    return [Row(**json.loads(line)) for line in data[:whole].splitlines()]
+    try:
+        return [Row(**json.loads(line)) for line in data[:whole].splitlines()]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged ({error}); remove it to have its prompts answered again") from error
 
 
 class _Single:

@@ -29,6 +29,7 @@ from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .loop import Outcome, train
 from .metrics import import_wandb
 from .parallel import Processes, speaks, without_local_rank
+from .schedule import packing
 from .start import knobs_of, load_start
 from .state import first_difference, write_json
 from .step import use_flex
@@ -185,15 +186,21 @@ def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) ->
     if not answered:
         stop = target.stop_token_ids[0] if target.stop_token_ids else None
         answered = rows_from_answers(run.data, run.tokenizer, stop, config.prompts.max_length)
-    rows = _kept(answered)
+    packed, _ = packing(config, target.device)
+    rows = _kept([row.cut(min(packed or sys.maxsize, config.prompts.max_length)) for row in answered])
     if len(rows) < len(answered):
-        _say(processes, f"dropped {len(answered) - len(rows)} of {len(answered)} answers: too short for a block")
+        _say(
+            processes,
+            f"dropped {len(answered) - len(rows)} of {len(answered)} answers: too short for a block, or cut off",
+        )
     return target, rows
 
 
 def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: list[Row]) -> None:
     """The record that says the run is over, and how to serve what came of it."""
     config, output = run.config, Path(run.config.output_dir)
+    if not (output / "model.safetensors").exists():
+        raise UserError(f"{output} holds no drafter, though its training is over; remove {run.work} to train again")
     if config.run.speculators:
         exported = load_drafter(str(output))
         save_speculators(exported, output / "speculators", target.config, target.embedding.weight, target.head_weight)

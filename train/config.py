@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from dflash_toolkit.config import group, knob
+from dflash_toolkit.decode import COLDEST, HOTTEST, LEAST_TOP_P
 
 RUNTIMES = ("auto", "engine", "reference")
 
@@ -62,8 +63,11 @@ class AnswerKnobs:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.max_new_tokens < 2:
             raise ValueError("answers.batch_size must be >= 1 and answers.max_new_tokens >= 2")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError("answers.temperature must be >= 0 and answers.top_p in (0, 1]")
+        warm = self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
+        if not warm or not LEAST_TOP_P <= self.top_p <= 1:
+            raise ValueError(
+                f"answers.temperature must be 0 or in [{COLDEST}, {HOTTEST}] and answers.top_p in [{LEAST_TOP_P}, 1]"
+            )
         if self.top_k < 0 or not 0 <= self.min_p <= 1:
             raise ValueError("answers.top_k must be >= 0 and answers.min_p in [0, 1]")
 
@@ -206,6 +210,8 @@ class RunKnobs:
     def __post_init__(self) -> None:
         if min(self.log_every, self.save_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
             raise ValueError("run.log_every, save_every, evaluate_prompts and evaluate_tokens must be >= 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"run.seed is {self.seed}; it must be in 0..2**63 - 1")
         if not 0 <= self.zero <= 3:
             raise ValueError(f"run.zero is {self.zero}; it must be 0 (off), 1, 2 or 3")
         if self.evaluate_every < 0 or self.feature_cache_gb < 0:

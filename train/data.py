@@ -8,7 +8,7 @@ import torch
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.prompts import ROLES, Prompt, encode_chat, file_hash, read_prompts, split_messages, template_hash
+from dflash_toolkit.prompts import Prompt, conversation, encode_chat, file_hash, read_prompts, template_hash
 from dflash_toolkit.target import load_config
 
 from .answer_file import read_training_rows
@@ -56,11 +56,13 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
     # in a public dataset a few prompts will not fit; in the user's own file that is a mistake
     strict = bool(config.data)
     rendered = _render(prompts, config, tokenizer, strict)
-    questions = [Question(i, ids) for i, ids in enumerate(rendered) if ids]
+    asked = [ids for ids in _render(held_out, config, tokenizer, strict or bool(config.held_out)) if ids]
+    # a prompt that stands there twice is not trained on and measured on; files of one's own are what one wants
+    kept_out = set() if config.held_out else {tuple(ids) for ids in asked}
+    questions = [Question(i, ids) for i, ids in enumerate(rendered) if ids and tuple(ids) not in kept_out]
     if not questions:
         raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
     answers = {i: p.answer for i, p in enumerate(prompts) if p.answer is not None}
-    asked = [ids for ids in _render(held_out, config, tokenizer, strict or bool(config.held_out)) if ids]
     return PromptData(questions, answers, asked, digest)
 
 
@@ -92,17 +94,17 @@ def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
         prompts = [p for path in config.held_out for p in read_prompts(path)]
         held_out, chosen = _render(prompts, config, tokenizer, strict=True), set()
     else:
-        asked = {prompt: row.tokens[: row.prompt_tokens] for row, prompt in zip(found.rows, found.prompts, strict=True)}
-        names = list(asked)
-        order = torch.randperm(len(names), generator=torch.Generator().manual_seed(config.run.seed)).tolist()
-        chosen = {names[i] for i in order[: min(config.prompts.held_out, len(names) // 2)]}
-        held_out = [ids for name, ids in asked.items() if name in chosen and len(ids) <= config.prompts.max_length - 2]
-    rows = [
-        row.cut(config.prompts.max_length)
-        for row, prompt in zip(found.rows, found.prompts, strict=True)
-        if prompt not in chosen
-    ]
+        # by their tokens: several files may hold answers to the same prompts
+        asked = list(dict.fromkeys(_prompt_of(row) for row in found.rows))
+        order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(config.run.seed)).tolist()
+        chosen = {asked[i] for i in order[: min(config.prompts.held_out, len(asked) // 2)]}
+        held_out = [list(ids) for ids in asked if ids in chosen and len(ids) <= config.prompts.max_length - 2]
+    rows = [row.cut(config.prompts.max_length) for row in found.rows if _prompt_of(row) not in chosen]
     return PromptData([], {}, held_out, digest, rows, found.samplers)
+
+
+def _prompt_of(row: Row) -> tuple[int, ...]:
+    return tuple(row.tokens[: row.prompt_tokens])
 
 
 def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
@@ -119,30 +121,33 @@ def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
 
 
 def _from_row(row: dict[str, Any], index: int) -> Prompt | None:
-    turns = row.get("messages") or row.get("conversations")
-    if not turns:
-        return Prompt(str(index), ({"role": "user", "content": row["prompt"]},)) if row.get("prompt") else None
-    messages = []
-    for turn in turns:
-        role = turn.get("role", turn.get("from"))
-        messages.append({"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value")) or ""})
-    asked, answer = split_messages(messages)
-    roles = [message["role"] for message in asked]
-    usable = roles in (["user"], ["system", "user"]) and asked[-1]["content"].strip()
-    return Prompt(str(index), tuple(asked), answer) if usable else None
+    """The first question of a row and its answer; None for a row that has none in a shape that is known."""
+    try:
+        asked = conversation(row, str(index)).turns[0]
+    except ValueError:
+        return None
+    if [message["role"] for message in asked] not in (["user"], ["system", "user"]):
+        return None
+    turns: list[Any] = next((row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)), [])
+    replies = (turn.get("content", turn.get("value")) for turn in turns[len(asked) :])
+    answer = next(replies, None)
+    return Prompt(str(index), asked, answer if isinstance(answer, str) else None)
 
 
 def rows_from_answers(data: PromptData, tokenizer: Any, stop_id: int | None, max_length: int) -> list[Row]:
     """Rows from the answers the data holds: the rendered prompt, the answer's tokens, the end-of-sequence token.
 
     Raises:
-        UserError: a prompt has no answer.
+        UserError: a prompt has no answer, or one that is no text.
     """
     rows = []
     for question in data.training:
         if question.index not in data.answers:
             raise UserError(f"prompt {question.index} has no answer; answers.regenerate=true lets the target write it")
-        answer = tokenizer(data.answers[question.index], add_special_tokens=False).input_ids
+        try:
+            answer = tokenizer(data.answers[question.index], add_special_tokens=False).input_ids
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair
+            raise UserError(f"the answer to prompt {question.index} is no valid text ({error})") from error
         tokens = question.tokens + list(answer) + ([] if stop_id is None else [stop_id])
         rows.append(Row(question.index, len(question.tokens), tokens[:max_length]))
     return rows

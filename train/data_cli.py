@@ -144,6 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: DataConfig) -> None:
     """Read prompts, answer them, write the answers; goes on where an earlier run stopped."""
     output = Path(config.output)
+    own = {path.resolve() for path in (output, _prompts_file(output), _record_file(output))}
+    if clash := next((name for name in config.data if Path(name).resolve() in own), None):
+        raise UserError(f"data {clash} is a file that this run would write; choose another --output")
     target_config = load_config(config.target)
     tokenizer = load_tokenizer(config.target)
     encode_chat(tokenizer, [{"role": "user", "content": "?"}], config.sampler.thinking)  # is there a template at all?
@@ -164,7 +167,7 @@ def run(config: DataConfig) -> None:
         if (ended := _begun(output, record)) is not None:
             print(f"{output} holds this run, finished: {ended}", file=sys.stderr)
             return
-        prompts = output.with_suffix(".prompts.jsonl")
+        prompts = _prompts_file(output)
         if not prompts.exists():
             _choose(config, prompts)
         write_json(_record_file(output), record)
@@ -180,13 +183,17 @@ def _record_file(output: Path) -> Path:
     return output.with_suffix(".run.json")
 
 
+def _prompts_file(output: Path) -> Path:
+    return output.with_suffix(".prompts.jsonl")
+
+
 def _begun(output: Path, record: dict[str, Any]) -> str | None:
     """How an earlier run of the same kind ended; None if it did not. Raises UserError if it was of another kind."""
     path = _record_file(output)
     if not path.exists():
         if output.exists() and output.stat().st_size:
             raise UserError(f"{output} exists and {path.name} does not; choose another --output or remove it")
-        output.with_suffix(".prompts.jsonl").unlink(missing_ok=True)  # chosen by a run that did not get further
+        _prompts_file(output).unlink(missing_ok=True)  # chosen by a run that did not get further
         return None
     try:
         old = json.loads(path.read_text())
@@ -195,6 +202,8 @@ def _begun(output: Path, record: dict[str, Any]) -> str | None:
         raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
     if difference := first_difference(old, json.loads(json.dumps(record))):
         raise UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
+    if finished and not output.stat().st_size:
+        raise UserError(f"{path} says that {output} was finished, but that is empty; remove {path.name} to begin again")
     return finished
 
 

@@ -62,7 +62,7 @@ class EndpointBackend:
         self._urls = [base_url(url) for url in urls]
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
-        self._key = os.environ.get("OPENAI_API_KEY")
+        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
         self._closed = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
@@ -133,7 +133,7 @@ class EndpointBackend:
         try:
             request = urllib.request.Request(url, data, headers)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                reply = json.load(response)
+                text = response.read()
         except urllib.error.HTTPError as error:
             reason = f"HTTP {error.code}: {_message(error)}"
             if error.code in TRANSIENT:
@@ -141,7 +141,11 @@ class EndpointBackend:
             raise UserError(f"{url}: {reason}") from error
         except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
             raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
-        except ValueError as error:
+        except ValueError:  # its words may hold the key
+            raise UserError(f"{url}: OPENAI_API_KEY cannot be sent, it holds a character that no header may") from None
+        try:
+            reply = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise _TryAgainError(f"the reply is not JSON ({error})") from error
         if not isinstance(reply, dict):
             raise UserError(f"{url}: the reply is no JSON object")
@@ -183,7 +187,10 @@ class EndpointBackend:
 
 def base_url(url: str) -> str:
     """The address that /completions and /models follow. Raises UserError."""
-    parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+    except ValueError as error:
+        raise UserError(f"endpoint {url!r} is no address ({error})") from error
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UserError(f"endpoint {url!r} is no address; expected something like http://localhost:8000")
     path = parts.path.rstrip("/")

@@ -158,21 +158,27 @@ def train(
         if micro != step * group:
             progress.print(f"goes on after {micro} micro batches in {step} steps with {group} a step")
         if held_out and config.init_from and step == 0:
+            before = time.perf_counter()
             with speed.paused():
                 processes.alone(measure, learner.whole())  # where it starts from, to see what is gained
+            started += time.perf_counter() - before  # of optim.minutes, none
         share = share_done()
-        while share < 1:
+        while share < 1 or not step:
             done, of = (round(1e6 * share), 1_000_000) if optim.minutes else (step, total)
             for parameters in learner.param_groups:
                 parameters["lr"] = learner.peak * learning_rate_factor(done, of, optim.warmup, optim.final_decay)
             turns = range(micro + processes.rank, micro + group, processes.world)
             totals = processes.sum(torch.stack([micro_step(turn, turn == turns[-1]) for turn in turns]).sum(0))
             norm = learner.step(totals[1])
+            if any(every and (step + 1) % every == 0 for every in (run.log_every, run.save_every, run.evaluate_every)):
+                _check(norm, step + 1, learner.peak)
             chosen = [i for turn in range(micro, min(micro + group, end)) for i in schedule.indices(turn)]
             step, micro = step + 1, min(micro + group, end)
 
             share = share_done()
             last = share >= 1
+            if last:
+                _check(norm, step, learner.peak)
             seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
             speed.count(seen, len(chosen))
             if step % run.log_every == 0 or last:
@@ -191,6 +197,15 @@ def train(
                     processes.alone(save_state, point, state_file)
     source.flush()
     return Outcome(step, best, acceptance, time.perf_counter() - started)
+
+
+def _check(norm: Tensor, step: int, rate: float) -> None:
+    """Raises UserError where training has diverged, before that is saved."""
+    if not math.isfinite(float(norm)):
+        raise UserError(
+            f"step {step}: the gradient is not a number; train again with optim.learning_rate lower than {rate:g} "
+            f"(nothing of this step was saved)"
+        )
 
 
 @contextlib.contextmanager

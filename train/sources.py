@@ -93,7 +93,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                     continue
                 try:
                     yield where, json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     yield where, Malformed(where, f"not valid JSON ({error})")
     except UNREADABLE as error:
         raise _unreadable(str(path), error) from error

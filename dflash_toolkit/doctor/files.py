@@ -57,6 +57,12 @@ class Case:
         return tensor_shapes(self.config) if self.config else {}
 
     @property
+    def answered_by(self) -> list[dict[str, Any]]:
+        """How the answers that it was trained on were written, as far as the checkpoint says."""
+        noted = self.provenance.get("answers")
+        return [answers for answers in (noted if isinstance(noted, list) else [noted]) if isinstance(answers, dict)]
+
+    @property
     def measurable(self) -> bool:
         """Whether the drafter can run on this target at all."""
         if self.config is None or fitting_problem(self):
@@ -215,14 +221,14 @@ def check_mask_token(case: Case) -> list[Finding]:
 
 def check_template(case: Case) -> list[Finding]:
     """Was the drafter trained on the template that renders prompts now, and on the target's own words?"""
-    recorded, answers = case.provenance.get("template_hash"), case.provenance.get("answers")
+    recorded = case.provenance.get("template_hash")
     present = template_hash(case.tokenizer)
     found = []
     if recorded is not None and recorded != present:
         remedy = "serve with the tokenizer and chat template of training, or train again with the present ones"
         measured = f"trained on template {str(recorded)[:12]}, the tokenizer now has {present[:12]}"
         found.append(Finding("template", "fault", measured, remedy, {"recorded": recorded, "present": present}))
-    if isinstance(answers, dict) and answers.get("regenerate") is False:
+    if any(answers.get("regenerate") is False for answers in case.answered_by):
         remedy = "train on answers that this target wrote (answers.regenerate=true)"
         found.append(Finding("template", "warning", "trained on answers of the data, not of the target", remedy))
     words = "no record of the template that it was trained on" if recorded is None else "the one it was trained on"

@@ -123,8 +123,9 @@ def check_thinking(
     def render(mode: bool | None) -> list[list[int]]:
         return [encode_chat(case.tokenizer, prompt.messages, mode) for prompt in prompts]
 
-    here, noted = render(case.thinking), case.provenance.get("answers")
-    trained = render(noted["thinking"]) if isinstance(noted, dict) and "thinking" in noted else None
+    here = render(case.thinking)
+    modes = [answers["thinking"] for answers in case.answered_by if "thinking" in answers]
+    trained = render(modes[0]) if modes and modes.count(modes[0]) == len(case.answered_by) else None
     base = probe.score(answers, setting, stride=blocks_stride(answers))
     found = []
     for mode in (False, True):

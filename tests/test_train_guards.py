@@ -1,0 +1,126 @@
+"""What must never happen unseen: weights that are no numbers, prompts that are measured on and trained on, rows of
+shapes that mean something else, an export that is none."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from test_train_loop import rows
+
+from dflash_toolkit import Target, UserError, save_drafter
+from dflash_toolkit.target import load_tokenizer
+from train import loop
+from train.cli import main
+from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.data import load_prompts
+from train.state import load_state
+
+SMALL = (
+    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "loss.anchors=4", "answers.max_new_tokens=16",
+    "optim.steps=2", "run.evaluate_prompts=2", "run.evaluate_tokens=8",
+)  # fmt: skip
+
+
+def written(path: Path, found: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return str(path)
+
+
+def command(target_dir: Path, data: str, output: Path, *more: str) -> list[str]:
+    return ["--target", str(target_dir), "--data", data, "--output", str(output), *SMALL, *more]
+
+
+@pytest.mark.parametrize("bad", [3, 4, 5])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
+    bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, exported = loop.compute_loss, iter(range(100)), []
+
+    def spoilt(*args: Any) -> Any:
+        result = real(*args)
+        if next(calls) == bad:
+            result.weighted_sum = result.weighted_sum * math.nan
+        return result
+
+    monkeypatch.setattr(loop, "compute_loss", spoilt)
+    target = make_target()
+    config = TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8),
+        optim=OptimKnobs(optimizer="adamw", steps=6, batch_size=4), run=RunKnobs(log_every=2, save_every=2),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=f"step {2 * (bad // 2) + 2}: the gradient is not a number"):
+        loop.train(
+            config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: exported.append(1)
+        )
+    point = load_state(tmp_path / "state.pt", {})
+    assert point is not None and point.step == 2 * (bad // 2) and not exported
+    assert all(bool(weight.isfinite().all()) for weight in point.drafter.values())
+
+
+def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
+    drafter = make_drafter(make_target())
+    save_drafter(drafter, tmp_path / "d")
+    before = (tmp_path / "d" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = math.nan
+    with pytest.raises(UserError, match=r"not written, for fc\.weight holds values that are no numbers"):
+        save_drafter(drafter, tmp_path / "d")
+    assert (tmp_path / "d" / "model.safetensors").read_bytes() == before
+
+
+def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(target_dir: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(10)] * 2)
+    config = TrainConfig(target=str(target_dir), data=(data,), prompts=DataKnobs(held_out=6))
+    found = load_prompts(config, load_tokenizer(str(target_dir)))
+    held = {tuple(ids) for ids in found.held_out}
+    assert len(found.held_out) == 6 and not held & {tuple(question.tokens) for question in found.training}
+
+
+def test_a_row_that_only_fits_without_packing_is_left_out(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [{"prompt": "x" * 200 + str(i)} for i in range(4)] + [{"prompt": f"short {i}"} for i in range(6)]
+    data = written(tmp_path / "p.jsonl", found)
+    packed = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
+    assert main(command(target_dir, data, tmp_path / "run", *packed)) == 0
+    assert "dropped 4 of 10 answers" in capsys.readouterr().err
+
+
+def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
+    monkeypatch: pytest.MonkeyPatch, target: Target, target_dir: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    good = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(3)]
+    parts = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"part {i}"}]},
+                           {"role": "assistant", "content": "yes"}]} for i in range(3)]  # fmt: skip
+    odd: list[dict[str, Any]] = [{"prompt": 5}, {"messages": '[{"role": "user"}]'}, {"messages": [{"content": "x"}]}]
+
+    class Rows(list):  # type: ignore[type-arg]  # of one column each, which no table holds
+        _fingerprint = "f"
+
+        def shuffle(self, seed: int) -> "Rows":
+            return self
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Rows(good + parts + odd))
+    config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=0, max_prompts=0))
+    found = load_prompts(config, target.tokenizer)
+    texts = [target.tokenizer.decode(question.tokens) for question in found.training]
+    assert texts == [f"<|user|>{kind} {i}<|end|><|assistant|>" for kind in ("say", "part") for i in range(3)]
+    assert list(found.answers.values()) == ["yes"] * 3
+
+
+def test_an_answer_that_is_no_text_and_a_drafter_that_is_gone_are_one_line(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = written(tmp_path / "s.jsonl", [{"prompt": f"say {i}", "response": "a \ud83d b"} for i in range(6)])
+    assert main(command(target_dir, data, tmp_path / "s", "answers.regenerate=false")) == 2
+    assert "is no valid text" in capsys.readouterr().err.splitlines()[-1]
+    run = command(target_dir, written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)]), tmp_path / "r")
+    assert main(run) == 0
+    (tmp_path / "r" / "model.safetensors").unlink()
+    assert main(run) == 2
+    assert "holds no drafter, though its training is over" in capsys.readouterr().err.splitlines()[-1]
