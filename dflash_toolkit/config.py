@@ -8,6 +8,7 @@ neighbour. This file knows nothing of drafters; each program declares its own da
 import argparse
 import dataclasses
 import difflib
+import io
 import math
 import sys
 import types
@@ -236,6 +237,9 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 def run_command(command: Callable[[], int | None]) -> int:
     """Run a program's body: a UserError is one line on stderr and exit code 2, Ctrl-C is 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no Greek ends no run
     try:
         return command() or 0
     except UserError as error:

@@ -124,3 +124,12 @@ def test_an_answer_that_is_no_text_and_a_drafter_that_is_gone_are_one_line(
     (tmp_path / "r" / "model.safetensors").unlink()
     assert main(run) == 2
     assert "holds no drafter, though its training is over" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(target_dir: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)])
+    assert main(command(target_dir, data, tmp_path / "r")) == 0
+    answers = (tmp_path / "r" / "work" / "answers.jsonl").read_bytes()
+    (tmp_path / "r" / "run.json").unlink()
+    assert main(command(target_dir, data, tmp_path / "r", "answers.batch_size=1")) == 0
+    assert (tmp_path / "r" / "work" / "answers.jsonl").read_bytes() == answers

@@ -225,7 +225,7 @@ def _answered(run: _Prepared, processes: Processes) -> list[Row]:
     config, work, record, questions = run.config, run.work, run.record, run.data.training
     wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
     # the prompt knobs and the seed fix which prompt an index means
-    wanted |= {k: record["config"][k] for k in ("answers", "prompts")} | {"seed": config.run.seed}
+    wanted |= {"answers": _asked(record["config"]), "prompts": record["config"]["prompts"], "seed": config.run.seed}
     meta = work / "answers.json"
     if meta.exists() and (difference := first_difference(json.loads(meta.read_text()), wanted)):
         raise UserError(f"{work} holds answers of another run ({difference}); choose another --output or remove it")
@@ -296,12 +296,18 @@ def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, tem
     }
 
 
+def _asked(config: dict[str, Any]) -> dict[str, Any]:
+    """How prompts are answered, but for how many at a time: with fewer a run that ran out of memory goes on."""
+    return {k: v for k, v in config["answers"].items() if k != "batch_size"}
+
+
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
     places = ("output", "data", "held_out", "answer_files", "init_from")  # what they hold is in the hashes
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim"):
         config[part] = {k: v for k, v in config[part].items() if k not in FREE_KNOBS}
+    config["answers"] = _asked(config)
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
     return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")} | start
 
