@@ -1,6 +1,8 @@
 """`dflash-eval` from its arguments to its files: what it reports, how it resumes, how it refuses."""
 
+import fcntl
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -371,3 +373,17 @@ def test_output_that_is_a_file(arguments: list[str], tmp_path: Path, capsys: pyt
     assert main([*arguments, "--output", str(tmp_path / "report")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert (tmp_path / "report").read_text() == "mine"
+
+
+def test_two_runs_do_not_write_into_one_folder(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert main([*arguments, "--output", str(tmp_path)]) == 2
+    finally:
+        os.close(handle)
+    assert "is being written by another run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main([*arguments, "--output", str(tmp_path)]) == 0

@@ -1,6 +1,9 @@
 """dflash-eval: the acceptance report that people decide from."""
 
-from collections.abc import Sequence
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,18 +103,40 @@ def _run(config: EvalConfig) -> None:
     output = Path(config.output)
     partial = output / "partial.jsonl"
     arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
-    report = evaluate(
-        runtime,
-        sets,
-        config.sampling,
-        baseline=config.baseline,
-        arguments={**arguments, "prompt_file_sha256": hashes},
-        partial=partial,
-        show_progress=True,
-    )
-    write_report(report, output)
-    partial.unlink(missing_ok=True)
+    with _alone(output):
+        report = evaluate(
+            runtime,
+            sets,
+            config.sampling,
+            baseline=config.baseline,
+            arguments={**arguments, "prompt_file_sha256": hashes},
+            partial=partial,
+            show_progress=True,
+        )
+        write_report(report, output)
+        partial.unlink(missing_ok=True)
     print(f"{render_table(summary_table(report))}\n\nThe report is in {output / 'report.html'}")
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """One process measures into a folder at a time: two would mix what they have measured so far."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        handle = os.open(output, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"output {output}: cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+    except OSError as error:
+        os.close(handle)
+        raise UserError(f"{output} is being written by another run; choose another --output") from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            output.rmdir()  # nothing was measured
 
 
 def _load(config: EvalConfig) -> Runtime:
