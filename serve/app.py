@@ -165,7 +165,7 @@ class _Service:
         """Decode `ids` and answer, at once or as events."""
         params = body.sampling(self._engine.context_limit - len(ids))
         try:
-            self._engine.engine.request(ids, params)  # before a stream begins, whose status would be sent
+            self._engine.check(ids, params)  # before a stream begins, whose status would be sent
         except UserError as error:
             raise ApiError(400, str(error)) from error
         answer = Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling)

@@ -141,7 +141,7 @@ class GenerationRequest(_Strict):
     @classmethod
     def _of_tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token, value in (bias or {}).items():
-            if not (token.isascii() and token.isdigit() and len(token) < 16):
+            if not (token.isascii() and token.isdigit() and len(token) < 16):  # int() refuses thousands of digits
                 raise ValueError(f"{token!r} is not a token id")
             if not -100.0 <= value <= 100.0:
                 raise ValueError(f"the bias of token {token} must be in -100..100")

@@ -145,11 +145,11 @@ def test_closing_ends_the_thread_and_later_requests_are_refused(target: Target) 
 
 def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> None:
     engine = make_engine(target, None)
+    left_open = []
 
     async def first_of_many() -> None:
-        answer = engine.decode([1], LONG)
-        await anext(answer)
-        asyncio.get_running_loop().answer = answer  # type: ignore[attr-defined]  # left open as the loop ends
+        left_open.append(engine.decode([1], LONG))
+        await anext(left_open[-1])
 
     for _ in range(3):
         asyncio.run(asyncio.wait_for(first_of_many(), 10))

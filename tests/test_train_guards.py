@@ -99,7 +99,7 @@ def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
                            {"role": "assistant", "content": "yes"}]} for i in range(3)]  # fmt: skip
     odd: list[dict[str, Any]] = [{"prompt": 5}, {"messages": '[{"role": "user"}]'}, {"messages": [{"content": "x"}]}]
 
-    class Rows(list):  # type: ignore[type-arg]  # of one column each, which no table holds
+    class Rows(list[dict[str, Any]]):  # of one column each, which no table holds
         _fingerprint = "f"
 
         def shuffle(self, seed: int) -> "Rows":

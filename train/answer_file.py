@@ -73,7 +73,6 @@ class TrainingRows:
     """What answers files hold."""
 
     rows: list[Row]  # renumbered
-    prompts: list[tuple[str, int]]  # of each row: file and index of the prompt
     samplers: list[dict[str, Any]]  # every one that is there
 
 
@@ -84,14 +83,12 @@ def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, templ
         UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
     """
     rows: list[Row] = []
-    prompts: list[tuple[str, int]] = []
     samplers: dict[str, dict[str, Any]] = {}
     for path in paths:
         found = len(rows)
         for number, _, row in _lines(Path(path)):
             try:
                 rows.append(_row_of(row, len(rows)))
-                prompts.append((path, int(row["index"])))
                 samplers[json.dumps(row["sampler"], sort_keys=True)] = row["sampler"]
                 wrote, words, rendered = str(row["target"]), row["vocab_size"], row["template_hash"]
             except (LookupError, TypeError, ValueError) as error:
@@ -111,7 +108,7 @@ def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, templ
                 raise UserError(f"{where}: holds a token outside the target's vocabulary of {vocab_size}")
         if len(rows) == found:
             raise UserError(f"{path}: holds no answers")
-    return TrainingRows(rows, prompts, list(samplers.values()))
+    return TrainingRows(rows, list(samplers.values()))
 
 
 def _row_of(row: dict[str, Any], index: int) -> Row:
@@ -119,7 +116,8 @@ def _row_of(row: dict[str, Any], index: int) -> Row:
     spans = tuple((int(start), int(end)) for start, end in row["spans"])
     made = Row(index, int(row["prompt_tokens"]), tokens, spans)
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
-    if not tokens or not spans or ends != sorted(ends) or not all(type(token) is int for token in tokens):
+    whole = all(type(number) is int for number in (row["index"], *tokens))
+    if not whole or not tokens or not spans or ends != sorted(ends):
         raise ValueError("spans or tokens are not in order")
     return made
 

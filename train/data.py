@@ -92,19 +92,13 @@ def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
     digest = file_hash([*config.answer_files, *config.held_out])
     if config.held_out:
         prompts = [p for path in config.held_out for p in read_prompts(path)]
-        held_out, chosen = _render(prompts, config, tokenizer, strict=True), set()
+        held_out, rows = _render(prompts, config, tokenizer, strict=True), found.rows
     else:
-        # by their tokens: several files may hold answers to the same prompts
-        asked = list(dict.fromkeys(_prompt_of(row) for row in found.rows))
-        order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(config.run.seed)).tolist()
-        chosen = {asked[i] for i in order[: min(config.prompts.held_out, len(asked) // 2)]}
-        held_out = [list(ids) for ids in asked if ids in chosen and len(ids) <= config.prompts.max_length - 2]
-    rows = [row.cut(config.prompts.max_length) for row in found.rows if _prompt_of(row) not in chosen]
-    return PromptData([], {}, held_out, digest, rows, found.samplers)
-
-
-def _prompt_of(row: Row) -> tuple[int, ...]:
-    return tuple(row.tokens[: row.prompt_tokens])
+        distinct = len({tuple(row.tokens[: row.prompt_tokens]) for row in found.rows})
+        rows, first = hold_out(found.rows, min(config.prompts.held_out, distinct // 2), config.run.seed)
+        room = config.prompts.max_length - 2
+        held_out = [row.tokens[: row.prompt_tokens] for row in first if row.prompt_tokens <= room]
+    return PromptData([], {}, held_out, digest, [row.cut(config.prompts.max_length) for row in rows], found.samplers)
 
 
 def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:

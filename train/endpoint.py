@@ -63,6 +63,8 @@ class EndpointBackend:
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):  # the error of http.client would show it
+            raise UserError("OPENAI_API_KEY cannot be sent, it holds a character that no header may")
         self._closed = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
@@ -141,8 +143,6 @@ class EndpointBackend:
             raise UserError(f"{url}: {reason}") from error
         except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
             raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
-        except ValueError:  # its words may hold the key
-            raise UserError(f"{url}: OPENAI_API_KEY cannot be sent, it holds a character that no header may") from None
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:

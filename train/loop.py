@@ -170,14 +170,14 @@ def train(
             turns = range(micro + processes.rank, micro + group, processes.world)
             totals = processes.sum(torch.stack([micro_step(turn, turn == turns[-1]) for turn in turns]).sum(0))
             norm = learner.step(totals[1])
-            if any(every and (step + 1) % every == 0 for every in (run.log_every, run.save_every, run.evaluate_every)):
-                _check(norm, step + 1, learner.peak)
             chosen = [i for turn in range(micro, min(micro + group, end)) for i in schedule.indices(turn)]
             step, micro = step + 1, min(micro + group, end)
 
             share = share_done()
             last = share >= 1
-            if last:
+            if last or any(
+                every and step % every == 0 for every in (run.log_every, run.save_every, run.evaluate_every)
+            ):
                 _check(norm, step, learner.peak)
             seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
             speed.count(seen, len(chosen))

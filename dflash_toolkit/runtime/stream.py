@@ -78,6 +78,10 @@ class AsyncEngine:
         finally:
             self._ask(lambda: self._forget(mine))
 
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raises UserError for a request that `decode` would refuse; what it reads of the engine never changes."""
+        self.engine.request(prompt_ids, params)
+
     def close(self) -> None:
         """End every answer, running or queued, with EngineClosedError after the step under way, and the thread."""
         self._ask(self._close)
@@ -180,4 +184,4 @@ class AsyncEngine:
             self._tell_all(self._closed_error())
 
     def _closed_error(self) -> EngineClosedError:
-        return EngineClosedError(*(["the engine has failed; restart the server"] if self.broken else []))
+        return EngineClosedError("the engine has failed; restart the server") if self.broken else EngineClosedError()
