@@ -107,8 +107,8 @@ def _attention_kernel(
     m_row = o_slot < S
     o_h = tl.arange(0, HEAD)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     length = tl.load(lengths_p + i_b)
     end = _end(length, S, i_r, GROUP, ROWS, CAUSAL)
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
@@ -150,8 +150,8 @@ def _merge_kernel(
     i_b = (i_x // TILES // G).to(tl.int64)
     slot = (i_r * ROWS + i_row) // GROUP
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if slot >= S:
         return
     o_h, o_s = tl.arange(0, HEAD), tl.arange(0, MERGE_SPLITS)

@@ -123,8 +123,8 @@ def hopper_attention_kernel(
     if not WHOLE:
         start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
         stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
-    grid_wait()
     grid_launch()
+    grid_wait()
     length = gl.load(lengths_p + i_b)
     slot_0 = _slot(p_pages, start, columns, PAGE)  # asked for before the length is known
     slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
