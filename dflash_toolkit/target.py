@@ -47,7 +47,10 @@ class _EnoughLayers(Exception):
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is cuda when there is one, else cpu. Raises UserError for a device this machine lacks."""
+    """`auto` is cuda when there is one, else cpu. A GPU with a number becomes this thread's current one.
+
+    Raises UserError for a device this machine lacks.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -62,6 +65,8 @@ def resolve_device(device: str) -> torch.device:
         raise UserError(
             f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
         )
+    if resolved.index is not None and resolved.type == "cuda":
+        torch.cuda.set_device(resolved)  # Triton launches kernels there, wherever their tensors are
     return resolved
 
 

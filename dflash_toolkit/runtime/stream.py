@@ -8,6 +8,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..decode import FinishReason, SamplingParams, Step, TokenLogprobs
 from .engine import Engine
 from .request import Request
@@ -96,6 +98,8 @@ class AsyncEngine:
     # ---- in the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if (device := self.engine.runner.device).type == "cuda":
+            torch.cuda.set_device(device)  # every thread has its own
         while not self._closed:
             try:
                 self._do_inbox(wait=self.engine.scheduler.idle and not self._prepare())
