@@ -352,3 +352,32 @@ def test_an_interrupted_batch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _interrupt() -> bool:
     raise KeyboardInterrupt
+
+
+def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() -> None:
+    target, drafter = pair("qwen3")
+    ids, more = prompts_of(21, 6, seed=9)
+    pages = [7, 3, 9, 5, 8, 6, 2]
+
+    def caches(run: Callable[[Any, list[int], int], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        runner = make_engine(target, drafter).runner
+        hidden = [run(runner, ids, 0), run(runner, more, len(ids))]
+        assert runner._proposer is not None
+        both = [runner._verifier.cache, runner._proposer.cache]
+        page = torch.arange(both[0].shape[2]) // runner.page_size
+        return hidden, [cache[:, :, page > 0] for cache in both]  # padding may go into the trash page
+
+    def unpadded(runner: Any, ids: list[int], start: int) -> Tensor:
+        runner.prefill(ids, start, pages)
+        return runner._last_hidden
+
+    def padded(runner: Any, ids: list[int], start: int) -> Tensor:
+        runner.place(ids, start, pages)
+        return runner.padded_prefill(64)
+
+    (one, kept), (other, written) = caches(unpadded), caches(padded)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    last = torch.zeros(kept[0].shape[2], dtype=torch.bool)  # the request's own slot behind its text may hold padding
+    last[(pages[-1] - 1) * 4 + 3] = True
+    for a, b in zip(kept, written, strict=True):
+        torch.testing.assert_close(a[:, :, ~last], b[:, :, ~last], rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import torch
 
 from ..config import UserError
 from .model import ModelSpec
+from .sampling import Mode
 from .step import StepRunner
 
 if TYPE_CHECKING:
@@ -60,16 +61,21 @@ def page_count(
 
 def _free_beside(probe: StepRunner, options: "EngineOptions") -> float:
     """Bytes that the cache may take, with the weights loaded and the workspace of the largest passes set aside."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    chunk = min(options.prefill_chunk, probe.page_table.shape[1] * probe.page_size)
-    probe.prefill([0] * chunk, 0, [1] * -(-chunk // probe.page_size))
-    probe.run_eagerly(probe.max_batch, probe.max_block)
-    torch.cuda.synchronize()
-    workspace = torch.cuda.max_memory_allocated() - held
+    workspace = workspace_of(probe, options.prefill_chunk)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
     return options.memory_fraction * total - taken - workspace - GRAPHS_BYTES
+
+
+def workspace_of(probe: StepRunner, prefill_chunk: int) -> int:
+    """Bytes that the largest passes take beside what is allocated now: a chunk of a prompt, and the largest step."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    chunk = min(prefill_chunk, probe.page_table.shape[1] * probe.page_size)
+    probe.prefill_eagerly([0] * chunk, 0, [1] * -(-chunk // probe.page_size))
+    probe.run_eagerly(probe.max_batch, probe.max_block, Mode.FULL)  # has all logits in memory, several times
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held

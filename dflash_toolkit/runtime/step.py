@@ -6,8 +6,10 @@ and reads its results from pinned memory when it likes. Shapes are fixed: rows t
 have length 0 and write to the trash page.
 """
 
+import contextlib
+import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,20 @@ from .request import Committed, Request
 from .sampling import Mode, Sampler, mode_of, unpack_logprobs
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+# tokens that a chunk of a prompt is padded to; of longer ones the device has more to do than the host has to launch
+PREFILL_SIZES = tuple(range(64, 513, 64))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Rubbish stays for a while: it may hold graphs of another engine, and freeing one would void a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def buckets_up_to(max_batch: int) -> list[int]:
@@ -91,19 +107,62 @@ class StepRunner:
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._pool: Any = None  # memory of the graphs, shared: they never run at the same time
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
+        # what a captured prefill reads: tokens, and where they stand: start, count, pages
+        self._reach = reach
+        self._prompt = new(PREFILL_SIZES[-1], dtype=torch.int64)
+        self._place = new(2 + self.pages_per_request, dtype=torch.int32)
+        self._prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
-        """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ..."""
+        """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ...
+
+        A short chunk is a captured graph, padded: launching its hundreds of kernels would take the host longer than
+        they take the device.
+        """
+        size = next((s for s in PREFILL_SIZES if s >= len(ids)), None)
+        if self.device.type != "cuda" or size is None or start + size > self._reach:
+            return self.prefill_eagerly(ids, start, pages)
+        self.place(ids, start, pages)
+        graph, self._last_hidden = self._prefill_graph(size)
+        graph.replay()
+
+    @torch.inference_mode()
+    def prefill_eagerly(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """The same without a graph, unpadded."""
         tokens = self._to_device(ids, torch.int64)
         rows = Rows(self._to_device([start], torch.int32), self._to_device(pages, torch.int32)[None], self.page_size)
-        features, taps = self._features(len(ids))
+        self._last_hidden = self._prefill(tokens, rows, self._to_device([len(ids)], torch.int32))
+
+    def place(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Put a chunk where `padded_prefill` finds it; what stands behind its pages goes into the trash page."""
+        self._prompt[: len(ids)].copy_(self._to_device(ids, torch.int64))
+        rest = [0] * (self.pages_per_request - len(pages))
+        self._place.copy_(self._to_device([start, len(ids), *pages, *rest], torch.int32))
+
+    def padded_prefill(self, size: int) -> Tensor:
+        """Prefill the placed chunk, padded to `size` tokens. Returns the state [1, D] of its last token.
+
+        The padding writes keys and values behind the chunk, where nothing is read before it is written again.
+        """
+        rows = Rows(self._place[:1], self._place[None, 2:], self.page_size)
+        return self._prefill(self._prompt[:size], rows, self._place[1:2])
+
+    def _prefill(self, tokens: Tensor, rows: Rows, count: Tensor) -> Tensor:
+        """Prefill `tokens`, of which only the first `count` [1] are text; the state [1, D] of the last of these."""
+        features, taps = self._features(len(tokens))
         hidden = self._verifier.forward(F.embedding(tokens, self.target.embedding), rows, taps)
         if features is not None:
-            self._write_context(features, rows, self._to_device([len(ids)], torch.int32))
-        self._last_hidden = hidden[-1:]
+            self._write_context(features, rows, count)
+        return hidden.index_select(0, (count.long() - 1).clamp(min=0))
+
+    def _prefill_graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The captured prefill of a chunk of that size, captured now if it was not yet."""
+        if size not in self._prefills:
+            self._prefills[size] = self._captured(lambda: self.padded_prefill(size))
+        return self._prefills[size]
 
     @torch.inference_mode()
     def join(self, row: int, request: Request) -> Ticket | None:
@@ -166,9 +225,10 @@ class StepRunner:
         return lambda: self.run_eagerly(rows, block)
 
     @torch.inference_mode()
-    def run_eagerly(self, rows: int, block: int) -> None:
-        """A greedy step of that shape without a graph."""
-        self._step(rows, block, Mode.GREEDY)
+    def run_eagerly(self, rows: int, block: int, mode: Mode = Mode.GREEDY) -> None:
+        """A step of that shape without a graph."""
+        self.sampler.reserve(mode)
+        self._step(rows, block, mode)
 
     def read(self, ticket: Ticket) -> list[Committed]:
         """Wait for a ticket."""
@@ -194,24 +254,35 @@ class StepRunner:
         if key not in self._graphs:
             self.sampler.reserve(mode)
             saved = [field.clone() for field in self._mutable()]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles kernels and creates handles, which a capture must not
-                self._step(rows, block, mode)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                tokens, logprobs = self._step(rows, block, mode)
-            self._pool = self._pool or graph.pool()
+            graph, (tokens, logprobs) = self._captured(lambda: self._step(rows, block, mode))
             for field, value in zip(self._mutable(), saved, strict=True):
                 field.copy_(value)
             self._graphs[key] = (graph, tokens, logprobs)
         return self._graphs[key]
 
+    def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph of what `run` launches, and what it returns; runs it once."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and creates handles, which a capture must not
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # what other threads do with the device meanwhile is no part of the graph, and no error
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        self._pool = self._pool or graph.pool()
+        return graph, result
+
     def prepare(self, blocks: Sequence[int]) -> bool:
-        """Capture the next step, greedy ones first, that is not there for one of these block lengths; False if none."""
+        """Capture the next prefill or step, greedy ones first, that is not there for these blocks; False if none."""
         if self.device.type != "cuda":
             return False
+        for size in PREFILL_SIZES:
+            if size not in self._prefills and size <= self._reach:
+                self._place.zero_()  # all of it goes into the trash page
+                self._prefill_graph(size)
+                return True
         shapes = itertools.product(
             (Mode.GREEDY, Mode.SAMPLED), buckets_up_to(self.max_batch), sorted(blocks, reverse=True)
         )
