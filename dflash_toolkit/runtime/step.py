@@ -269,7 +269,8 @@ class StepRunner:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # what other threads do with the device meanwhile is no part of the graph, and no error
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with _no_collection(), capture:
             result = run()
         self._pool = self._pool or graph.pool()
         return graph, result
