@@ -1,4 +1,4 @@
-"""Drafter checkpoints on disk: the form that z-lab's client, vLLM and SGLang load, and the speculators form.
+"""Drafter checkpoints on disk, in the form that z-lab's client, vLLM and SGLang load; the speculators form is read too.
 
 Reading is strict: every tensor must have a known name and the right shape, none may be missing. Writing goes to a
 temporary directory that is renamed into place, so a reader never meets half a checkpoint.
@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from .drafter import Drafter, DrafterConfig
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
+STALE_S = 3600.0  # no export takes so long
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
 SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 SPECULATORS_MAPS = {"d2t", "t2d"}
@@ -90,7 +92,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
     if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
         raise UserError(f"drafter {path}: not written, for {diverged} holds values that are no numbers")
-    with _staged(Path(path)) as stage:
+    with staged(Path(path)) as stage:
         save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")
         reread = load_drafter(str(stage))
@@ -121,10 +123,13 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
 
 
 @contextmanager
-def _staged(path: Path) -> Iterator[Path]:
+def staged(path: Path) -> Iterator[Path]:
     """A temporary sibling directory whose files are moved into `path` when the block ends well."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        for left in path.glob(".partial-*"):  # by a kill
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(dir=path, prefix=".partial-"))
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
@@ -346,55 +351,3 @@ def serving_commands(target: str, drafter: str, block_size: int) -> str:
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block_size}"
     )
-
-
-# ---- the speculators form --------------------------------------------------------------------------------------
-
-
-def save_speculators(
-    drafter: Drafter, path: str | Path, target: PreTrainedConfig, embedding: Tensor, head: Tensor
-) -> None:
-    """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
-
-    Args:
-        embedding: [V, D]; head: [V, D].
-
-    Raises:
-        UserError: as `save_drafter`, or causal beside bidirectional layers: this form has one switch for all.
-    """
-    causal = {drafter.config.causal_inside_block(layer) for layer in range(drafter.config.num_layers)}
-    if len(causal) > 1:
-        raise UserError(f"{path}: the speculators form cannot hold both causal and bidirectional layers")
-    flat = config_json(drafter.config)
-    layer_keys = [
-        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta",
-        "rope_parameters", "layer_types", "sliding_window", "attention_bias", "attention_dropout", "model_type",
-        "tie_word_embeddings",
-    ]  # fmt: skip
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.block_size - 1}
-    config = {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": str(target.name_or_path), "architectures": list(target.architectures or [])},
-        },
-        "transformer_layer_config": {key: flat[key] for key in layer_keys},
-        "draft_vocab_size": drafter.config.vocab_size,
-        "block_size": drafter.config.block_size,
-        "aux_hidden_state_layer_ids": [i + 1 for i in drafter.config.target_layer_ids],
-        "mask_token_id": drafter.config.mask_token_id,
-        "sliding_window_non_causal": causal == {False},
-        "target_hidden_size": drafter.config.hidden_size,
-        PROVENANCE_KEY: {"num_target_layers": drafter.config.num_target_layers},
-    }
-    tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
-    tensors["embed_tokens.weight"] = embedding.detach().to("cpu", torch.bfloat16).clone()
-    tensors["lm_head.weight"] = head.detach().to("cpu", torch.bfloat16).clone()
-    with _staged(Path(path)) as stage:
-        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
-        (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        load_drafter(str(stage))

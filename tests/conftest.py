@@ -123,3 +123,10 @@ def drafter_dir(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> P
     path = tmp_path_factory.mktemp("drafter")
     save_drafter(drafter, path)
     return path
+
+
+def check_same(reread: Drafter, drafter: Drafter) -> None:
+    assert reread.config == drafter.config
+    for (name, written), read in zip(drafter.named_parameters(), reread.parameters(), strict=True):
+        assert read.dtype == torch.bfloat16 and not read.requires_grad, name
+        assert torch.equal(read, written.bfloat16()), name

@@ -2,23 +2,25 @@
 
 import errno
 import json
+import os
 import resource
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, check_same, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, checkpoint, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import check_fits, config_json, read_config, save_speculators, serving_commands
+from dflash_toolkit.checkpoint import check_fits, config_json, read_config, serving_commands
 
 Monkey = pytest.MonkeyPatch
 Changes = dict[str, Any]
@@ -67,13 +69,6 @@ def refusal(path: Path) -> str:
 def files(path: Path) -> dict[str, bytes]:
     """Everything below `path`; a folder counts as an empty file."""
     return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"" for p in path.rglob("*")}
-
-
-def check_same(reread: Drafter, drafter: Drafter) -> None:
-    assert reread.config == drafter.config
-    for (name, written), read in zip(drafter.named_parameters(), reread.parameters(), strict=True):
-        assert read.dtype == torch.bfloat16 and not read.requires_grad, name
-        assert torch.equal(read, written.bfloat16()), name
 
 
 # ---- the form of z-lab, vLLM and SGLang ------------------------------------------------------------
@@ -271,6 +266,19 @@ def test_a_full_disk_leaves_the_last_export_intact(drafter: Drafter, copy: Path,
     assert files(copy) == before, "and no .partial- directory remains"
 
 
+def test_what_a_kill_left_behind_goes_with_the_next_export(drafter: Drafter, copy: Path) -> None:
+    before = files(copy)
+    for name, age in ((".partial-old", 2 * checkpoint.STALE_S), (".partial-new", 0.0)):
+        (copy / name).mkdir()
+        (copy / name / "model.safetensors").write_bytes(b"half")
+        os.utime(copy / name, (time.time() - age,) * 2)
+    save_drafter(drafter, copy)
+    assert not (copy / ".partial-old").exists()
+    assert (copy / ".partial-new").exists(), "another process may be writing there"
+    shutil.rmtree(copy / ".partial-new")
+    assert files(copy).keys() == before.keys()
+
+
 def test_a_write_that_the_system_cuts_short_leaves_it_intact_too(drafter: Drafter, copy: Path) -> None:
     before = files(copy)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -308,45 +316,6 @@ def test_weights_that_read_back_otherwise_stay_out(drafter: Drafter, copy: Path,
     with pytest.raises(RuntimeError, match=r"norm\.weight read back differs"):
         save_drafter(drafter, copy)
     assert files(copy) == before
-
-
-# ---- the speculators form --------------------------------------------------------------------------
-
-
-def export_speculators(drafter: Drafter, path: Path) -> Target:
-    target = make_target(tied=False)
-    save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
-    return target
-
-
-def test_the_speculators_form_counts_from_one_and_copies_the_head(drafter: Drafter, tmp_path: Path) -> None:
-    target = export_speculators(drafter, tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    assert values["aux_hidden_state_layer_ids"] == [i + 1 for i in drafter.config.target_layer_ids]
-    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
-    assert values["transformer_layer_config"]["num_hidden_layers"] == 2
-    assert values["sliding_window_non_causal"] is True
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert set(tensors) == {
-        *checkpoint.tensor_shapes(drafter.config),
-        "embed_tokens.weight",
-        "lm_head.weight",
-    }
-    assert torch.equal(tensors["embed_tokens.weight"], target.embedding.weight.bfloat16())
-    assert torch.equal(tensors["lm_head.weight"], target.head_weight.bfloat16())
-
-
-@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING | {"is_causal": True}], ids=str)
-def test_the_speculators_form_is_read_back_too(target: Target, tmp_path: Path, changes: Changes) -> None:
-    drafter = make_drafter(target, **changes)
-    export_speculators(drafter, tmp_path)
-    check_same(load_drafter(str(tmp_path)), drafter)
-
-
-def test_the_speculators_form_has_one_causality_for_all_layers(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="both causal and bidirectional"):
-        export_speculators(make_drafter(target, **SLIDING), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 # ---- fitting and serving ---------------------------------------------------------------------------

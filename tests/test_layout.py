@@ -22,7 +22,7 @@ LEVELS = [
     {"benchmark", "config", "kernels", "progress"},
     {"drafter", "target"},
     {"decode", "checkpoint", "prompts"},
-    {"runtime"},
+    {"runtime", "speculators"},
     {"doctor"},
     {"public names"},  # dflash_toolkit/__init__.py
     {"evaluation"},

@@ -13,10 +13,10 @@ from test_train_loop import argv, weights
 
 import train.loop
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import save_speculators
 from dflash_toolkit.drafter import weights_hash
 from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.runtime.model import ModelSpec
+from dflash_toolkit.speculators import save_speculators
 from train.cli import main
 from train.config import DataKnobs, TrainConfig
 from train.data import load_prompts

@@ -16,10 +16,11 @@ import transformers
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import check_fits, save_speculators, serving_commands
+from dflash_toolkit.checkpoint import check_fits, serving_commands
 from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 from dflash_toolkit.prompts import template_hash
+from dflash_toolkit.speculators import save_speculators
 from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
 
 from .answers import Row, read_rows, regenerate

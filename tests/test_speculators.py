@@ -1,0 +1,52 @@
+"""The speculators form: layer ids counted from one, copies of the head, and read back as it was written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_same, make_drafter, make_target
+from safetensors.torch import load_file
+
+from dflash_toolkit import Drafter, Target, UserError, checkpoint, load_drafter
+from dflash_toolkit.speculators import save_speculators
+
+Changes = dict[str, Any]
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9, "is_causal": None}
+
+
+def export_speculators(drafter: Drafter, path: Path) -> Target:
+    target = make_target(tied=False)
+    save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
+    return target
+
+
+def test_the_speculators_form_counts_from_one_and_copies_the_head(drafter: Drafter, tmp_path: Path) -> None:
+    target = export_speculators(drafter, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["aux_hidden_state_layer_ids"] == [i + 1 for i in drafter.config.target_layer_ids]
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
+    assert values["transformer_layer_config"]["num_hidden_layers"] == 2
+    assert values["sliding_window_non_causal"] is True
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == {
+        *checkpoint.tensor_shapes(drafter.config),
+        "embed_tokens.weight",
+        "lm_head.weight",
+    }
+    assert torch.equal(tensors["embed_tokens.weight"], target.embedding.weight.bfloat16())
+    assert torch.equal(tensors["lm_head.weight"], target.head_weight.bfloat16())
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING | {"is_causal": True}], ids=str)
+def test_the_speculators_form_is_read_back_too(target: Target, tmp_path: Path, changes: Changes) -> None:
+    drafter = make_drafter(target, **changes)
+    export_speculators(drafter, tmp_path)
+    check_same(load_drafter(str(tmp_path)), drafter)
+
+
+def test_the_speculators_form_has_one_causality_for_all_layers(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="both causal and bidirectional"):
+        export_speculators(make_drafter(target, **SLIDING), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
