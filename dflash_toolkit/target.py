@@ -47,10 +47,7 @@ class _EnoughLayers(Exception):
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is cuda when there is one, else cpu. A GPU with a number becomes this thread's current one.
-
-    Raises UserError for a device this machine lacks.
-    """
+    """`auto` is cuda when there is one, else cpu. Raises UserError for a device this machine lacks."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -65,8 +62,14 @@ def resolve_device(device: str) -> torch.device:
         raise UserError(
             f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
         )
-    if resolved.index is not None and resolved.type == "cuda":
-        torch.cuda.set_device(resolved)  # Triton launches kernels there, wherever their tensors are
+    return resolved
+
+
+def use_device(device: str) -> torch.device:
+    """`resolve_device`, and the current device of this thread from now on: kernels are launched there."""
+    resolved = resolve_device(device)
+    if resolved.type == "cuda" and resolved.index is not None:
+        torch.cuda.set_device(resolved)
     return resolved
 
 
@@ -172,7 +175,7 @@ class Target:
                 whose library is not installed or that has no dense embedding and head.
         """
         config = load_config(name)
-        where = resolve_device(device)
+        where = use_device(device)
         quantised = getattr(config, "quantization_config", None) is not None
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

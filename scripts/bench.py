@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, generate
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.drafter import default_target_layer_ids
-from dflash_toolkit.target import resolve_device, resolve_dtype
+from dflash_toolkit.target import resolve_dtype, use_device
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.blocks import sample_blocks
 from dflash_toolkit.train.config import LossKnobs, TrainConfig
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    device = resolve_device(arguments.device)
+    device = use_device(arguments.device)
     shape = arguments.shape or ("qwen3-8b" if device.type == "cuda" else "smollm2")
     target, drafter = build(shape, device)
     result = {

@@ -16,7 +16,7 @@ from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.loading import load_target
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.target import Target, load_config, resolve_device, resolve_dtype
+from dflash_toolkit.target import Target, load_config, resolve_dtype, use_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def open_backend(
             the engine does not compute.
     """
     config = load_config(target)
-    where = resolve_device(device)
+    where = use_device(device)
     precision = resolve_dtype(dtype, where)
     if runtime != "reference":
         try:

@@ -12,7 +12,7 @@ import transformers
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
 from ..progress import Progress
 from ..prompts import Prompt, encode_chat, read_prompts
-from ..target import Target, load_config, load_tokenizer, resolve_device, resolve_dtype
+from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json, write_json
 from .probe import NEAR, Probe, Setting
@@ -89,7 +89,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     Raises:
         UserError: something the doctor itself cannot work with: no such model, no prompts, no chat template.
     """
-    where = resolve_device(config.device)
+    where = use_device(config.device)
     resolve_dtype(config.dtype, where)
     prompts = _prompts(config)
     target_config = load_config(config.target)

@@ -17,7 +17,7 @@ from ..runtime import Engine, EngineOptions
 from ..runtime.engine import operations
 from ..runtime.loading import load_target
 from ..runtime.model import DrafterWeights, ModelSpec, TargetWeights
-from ..target import Target, load_config, load_tokenizer, resolve_device, resolve_dtype
+from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 
 CERTAIN = 1e6  # a bias that no logit outweighs
 
@@ -116,7 +116,7 @@ class EngineRuntime:
             UserError: no such device, missing or broken weights, or something that the engine does not support.
         """
         config = load_config(target)
-        where = resolve_device(device)
+        where = use_device(device)
         precision = resolve_dtype(dtype, where)
         with _way_out():
             spec = ModelSpec.of_target(config)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from ..checkpoint import check_fits, load_drafter
 from ..config import UserError
-from ..target import declared_stop_ids, load_config, load_tokenizer, resolve_device, resolve_dtype
+from ..target import declared_stop_ids, load_config, load_tokenizer, resolve_dtype, use_device
 from .engine import Engine, EngineOptions
 from .model import DrafterWeights, ModelSpec, TargetWeights
 
@@ -36,7 +36,7 @@ def load_engine(
     """
     config = load_config(target)
     spec = ModelSpec.of_target(config)
-    where = resolve_device(device)
+    where = use_device(device)
     precision = resolve_dtype(dtype, where)
     draft = None
     if drafter is not None:
