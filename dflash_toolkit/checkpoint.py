@@ -248,8 +248,8 @@ def read_config(path: Path) -> DrafterConfig:
     projector = find("projector_type", "dflash")
     plain = speculators and raw["speculators_model_type"] == projector == "dflash"
     # that library writes the keys of every variant, whichever it is
-    for key in ("markov_rank", "selector_rank", *(() if plain else ("emb_dim",))):
-        if find(key) not in (None, 0):
+    for key in ("markov_rank", "selector_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
+        if find(key) not in (None, 0, False):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
     if (reduced := find("draft_vocab_size")) not in (None, 0, body.get("vocab_size")):
         raise UserError(
@@ -306,9 +306,11 @@ def _least_layers(ids: Sequence[int]) -> int:
 
 
 def _read_causality(raw: dict[str, Any], nested: dict[str, Any], speculators: bool) -> bool | None:
-    # vLLM's precedence: top-level is_causal, then dflash_config.causal, then the layer's type
+    # the speculators library: the key is about sliding layers, full ones are bidirectional whatever it says (vLLM 0.26
+    # takes false for all layers); without the key, which is younger than the form, all are
     if speculators:
-        return "sliding_window_non_causal" in raw and not raw["sliding_window_non_causal"]
+        return False if raw.get("sliding_window_non_causal", True) else None
+    # vLLM's precedence: top-level is_causal, then dflash_config.causal, then the layer's type
     return nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
 
 

@@ -22,11 +22,15 @@ def save_speculators(
         embedding: [V, D]; head: [V, D].
 
     Raises:
-        UserError: as `save_drafter`, or causal beside bidirectional layers: this form has one switch for all.
+        UserError: as `save_drafter`; or causal layers that are not sliding, which this form cannot say, or causal
+            beside bidirectional ones, which vLLM would read as causal throughout.
     """
-    causal = {drafter.config.causal_inside_block(layer) for layer in range(drafter.config.num_layers)}
-    if len(causal) > 1:
-        raise UserError(f"{path}: the speculators form cannot hold both causal and bidirectional layers")
+    layers = range(drafter.config.num_layers)
+    causal = {drafter.config.causal_inside_block(layer) for layer in layers}
+    if len(causal) > 1 or (causal == {True} and "full_attention" in drafter.config.layer_types):
+        raise UserError(
+            f"{path}: the speculators form cannot hold causal layers, unless all are and have a sliding window"
+        )
     flat = config_json(drafter.config)
     layer_keys = [
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",

@@ -71,7 +71,7 @@ def time_training(target: Target, drafter: Drafter, length: int, rows: int, anch
     knobs = TrainConfig(target=target.name, loss=LossKnobs(anchors=anchors, head_rows=4096))
     flex = use_flex("auto", target.device)
     source = FeatureSource(
-        target, drafter.config.target_layer_ids, length, 0.0, 128 if flex else 1, final=knobs.loss.distribution
+        target, drafter.config.target_layer_ids, length, 128 if flex else 1, final=knobs.loss.distribution
     )
     optimizer = make_optimizer(drafter.train(), knobs.optim)
     generator = torch.Generator().manual_seed(0)

@@ -189,7 +189,7 @@ def main() -> None:
                 max_batch=batch,
                 max_context=args.max_context,
                 block_size=block or None,
-                draft_dtype=args.draft_dtype if drafter is not None and drafter.head is None else "auto",
+                draft_dtype=args.draft_dtype,
                 prefix_cache=False,
                 synthetic=SyntheticAcceptance(rate=args.accept),
             )

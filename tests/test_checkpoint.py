@@ -209,6 +209,7 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"draft_vocab_size": 100}, "'draft_vocab_size'"),
         ({"dflash_config": {"selector_rank": 8}}, "'selector_rank'"),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 64}}, "'use_swa'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"num_hidden_layers": 3}, "layer_types has 2 entries for 3 layers"),
         ({"block_size": 1, "dflash_config": {"block_size": 1}}, "block_size is 1"),

@@ -30,7 +30,7 @@ def on_gpu(dtype: torch.dtype) -> Target:
 
 def batch(target: Target, drafter: Drafter) -> tuple:
     rows = [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((97, 130, 61))]
-    features = FeatureSource(target, drafter.config.target_layer_ids, 200, 0.0, 128)(rows)
+    features = FeatureSource(target, drafter.config.target_layer_ids, 200, 128)(rows)
     return features, sample_blocks(features, 12, 8, MASK, torch.Generator().manual_seed(0))
 
 
@@ -58,7 +58,7 @@ def test_packed_compiled_steps_equal_the_dense_mask_at_every_step() -> None:
     """Anchors and documents change from step to step; a compiled mask must not remember the first ones."""
     target = on_gpu(torch.float32)
     drafter = make_drafter(target, head_dim=16).cuda()
-    source = FeatureSource(target, drafter.config.target_layer_ids, 200, 0.0, packed=640)
+    source = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=640)
     fast = TrainConfig(target="tiny")
     plain = replace(fast, run=RunKnobs(compile="off"))
     for step in range(4):
@@ -189,7 +189,7 @@ def test_a_bf16_step_with_a_distribution_loss_is_finite_and_lowers_it() -> None:
     target = on_gpu(torch.bfloat16)
     drafter = make_drafter(target, head_dim=16).cuda().train()
     rows = [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((97, 130, 61))]
-    features = FeatureSource(target, drafter.config.target_layer_ids, 200, 0.0, packed=384, final=True)(rows)
+    features = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=384, final=True)(rows)
     blocks = sample_blocks(features, 128, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
     config = TrainConfig(target="tiny", loss=LossKnobs(ce=0.1, tv=0.9, head_rows=256))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)

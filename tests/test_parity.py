@@ -49,7 +49,7 @@ def pair() -> tuple[Target, Drafter]:
 
 
 def batch(target: Target, drafter: Drafter) -> tuple[Features, Blocks]:
-    f = FeatureSource(target, drafter.config.target_layer_ids, 100, 0.0)(ROWS)
+    f = FeatureSource(target, drafter.config.target_layer_ids, 100)(ROWS)
     return f, sample_blocks(f, 12, drafter.config.block_size, drafter.config.mask_token_id, torch.Generator())
 
 
@@ -77,7 +77,7 @@ def test_a_block_in_training_is_the_block_that_decoding_drafts(pair: tuple[Targe
 @torch.no_grad()
 def test_documents_packed_into_one_row_draft_as_they_do_alone(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
-    alone = [FeatureSource(target, drafter.config.target_layer_ids, 100, 0.0)([row]) for row in ROWS]
+    alone = [FeatureSource(target, drafter.config.target_layer_ids, 100)([row]) for row in ROWS]
     packed = Features(
         *(torch.cat([getattr(f, name) for f in alone], 1) for name in ("tokens", "hidden", "supervised")),
         document=torch.cat([alone[0].document, alone[1].document + 1], 1),
@@ -117,7 +117,7 @@ def test_each_known_fault_would_break_that_parity(pair: tuple[Target, Drafter], 
         change = {"rope_theta": 1e6} if fault == "theta" else {"target_layer_ids": shifted}
         trainer = Drafter(replace(drafter.config, **change))
         trainer.load_state_dict(drafter.state_dict())
-        f = FeatureSource(target, trainer.config.target_layer_ids, 100, 0.0)(ROWS)
+        f = FeatureSource(target, trainer.config.target_layer_ids, 100)(ROWS)
     assert largest_gap(target, drafter, trained_hidden(target, trainer, f, blocks, mask), blocks) > 1e-2
 
 

@@ -1,6 +1,7 @@
 """The runtime writes what `decode.py` writes, whatever else it does at the same time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,26 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay() -
 def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_engine(*pair(), max_batch=1, block_size=None)
-    again = Engine(engine.runner.target, engine.runner.drafter, (), engine.options)
-    assert again.options.draft_dtype == "auto" and len(list(tmp_path.rglob("steps-*.json"))) == 1
-    assert engine.runner.drafter is not None
-    engine.runner.drafter.round(engine.runner.target.head)  # as an engine asked for fp8 leaves the weights it was given
-    Engine(engine.runner.target, engine.runner.drafter, (), engine.options)
-    assert len(list(tmp_path.rglob("steps-*.json"))) == 2
+    weights = engine.runner.drafter
+    for kind, files in (("auto", 1), ("fp8", 2), ("fp8", 2), ("auto", 2)):
+        again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))
+        assert len(list(tmp_path.rglob("steps-*.json"))) == files
+        assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind == "auto")
+    assert weights is not None and weights.head is None, "whoever gave them has them as they were"
+
+
+def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
+    target = make_target()
+    drafter = make_drafter(target, attention_bias=True)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    for prompt in prompts_of(9, 14, seed=7):
+        assert same(
+            make_engine(target, drafter).generate([prompt], params)[0], generate(target, drafter, prompt, params)
+        )
 
 
 # ---- pages -------------------------------------------------------------------------------------------------

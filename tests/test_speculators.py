@@ -39,14 +39,32 @@ def test_the_speculators_form_counts_from_one_and_copies_the_head(drafter: Draft
     assert torch.equal(tensors["lm_head.weight"], target.head_weight.bfloat16())
 
 
-@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING | {"is_causal": True}], ids=str)
+WINDOWS = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "is_causal": None}
+
+
+@pytest.mark.parametrize("changes", [{}, SLIDING | {"is_causal": False}, WINDOWS], ids=str)
 def test_the_speculators_form_is_read_back_too(target: Target, tmp_path: Path, changes: Changes) -> None:
     drafter = make_drafter(target, **changes)
     export_speculators(drafter, tmp_path)
     check_same(load_drafter(str(tmp_path)), drafter)
 
 
-def test_the_speculators_form_has_one_causality_for_all_layers(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="both causal and bidirectional"):
-        export_speculators(make_drafter(target, **SLIDING), tmp_path / "out")
+@pytest.mark.parametrize("changes", [SLIDING, {"is_causal": True}, SLIDING | {"is_causal": True}], ids=str)
+def test_only_sliding_layers_may_be_causal_and_then_all_are(target: Target, tmp_path: Path, changes: Changes) -> None:
+    with pytest.raises(UserError, match="cannot hold causal layers"):
+        export_speculators(make_drafter(target, **changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("key", "causal"), [({}, [False] * 2), (True, [False] * 2), (False, [True, False])], ids=str)
+def test_the_key_of_causality_is_about_sliding_layers(
+    target: Target, tmp_path: Path, key: object, causal: list[bool]
+) -> None:
+    export_speculators(make_drafter(target, **SLIDING | {"is_causal": False}), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values.pop("sliding_window_non_causal")
+    if key != {}:
+        values["sliding_window_non_causal"] = key
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = load_drafter(str(tmp_path)).config
+    assert [config.causal_inside_block(layer) for layer in range(2)] == causal

@@ -18,6 +18,7 @@ from train.backends import Backend, EngineBackend, ReferenceBackend
 from train.blocks import PADDING
 from train.config import AnswerKnobs, DataKnobs, RunKnobs, TrainConfig
 from train.data import load_prompts, rows_from_answers, with_anchors
+from train.feature_store import GIB, MemoryStore
 from train.features import FeatureSource
 
 KNOBS = AnswerKnobs(batch_size=3, max_new_tokens=20)
@@ -221,7 +222,7 @@ def test_a_cut_row_keeps_what_it_has_of_its_answers() -> None:
 
 
 def test_every_answer_of_a_conversation_is_supervised_and_nothing_else() -> None:
-    source = FeatureSource(make_target(), (1, 3), 10, 0.0)
+    source = FeatureSource(make_target(), (1, 3), 10)
     row = Row(0, 2, list(range(12)), ((2, 4), (7, 12)))
     assert source([row]).supervised[0].nonzero().flatten().tolist() == [2, 3, 7, 8, 9]
 
@@ -229,7 +230,7 @@ def test_every_answer_of_a_conversation_is_supervised_and_nothing_else() -> None
 @pytest.mark.parametrize("cache_gb", [0.0, 1.0, 1e-5])  # none, all of it, the first row only
 def test_features_are_the_tapped_outputs_of_each_row_alone(cache_gb: float, whole: tuple[list[Row], bytes]) -> None:
     target, rows = make_target(), whole[0][:4]
-    source = FeatureSource(target, (1, 3), 64, cache_gb, pad_to=16)
+    source = FeatureSource(target, (1, 3), 64, pad_to=16, store=MemoryStore(0, int(cache_gb * GIB)))
     first, again = source(rows), source(rows)
     assert torch.equal(first.hidden, again.hidden)
     assert first.tokens.shape[1] == 32, "padded to a multiple"

@@ -17,6 +17,7 @@ from dflash_toolkit.target import Target
 from train.answers import Row
 from train.blocks import Blocks, Features, sample_blocks
 from train.config import LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.feature_store import GIB, MemoryStore
 from train.features import FeatureSource
 from train.loop import train
 from train.losses import DraftLoss, dpace_weights, draft_loss, predicting_states
@@ -35,7 +36,7 @@ def target() -> Target:
 def batch(target: Target) -> tuple[Features, Blocks]:
     g = torch.Generator().manual_seed(3)
     rows = [Row(i, 5, torch.randint(0, 250, (n,), generator=g).tolist()) for i, n in enumerate((31, 17, 24))]
-    features = FeatureSource(target, (1, 3, 4), 100, 0.0, packed=80, final=True)(rows)
+    features = FeatureSource(target, (1, 3, 4), 100, packed=80, final=True)(rows)
     return features, sample_blocks(features, 40, SIZE, MASK, torch.Generator().manual_seed(0))
 
 
@@ -59,7 +60,7 @@ def test_the_target_s_prediction_for_a_slot_is_the_one_that_its_token_was_drawn_
         logits = target.forward(torch.tensor([ids]), logits="last").logits
         assert logits is not None
         ids.append(int(logits[0, 0].argmax()))
-    features = FeatureSource(target, (1, 3), 100, 0.0, packed=90, final=True)([Row(0, 8, ids), Row(1, 8, ids)])
+    features = FeatureSource(target, (1, 3), 100, packed=90, final=True)([Row(0, 8, ids), Row(1, 8, ids)])
     blocks = sample_blocks(features, 60, SIZE, MASK, torch.Generator())
     assert features.final is not None
     predicted = target.head(features.final.flatten(0, 1)).argmax(-1)
@@ -196,9 +197,9 @@ def test_the_final_state_is_what_the_head_makes_logits_of_and_the_head_does_not_
 @pytest.mark.parametrize("cache_gb", [0.0, 1.0])
 def test_the_final_state_is_kept_behind_the_taps(cache_gb: float, target: Target) -> None:
     rows = [Row(i, 3, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((12, 7))]
-    source = FeatureSource(target, (1, 3), 64, cache_gb, final=True)
+    source = FeatureSource(target, (1, 3), 64, store=MemoryStore(0, int(cache_gb * GIB)), final=True)
     first, again = source(rows), source(rows)
-    plain = FeatureSource(target, (1, 3), 64, cache_gb)(rows)
+    plain = FeatureSource(target, (1, 3), 64)(rows)
     assert plain.final is None and torch.equal(plain.hidden, first.hidden)
     assert torch.equal(first.hidden, again.hidden) and torch.equal(first.final, again.final)
     for i, row in enumerate(rows):

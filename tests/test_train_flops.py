@@ -17,7 +17,7 @@ def test_a_step_costs_what_pytorch_counts() -> None:
     target = make_target()
     drafter = make_drafter(target)
     rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 30))]
-    features = FeatureSource(target, drafter.config.target_layer_ids, 64, 0.0)(rows)
+    features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows)
     blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
     config = TrainConfig(target="tiny", loss=LossKnobs(weights="decay"))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # computes hidden pairs too
@@ -33,7 +33,7 @@ def test_the_pairs_are_those_that_the_mask_shows() -> None:
     target = make_target()
     rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 7, 41))]
     for packed in (0, 128):
-        features = FeatureSource(target, (1, 2), 64, 0.0, 1, packed)(rows)
+        features = FeatureSource(target, (1, 2), 64, 1, packed)(rows)
         blocks = sample_blocks(features, 20, 8, 299, torch.Generator().manual_seed(0), fixed=bool(packed))
         seen = dense_mask(features, blocks)[:, 0].unflatten(1, (-1, blocks.size))[blocks.valid]
         assert visible_pairs(blocks) == int(seen.sum())

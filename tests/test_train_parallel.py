@@ -220,7 +220,7 @@ def test_recomputed_activations_change_nothing() -> None:
     for recompute in (False, True):
         drafter = make_drafter(target).train()
         drafter.recompute = recompute
-        features = FeatureSource(target, drafter.config.target_layer_ids, 64, 0.0)(rows(3))
+        features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows(3))
         blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
         sizes: list[int] = []
 

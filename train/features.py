@@ -28,12 +28,11 @@ from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored
 from .schedule import packing
 from .step import use_flex
 
-SHARE = 0.4  # of the free memory of a GPU that features may take
 FORWARD_TOKENS = 16384  # of one forward on a GPU, padding included
 READERS = 4  # threads that read the next step's rows
 
 
-def device_room(target: Target, share: float = SHARE) -> int:
+def device_room(target: Target, share: float) -> int:
     """Bytes of a GPU's memory that features may take; 0 on a CPU."""
     if target.device.type != "cuda":
         return 0
@@ -44,14 +43,12 @@ class FeatureSource:
     """Turns rows into `Features`.
 
     Args:
-        cache_gb: without a store, keep up to so many GiB of hidden states in host memory; a GPU first fills SHARE of
-            its own.
         pad_to: the common length of a step's rows is a multiple of this.
         packed: put all rows one behind the other into a single one of so many tokens; 0 keeps them apart.
         final: also keep the target's last hidden state, behind the taps; every layer of the target runs then.
         dtype: what hidden states are kept in, and rounded to even where none is kept: a run must not depend on which
             rows a store happens to hold. None is the target's own.
-        store: where they are kept.
+        store: where they are kept; None keeps none.
         shared: other processes write to the store too.
     """
 
@@ -60,7 +57,6 @@ class FeatureSource:
         target: Target,
         taps: tuple[int, ...],
         max_length: int,
-        cache_gb: float = 0.0,
         pad_to: int = 1,
         packed: int = 0,
         *,
@@ -76,7 +72,7 @@ class FeatureSource:
         self._pad_to = pad_to
         self._packed = packed
         self._dtype = dtype or target.dtype
-        self._store = store or MemoryStore(device_room(target), int(cache_gb * GIB))
+        self._store = store or MemoryStore(0, 0)
         self._shared = shared
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[int, Future[Stored]] = {}

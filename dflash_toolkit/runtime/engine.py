@@ -166,7 +166,7 @@ class Engine:
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
         if drafter is not None and options.draft_dtype == "fp8":
-            drafter.round(target.head)
+            drafter = drafter.rounded(target.head)
         forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
 
         def runner(pages: int) -> StepRunner:
@@ -327,7 +327,7 @@ class Engine:
             sizes,
             runner.target.spec,
             drafter,
-            "fp8" if runner.drafter and runner.drafter.head is not None else "auto",  # also if it came rounded
+            self.options.draft_dtype,
         ]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
         return BlockChooser(sizes, times, runner.bucket)

@@ -3,6 +3,7 @@
 Tensors go from safetensors straight to their place in the fused matrix on the device; nothing is built twice.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,7 @@ class ModelSpec:
             rms_norm_eps=config.rms_norm_eps,
             qk_norm=True,
             qkv_bias=config.attention_bias,
-            o_bias=False,
+            o_bias=config.attention_bias,
             tied_head=True,
             context_limit=config.max_position_embeddings,
             rope_frequencies=tuple(frequencies.double().tolist()),
@@ -317,10 +318,11 @@ class DrafterWeights:
         norms = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])
         return kv, torch.cat(biases) if biases else None, norms
 
-    def round(self, head: Tensor) -> None:
-        """Draft in fp8, the head included; the context's projection stays as it is. Verification is not touched."""
-        self.layers = [layer.rounded() for layer in self.layers]
-        self.head = ScaledMatrix.of(head)
+    def rounded(self, head: Tensor) -> "DrafterWeights":
+        """To draft in fp8, with a copy of `head` [V, D] too; the context's projection is shared as it is."""
+        found = copy.copy(self)
+        found.layers, found.head = [layer.rounded() for layer in self.layers], ScaledMatrix.of(head)
+        return found
 
 
 def _tensor_files(folder: Path) -> list[Path]:
