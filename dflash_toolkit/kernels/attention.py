@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention_hopper
-from .launch import next_power_of_two, pdl
+from .launch import LOG2_E, padded, pdl
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
 KEYS = 64  # loaded at a time, or a page if that is shorter: a load touches one page only
@@ -210,7 +210,7 @@ def _attention(
     batch, block, group = len(lengths), m // len(lengths), heads // groups
     tiles = -(-block * group // ROWS)
     splits = 1 if whole else splits_of(page_table.shape[1] * page_size)
-    head = max(16, next_power_of_two(width))
+    head = padded(width)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
 
     def scratch(*shape: int) -> Tensor:
@@ -229,7 +229,7 @@ def _attention(
     else:
         _attention_kernel[(programs, splits)](
             q, cache, lengths, page_table, out, b_m, b_l, b_acc,
-            block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
+            block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
             KEYS=min(KEYS, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
             num_warps=4, num_stages=STAGES, **shared, **pdl(q),
         )  # fmt: skip

@@ -6,7 +6,6 @@ values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
 """
 
 # mypy: disable-error-code="no-untyped-def"
-import functools
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from .grid import grid_launch, grid_wait
+from .launch import LOG2_E, is_hopper
 
 ROWS = gl.constexpr(64)  # of a tile: the matrix instruction's
 KEYS = gl.constexpr(64)
@@ -228,16 +228,11 @@ def hopper_attention_kernel(
         gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_row[:, None])
 
 
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
 def fits(q: Tensor, cache: Tensor, page_size: int) -> bool:
     """Whether the kernel can run this: a Hopper GPU, bf16, a head width of 64 or 128, pages of whole tiles."""
     return (
         q.is_cuda
-        and _is_hopper(q.device.index)
+        and is_hopper(q.device.index)
         and q.dtype == cache.dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
         and page_size % KEYS.value == 0
@@ -276,7 +271,7 @@ def launch(
     hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, splits)](
         TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
         q, lengths, page_table, out, *partials,
-        block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * 1.4426950408889634, splits,
+        block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=page_size,
         WHOLE=whole, CAUSAL=causal, WINDOW=window, **cuts, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from .best import reduce_best
 from .grid import grid_launch, grid_wait
-from .launch import next_power_of_two
+from .launch import padded
 from .ring import BLOCK_K, BLOCK_N, WARPS, accumulate, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
 
 
@@ -86,7 +86,7 @@ def launch_head(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_argmax` of x [M, K] and weight [N, K], which `fits`."""
     (m, k), n = x.shape, len(weight)
     programs = programs_of(x.device.index)
-    rows = max(16, next_power_of_two(m))
+    rows = padded(m)
     tiles, slots = n // BLOCK_N, slots_of(rows)
     best = torch.empty(tiles, m, dtype=torch.float32, device=x.device)
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)

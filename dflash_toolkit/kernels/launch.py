@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MAX_ROWS = 128  # of the products that kernels here make; larger ones are cuBLAS's
+LOG2_E = 1.4426950408889634
+
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
     """Keyword arguments of a launch: programmatic dependent launch where the device has it (sm_90 and later).
@@ -21,6 +24,16 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
 @functools.cache
 def _has_pdl(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def padded(n: int) -> int:
+    """A side of a tile that holds n: matrix instructions take powers of two from 16 on."""
+    return max(16, next_power_of_two(n))
 
 
 def next_power_of_two(n: int) -> int:

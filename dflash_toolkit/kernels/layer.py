@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .grid import async_sees_memory, grid_launch, grid_wait, join, stamp
-from .launch import next_power_of_two
+from .launch import next_power_of_two, padded
 from .ring import (
     BLOCK_K,
     BLOCK_N,
@@ -324,7 +324,7 @@ def launch_layer(
     programs = programs_of(device)
     o_splits, down_splits = splits_of(d, width, programs), splits_of(d, ffn, programs)
     qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, programs)
-    rows = max(16, next_power_of_two(m))
+    rows = padded(m)
     slots = slots_of(rows)
 
     parts = torch.empty(max(o_splits, down_splits), m, d, dtype=torch.float32, device=x.device)

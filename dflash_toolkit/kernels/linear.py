@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .best import reduce_best
-from .launch import next_power_of_two, pdl
-from .scaled import Matrix, ScaledMatrix
+from .launch import MAX_ROWS, padded, pdl
+from .scaled import Matrix, ScaledMatrix, dense
 
-MAX_ROWS = 128
 SHARED_BYTES = 220 * 1024  # of a thread block on sm_90, with room for what the compiler adds
 MULTIPROCESSORS = 132  # of an H200
 
@@ -41,9 +40,8 @@ def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp3
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
     H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
     """
-    padded = _padded(rows)
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
-    block_k = min(64 if fp32 else 128, max(16, next_power_of_two(k)))  # two stages fit into shared memory
+    block_k = min(64 if fp32 else 128, padded(k))  # two stages fit into shared memory
     splits = 1
     if kind == "partials":
         # by (N, K) only: a program for every multiprocessor, but no short split
@@ -53,13 +51,9 @@ def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp3
         stages, warps = 3, 4
         if splits > 1 and k >= 8 * splits * block_k:
             splits *= 2
-    while stages > 2 and stages * (block_n + padded) * block_k * (4 if fp32 else 2) > SHARED_BYTES:
+    while stages > 2 and stages * (block_n + padded(rows)) * block_k * (4 if fp32 else 2) > SHARED_BYTES:
         stages -= 1
     return Tile(block_n, block_k, stages, warps, splits)
-
-
-def _padded(rows: int) -> int:
-    return max(16, next_power_of_two(rows))
 
 
 @triton.jit
@@ -188,7 +182,7 @@ def launch_linear(
     data, scale = _parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
-        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
+        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None, SWIGLU=swiglu,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
@@ -203,14 +197,10 @@ def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
 
 
-def _dense(weight: Matrix, x: Tensor) -> Tensor:
-    return weight.dense(x.dtype) if isinstance(weight, ScaledMatrix) else weight
-
-
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, _dense(weight, x), bias)
+        return F.linear(x, dense(weight, x.dtype), bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
@@ -219,7 +209,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, _dense(weight, x), bias)[None]
+        return F.linear(x, dense(weight, x.dtype), bias)[None]
     tile = _tile("partials", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
@@ -231,7 +221,7 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     width = len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) > MAX_ROWS:
-        product = F.linear(x, _dense(weight, x))
+        product = F.linear(x, dense(weight, x.dtype))
         _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
     else:
         launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
@@ -241,7 +231,7 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, _dense(weight, x)).argmax(-1)
+        return F.linear(x, dense(weight, x.dtype)).argmax(-1)
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 
@@ -254,7 +244,7 @@ def launch_argmax(x: Tensor, weight: Matrix, tile: Tile) -> Tensor:
     index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
     _argmax_kernel[(tiles,)](
         x, data, data if scale is None else scale, best, index, m, n, k,
-        T=_padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
+        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip

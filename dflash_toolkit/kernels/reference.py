@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .scaled import Matrix, ScaledMatrix
+from .scaled import Matrix, dense
 
 
 def filtered_probabilities(
@@ -104,11 +104,7 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    return F.linear(x, _dense(weight, x), bias)
-
-
-def _dense(weight: Matrix, x: Tensor) -> Tensor:
-    return weight.dense(x.dtype) if isinstance(weight, ScaledMatrix) else weight
+    return F.linear(x, dense(weight, x.dtype), bias)
 
 
 def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -116,18 +112,18 @@ def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Te
 
     P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
     """
-    return F.linear(x, _dense(weight, x), bias)[None]
+    return F.linear(x, dense(weight, x.dtype), bias)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
-    product = F.linear(x, _dense(weight, x))
+    product = F.linear(x, dense(weight, x.dtype))
     return F.silu(product[:, 0::2]) * product[:, 1::2]
 
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    return F.linear(x, _dense(weight, x)).argmax(-1)
+    return F.linear(x, dense(weight, x.dtype)).argmax(-1)
 
 
 def add_rms_norm(

@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .launch import MAX_ROWS, is_hopper
 from .scaled import Matrix, ScaledMatrix
 
-MAX_ROWS = 128
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
 BLOCK_K = 128
 WARPS = 8  # that compute
@@ -54,7 +54,7 @@ def fits(x: Tensor, matrices: list[Matrix | None]) -> bool:
     """Whether x [M, K] times these can stream: a Hopper GPU, bf16, at most MAX_ROWS rows, whole tiles."""
     return (
         x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and is_hopper(x.device.index)
         and x.dtype == torch.bfloat16
         and len(x) <= min(MAX_ROWS, programs_of(x.device.index))
         and all(

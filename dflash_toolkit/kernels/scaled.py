@@ -34,3 +34,8 @@ class ScaledMatrix:
 
 
 Matrix = Tensor | ScaledMatrix
+
+
+def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The values [N, K]; `dtype` is what a rounded matrix gets."""
+    return matrix.dense(dtype) if isinstance(matrix, ScaledMatrix) else matrix

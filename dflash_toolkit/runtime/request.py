@@ -57,7 +57,6 @@ class Request:
     row: int | None = None  # in the batch; None while waiting or prefilling
     epoch: int = 0  # counts the times it lost its row; results launched before that are void
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
-    steps_since_draft: int = 0
     cancelled: bool = False
 
     @property
