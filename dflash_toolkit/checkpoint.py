@@ -1,7 +1,8 @@
 """Drafter checkpoints on disk, in the form that z-lab's client, vLLM and SGLang load; the speculators form is read too.
 
 Reading is strict: every tensor must have a known name and the right shape, none may be missing. Writing goes to a
-temporary directory that is renamed into place, so a reader never meets half a checkpoint.
+temporary folder inside the checkpoint's, whose files then take their places one by one, config.json last: no file is
+ever half there, and a first export is complete once it has a config.json.
 """
 
 import json
@@ -124,7 +125,7 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A temporary sibling directory whose files are moved into `path` when the block ends well."""
+    """A temporary folder in `path` whose files are moved up into it when the block ends well."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         for left in path.glob(".partial-*"):  # by a kill

@@ -102,6 +102,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused(target_dir: Path, tmp_path: P
         load_engine(str(edited(target_dir, tmp_path, edit)), None, "cpu", options=EngineOptions(block_size=1))
 
 
+@pytest.mark.parametrize("options", [{"block_size": 9}, {"max_context": 100_000}], ids=str)
+def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, options: dict[str, int]
+) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=f"{next(iter(options))} is "):
+        load_engine(str(path), str(drafter_dir), "cpu", options=EngineOptions(**options))
+
+
 def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) -> None:
     path = edited(target_dir, tmp_path, lambda t: None)
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:500])

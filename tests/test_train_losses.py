@@ -81,7 +81,7 @@ def test_the_size_of_the_batch_does_not_scale_the_loss() -> None:
 def test_a_slot_that_no_block_supervises_has_no_accuracy() -> None:
     b = blocks()
     b.supervised[:, :, 4] = False
-    accuracy = draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0).slot_accuracy
+    accuracy = draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0).recall[0]
     assert accuracy.isnan().tolist() == [False, False, False, True]
 
 
@@ -119,7 +119,7 @@ def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> No
     result = draft_loss(hidden.view(B, A * S, V), b, head, LossKnobs(), 4.0)
     # blocks of row 0 accept 1, 2 (cut by its end) and 4; of row 1 4, 4 and none that is valid
     assert result.acceptance_length.item() == pytest.approx(1 + (1 + 2 + 4 + 4 + 4) / 5)
-    assert result.slot_accuracy.tolist() == pytest.approx([1.0, 4 / 5, 1.0, 1.0])
+    assert result.recall[0].tolist() == pytest.approx([1.0, 4 / 5, 1.0, 1.0])
 
 
 def test_a_batch_without_supervision_is_an_error() -> None:

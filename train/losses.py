@@ -28,11 +28,6 @@ class DraftLoss:
     blocks: Tensor  # scalar, valid blocks
     slot_overlap: Tensor | None  # [S - 1] mean of sum_v min(p_v, q_v) = 1 - TV; None without a distribution loss
 
-    @property
-    def slot_accuracy(self) -> Tensor:
-        """[S - 1] recall@1: share of supervised slots whose argmax is the label."""
-        return self.recall[0]
-
     def totals(self) -> Tensor:
         """What can be added up over micro steps and processes, float64 [4 + (4 or 5) * (S - 1)]; see `of_totals`."""
         accepted = (self.acceptance_length - 1) * self.blocks

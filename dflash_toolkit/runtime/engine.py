@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import UserError
 from ..decode import Generation, SamplingParams, Step
-from ..drafter import Drafter
+from ..drafter import Drafter, DrafterConfig
 from ..target import Target
 from .memory import page_count
 from .model import DrafterWeights, ModelSpec, TargetWeights
@@ -90,6 +90,26 @@ class EngineOptions:
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be in (0, 1]")
 
+    def fitted(self, target: ModelSpec, drafter: DrafterConfig | None, device: torch.device) -> "EngineOptions":
+        """These options for a pair on a device, with `max_batch` and `max_context` filled in.
+
+        Raises:
+            UserError: they ask for more than the target, the drafter or the device can do.
+        """
+        on_gpu = device.type == "cuda"
+        if on_gpu and self.page_size < 16:
+            raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
+        if (self.max_context or 0) > target.context_limit:
+            raise UserError(f"max_context is {self.max_context}; the target was made for {target.context_limit}")
+        longest = drafter.block_size if drafter else 1
+        if (self.block_size or 0) > longest:
+            raise UserError(f"block_size is {self.block_size}; the drafter's blocks have at most {longest} tokens")
+        return replace(
+            self,
+            max_batch=self.max_batch or (32 if on_gpu else 4),
+            max_context=self.max_context or target.context_limit,
+        )
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -145,24 +165,15 @@ class Engine:
         stop_ids: Sequence[int],
         options: EngineOptions | None = None,
     ) -> None:
-        options = options or EngineOptions()
-        spec, device = target.spec, target.embedding.device
-        max_batch = options.max_batch or (32 if device.type == "cuda" else 4)
-        self.options = options = replace(options, max_batch=max_batch)
-        if device.type == "cuda" and options.page_size < 16:
-            raise UserError(f"page_size is {options.page_size}; on a GPU it must be 16 or more")
-        limits = [spec.context_limit]
-        if options.max_context is not None:
-            if options.max_context > spec.context_limit:
-                raise UserError(f"max_context is {options.max_context}; the target was made for {spec.context_limit}")
-            limits.append(options.max_context)
-        self.context_limit = min(limits)
+        device = target.embedding.device
+        config = drafter.config if drafter else None
+        self.options = options = (options or EngineOptions()).fitted(target.spec, config, device)
+        assert options.max_batch is not None and options.max_context is not None
+        max_batch, self.context_limit = options.max_batch, options.max_context
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         self._stop_ids = frozenset(stop_ids)
         longest = drafter.config.block_size if drafter else 1
-        if options.block_size is not None and options.block_size > longest:
-            raise UserError(f"block_size is {options.block_size}; the drafter's blocks have at most {longest} tokens")
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
         if drafter is not None and options.draft_dtype == "fp8":

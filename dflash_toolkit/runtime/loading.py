@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ..checkpoint import check_fits, load_drafter
 from ..config import UserError
 from ..target import declared_stop_ids, load_config, load_tokenizer, resolve_dtype, use_device
-from .engine import Engine, EngineOptions
+from .engine import Engine, EngineOptions, operations
 from .model import DrafterWeights, ModelSpec, TargetWeights
 
 
@@ -38,11 +38,13 @@ def load_engine(
     spec = ModelSpec.of_target(config)
     where = use_device(device)
     precision = resolve_dtype(dtype, where)
+    operations(where)
     draft = None
     if drafter is not None:
         module = load_drafter(drafter, where, precision)
         check_fits(module.config, config)
         draft = DrafterWeights.of_module(module)
+    options = (options or EngineOptions()).fitted(spec, draft.config if draft else None, where)
     tokenizer = load_tokenizer(target)
     weights, stop_ids = load_target(target, config, spec, where, precision)
     return Engine(weights, draft, stop_ids, options), tokenizer
