@@ -12,53 +12,27 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
-from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, generate
+from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.benchmark import setting
-from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.files import write_json
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape
 from dflash_toolkit.target import resolve_dtype, use_device
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.blocks import sample_blocks
 from dflash_toolkit.train.config import LossKnobs, TrainConfig
 from dflash_toolkit.train.features import FeatureSource
 from dflash_toolkit.train.optimizers import make_optimizer
-from dflash_toolkit.train.state import write_json
 from dflash_toolkit.train.step import compute_loss, use_flex
-
-
-def shape_config(name: str) -> PreTrainedConfig:
-    """The published configuration's sizes."""
-    if name == "smollm2":
-        return LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-            num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
-            eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-        )  # fmt: skip
-    return Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False,
-        eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
 
 
 def build(name: str, device: torch.device) -> tuple[Target, Drafter]:
     """A random target and a random drafter of the default form (5 layers, 5 taps, block 16)."""
-    config = shape_config(name)
+    config = named_shape(name)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype("auto", device))
-    drafter = Drafter(
-        DrafterConfig(
-            hidden_size=config.hidden_size, num_layers=5, num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size, vocab_size=config.vocab_size,
-            num_target_layers=config.num_hidden_layers,
-            target_layer_ids=default_target_layer_ids(config.num_hidden_layers, 5),
-            mask_token_id=config.vocab_size - 1, rope_theta=config.rope_parameters["rope_theta"],
-        )
-    )  # fmt: skip
-    drafter.init_weights()
-    return Target(model, name=f"random {name}"), drafter.to(device)
+    return Target(model, name=f"random {name}"), Drafter.fresh(drafter_for(config), 0).to(device)
 
 
 def synchronize(device: torch.device) -> None:

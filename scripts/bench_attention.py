@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import attention, attention_hopper
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.speed import median_seconds
-from dflash_toolkit.train.state import write_json
 
 PAGE = 64  # tokens
 LAYERS, REPEATS = 12, 30

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels.layer import PHASES, launch_layer
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.speed import median_seconds
-from dflash_toolkit.train.state import write_json
 
 EPS = 1e-6
 REPEATS = 20

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels.attention import block_attention
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.speed import median_seconds
-from dflash_toolkit.train.state import write_json
 
 PAGE = 64  # tokens
 REPEATS = 20

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import fused, reference
 from dflash_toolkit.kernels.reference import filtered_probabilities
 from dflash_toolkit.runtime.speed import median_seconds
-from dflash_toolkit.train.state import write_json
 
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {},

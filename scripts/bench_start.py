@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
-from dflash_toolkit.train.state import write_json
 
 SHARD = 4 << 30  # bytes
 CHILD = """

@@ -21,10 +21,10 @@ import torch
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.decode import Generation, SamplingParams
+from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
-from dflash_toolkit.train.state import write_json
 
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 

@@ -11,6 +11,7 @@ time without the target's forward.
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape
 from dflash_toolkit.target import Target, resolve_device
 from dflash_toolkit.train.answers import Row
@@ -30,13 +32,12 @@ from dflash_toolkit.train.blocks import Blocks, sample_blocks
 from dflash_toolkit.train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from dflash_toolkit.train.features import FeatureSource
 from dflash_toolkit.train.flops import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.metrics import peak_flops
 from dflash_toolkit.train.parallel import Processes
 from dflash_toolkit.train.schedule import draws
-from dflash_toolkit.train.state import write_json
 from dflash_toolkit.train.step import compute_loss, use_flex
 from dflash_toolkit.train.zero import make_learner
 
-PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200
 BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
 
 
@@ -175,7 +176,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=1, help="processes; more than one are started by torchrun")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
+    parser.add_argument("--peak-tflops", type=float, help="dense bf16; default: this GPU's")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -187,6 +188,9 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
     with Processes.started(args.device, group=args.zero > 0) as processes:
         device = resolve_device(processes.device)
+        if args.peak_tflops is None:
+            known = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+            args.peak_tflops = known / 1e12 if known else math.nan
         target = random_target(args.shape, device)
         result: dict[str, Any] = {
             **setting("bench_train.py"),
@@ -204,7 +208,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         if processes.main and args.output:
-            write_json(args.output, result)
+            write_json(args.output, finite(result))
 
 
 if __name__ == "__main__":

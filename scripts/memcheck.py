@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit.benchmark import setting
-from dflash_toolkit.train.state import write_json
+from dflash_toolkit.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "graphs")  # tests/test_kernels_*.py

@@ -43,6 +43,7 @@ from dflash_toolkit.evaluation.measure import Acceptance, EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.runtimes import EngineRuntime
 from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.files import write_json
 from dflash_toolkit.prompts import encode_chat, open_text, read_prompt_sets, template_hash
 from dflash_toolkit.train.answer_file import read_training_rows
 from dflash_toolkit.train.answers import Row
@@ -54,7 +55,6 @@ from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.estimate import teacher_forced_length
 from dflash_toolkit.train.features import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
-from dflash_toolkit.train.state import write_json
 
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "optim.pack_tokens=3072", "run.feature_gpu_share=0.7",

@@ -20,7 +20,7 @@ SOURCES = sorted(
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
     {"benchmark", "config", "kernels", "progress"},
-    {"drafter", "target"},
+    {"drafter", "files", "target"},
     {"decode", "checkpoint", "prompts"},
     {"runtime", "speculators"},
     {"doctor"},

@@ -19,6 +19,7 @@ from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_draft
 from dflash_toolkit.checkpoint import check_fits, serving_commands
 from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
+from dflash_toolkit.files import write_json
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.speculators import save_speculators
 from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
@@ -32,7 +33,7 @@ from .metrics import import_wandb
 from .parallel import Processes, speaks, without_local_rank
 from .schedule import packing
 from .start import knobs_of, load_start
-from .state import first_difference, write_json
+from .state import first_difference
 from .step import use_flex
 from .zero import import_deepspeed
 

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
 from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
 from dflash_toolkit.target import declared_stop_ids, load_config, load_tokenizer
@@ -30,7 +31,7 @@ from .dedup import Duplicates
 from .dialogue import ChatDialogue
 from .endpoint import EndpointBackend
 from .sources import Malformed, Source
-from .state import first_difference, write_json
+from .state import first_difference
 from .vllm_backend import VllmBackend
 
 

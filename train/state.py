@@ -4,7 +4,6 @@ Data order and anchors are functions of (seed, micro batch), so no generator sta
 however many processes wrote it and however they shared the state, so any number of them can continue.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,17 +42,6 @@ def save_state(state: RunState, path: Path) -> None:
         raise UserError(
             f"{path}: cannot save the run ({error}); free some space and run again, the last resume point is intact"
         ) from error
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write to a temporary name, then rename. Raises UserError when it cannot be written; an older file stays."""
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(values, indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
 
 def load_state(path: Path, fingerprint: dict[str, Any]) -> RunState | None:

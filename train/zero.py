@@ -15,11 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.files import write_json
 
 from .config import TrainConfig
 from .optimizers import make_optimizer
 from .parallel import Processes, Replicated, other_optimizer
-from .state import RunState, write_json
+from .state import RunState
 from .step import runner
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

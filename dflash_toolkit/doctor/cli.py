@@ -10,11 +10,12 @@ import torch
 import transformers
 
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
+from ..files import write_json
 from ..progress import Progress
 from ..prompts import Prompt, encode_chat, read_prompts
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from .files import FILE_CHECKS, Case
-from .finding import Finding, has_fault, show, to_json, write_json
+from .finding import Finding, has_fault, show, to_json
 from .probe import NEAR, Probe, Setting
 from .sweeps import sweep
 from .symptoms import check_acceptance, check_recall, check_serving, check_thinking, enough

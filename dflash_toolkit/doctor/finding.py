@@ -1,17 +1,14 @@
 """What a check says, and how all of it is shown and written."""
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import UserError
+from ..files import finite
 
 Severity = Literal["ok", "warning", "fault"]
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
@@ -63,23 +60,4 @@ def to_json(findings: Sequence[Finding], arguments: dict[str, Any]) -> dict[str,
         "arguments": arguments,
         "findings": [asdict(finding) for finding in findings],
     }
-    return _finite(values)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write `values` so that no reader meets half of them. Raises UserError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"output {path}: cannot be written ({error.strerror})") from error
+    return finite(values)

@@ -1,6 +1,5 @@
 """The results of a run, per prompt set and pooled over all, and the form they have in `report.json`."""
 
-import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import transformers
 
 import dflash_toolkit
 
+from ..files import finite
 from .measure import Acceptance, Difference, Measurement
 from .runtimes import Runtime
 
@@ -180,12 +180,4 @@ class Report:
             "overall": self.overall.to_json(),
             "sets": {name: result.to_json() for name, result in self.sets.items()},
         }
-        return _without_nan(values)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return finite(values)
