@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
 from dflash_toolkit.prompts import REASONING, Conversation, conversation
+from train import dedup
 from train.dedup import Duplicates, shingles, similarity
 from train.sources import Malformed, Source
 
@@ -242,6 +244,39 @@ def test_minhash_finds_what_comparing_all_pairs_finds() -> None:
         if not expected[-1]:
             kept.append(mine)
     assert verdicts == expected and 10 < sum(expected) < 110
+
+
+def instructed(count: int) -> list[str]:
+    """Prompts below the threshold that share a long instruction."""
+    rng = random.Random(4)
+    instruction = " ".join(f"rule{i}" for i in range(100))
+    return [f"{instruction} {' '.join(f'w{rng.randrange(10_000)}' for _ in range(20))}" for _ in range(count)]
+
+
+def test_prompts_that_share_an_instruction_are_not_compared_all_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+
+    def counted(a: frozenset[int], b: Collection[int]) -> float:
+        calls.append(similarity(a, b))
+        return calls[-1]
+
+    monkeypatch.setattr(dedup, "similarity", counted)
+    compared = []
+    for count in (200, 400):
+        calls.clear()
+        duplicates = Duplicates(0.8)
+        assert not any(map(duplicates.seen, instructed(count)))
+        compared.append(len(calls))
+    assert compared[1] < 2.5 * compared[0], "four times as many if all pairs are compared"
+
+
+def test_in_a_crowd_repeats_and_one_word_edits_are_still_found() -> None:
+    duplicates, texts = Duplicates(0.8), instructed(200)
+    assert not any(map(duplicates.seen, texts))
+    assert all(duplicates.seen(text.upper()) for text in texts)
+    assert all(duplicates.seen(text + " please") for text in texts)
+    found = [duplicates.seen(text.replace("rule50", "other")) for text in texts]
+    assert sum(found) > 0.95 * len(found)
 
 
 @given(st.text(max_size=40))

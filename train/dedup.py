@@ -5,11 +5,12 @@ import re
 import unicodedata
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 BANDS, DEPTH = 16, 4  # of 64 hashes; two texts of similarity s meet in a band with probability 1 - (1 - s^4)^16
+CROWD = 32  # texts that a band holds
 SHINGLE = 3  # words
 # a word, one ideograph or syllable of a script without spaces, or one sign
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
@@ -27,9 +28,10 @@ def shingles(text: str) -> frozenset[int]:
     return frozenset(zlib.crc32(" ".join(run).encode(errors="surrogatepass")) for run in runs)
 
 
-def similarity(a: frozenset[int], b: frozenset[int]) -> float:
-    """Jaccard: what two sets share, of all they hold."""
-    return len(a & b) / len(a | b)
+def similarity(a: frozenset[int], b: Collection[int]) -> float:
+    """Jaccard: what two sets share, of all they hold. `b` may be any collection that holds nothing twice."""
+    shared = len(a.intersection(b))
+    return shared / (len(a) + len(b) - shared)
 
 
 class Duplicates:
@@ -37,6 +39,10 @@ class Duplicates:
 
     Candidates are found by MinHash and judged by the similarity itself, so nothing below the threshold is dropped.
     A remembered text takes some 2 kB.
+
+    Texts that share a long instruction meet in many bands without being duplicates. A band that holds `CROWD` texts
+    stops growing, so that a text is compared with `BANDS * CROWD` others at most; later ones are found by the bands in
+    which they differ from the crowd.
 
     Args:
         threshold: texts at least so similar are duplicates; 1 drops only what is equal after normalisation.
@@ -62,10 +68,12 @@ class Duplicates:
         mine = shingles(text)
         keys = self._keys(mine)
         candidates = {i for key in keys for i in self._bands.get(key, ())}
-        if any(similarity(mine, frozenset(self._kept[i])) >= self._threshold for i in candidates):
+        if any(similarity(mine, self._kept[i]) >= self._threshold for i in candidates):
             return True
         for key in keys:
-            self._bands.setdefault(key, []).append(len(self._kept))
+            band = self._bands.setdefault(key, [])
+            if len(band) < CROWD:
+                band.append(len(self._kept))
         self._kept.append(array("I", sorted(mine)))
         return False
 
