@@ -247,6 +247,7 @@ def test_two_runs_do_not_write_one_file(target_dir: Path, prompts: Path, tmp_pat
         (["--runtime", "sglang"], "not one of auto, engine, reference, vllm"),
         (["--runtime", "vllm"], "runtime vllm needs vllm: pip install 'dflash-toolkit[vllm]'"),
         (["--runtime", "vllm", "--drafter", "x"], "runtime vllm excludes drafter"),
+        (["--runtime", "reference", "--drafter", "/no/such"], "runtime reference excludes drafter"),
         (["--gpus", "2"], "gpus is 2"),
         (["--endpoint", "http://127.0.0.1:9", "--runtime", "engine"], "endpoint excludes"),
         (["--endpoint", "http://127.0.0.1:9"], "endpoint http://127.0.0.1:9/v1 does not answer"),

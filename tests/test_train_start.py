@@ -17,6 +17,7 @@ from dflash_toolkit.drafter import weights_hash
 from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.speculators import save_speculators
+from train import backends
 from train.cli import main
 from train.config import DataKnobs, TrainConfig
 from train.data import load_prompts
@@ -234,3 +235,17 @@ def test_a_run_on_a_target_in_four_bits(
         ModelSpec.of_target(loaded.config)
     assert main(argv(path, data, tmp_path / "run", "optim.steps=2")) == 0
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
+
+
+@pytest.mark.parametrize("drafter", [None, "some/drafter"])
+def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
+    drafter: str | None, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cannot(*_: Any) -> None:
+        raise UserError("of another kind")
+
+    monkeypatch.setattr(backends, "load_target", cannot)
+    found = backends.open_backend(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
+    said = capsys.readouterr().err
+    assert isinstance(found, backends.ReferenceBackend) and said.count("\n") == 1
+    assert ("without the drafter" in said) == (drafter is not None)

@@ -112,7 +112,7 @@ def open_backend(
 
     Args:
         runtime: one of `config.RUNTIMES`; auto is the engine, or, with a line that says why not, the reference.
-        drafter: speeds the engine up; the answers stay the same.
+        drafter: speeds the engine up; the answers stay the same. The reference has no use for one.
         batch: answers written at a time.
         context: prompt and answer together, in tokens.
 
@@ -131,7 +131,8 @@ def open_backend(
         except UserError as error:
             if runtime == "engine":
                 raise
-            print(f"the reference answers, one prompt at a time, for the engine cannot: {error}", file=sys.stderr)
+            how = "one prompt at a time" + (" and without the drafter" if drafter else "")
+            print(f"the reference answers, {how}, for the engine cannot: {error}", file=sys.stderr)
         else:
             draft = None
             if drafter is not None:

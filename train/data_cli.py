@@ -111,7 +111,7 @@ class DataConfig:
         choices=(*RUNTIMES, "vllm"),
     )
     gpus: int = knob(1, "GPUs that share the target, with runtime vllm")
-    drafter: str | None = knob(None, "speeds the engine up; the answers stay the same")
+    drafter: str | None = knob(None, "speeds the engine up, which alone uses it; the answers stay the same")
     batch: int = knob(64, "answers written at a time")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
@@ -128,6 +128,8 @@ class DataConfig:
             raise ValueError(f"output {self.output!r} must end in .jsonl")
         if self.endpoint and (self.drafter or self.runtime != "auto"):
             raise ValueError("endpoint excludes drafter and runtime: the server decides")
+        if self.runtime == "reference" and self.drafter:
+            raise ValueError("runtime reference excludes drafter; it answers without one")
         if self.runtime == "vllm" and self.drafter:
             raise ValueError("runtime vllm excludes drafter; start 'vllm serve' with it and give --endpoint")
         if self.gpus < 1 or (self.gpus > 1 and self.runtime != "vllm"):
