@@ -27,10 +27,20 @@ class UserError(Exception):
 
 
 def knob(
-    default: Any = dataclasses.MISSING, help: str = "", choices: Sequence[str] = (), flag: str | None = None
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    choices: Sequence[str] = (),
+    flag: str | None = None,
+    named: bool = False,
 ) -> Any:
-    """A dataclass field with a help line, for strings the values allowed, and the flag if it is not the name."""
-    metadata = {"help": help, "choices": tuple(choices), "flag": flag}
+    """A dataclass field.
+
+    Args:
+        choices: for strings, the values allowed.
+        flag: if it is not the field's name.
+        named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
+    """
+    metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -164,9 +174,10 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
 
     config_file = given.pop("config", None)
     overrides = given.pop("overrides", [])
+    named = {field.name for field in dataclasses.fields(cls) if field.metadata.get("named")}
     for name in [n for n in given if typing.get_origin(hints[n]) is tuple]:
         # `--data a.jsonl b.jsonl steps=10`: argparse gives the override to the list flag before it
-        strays = [v for v in given[name] if _hint_of(cls, v.partition("=")[0]) is not None and "=" in v]
+        strays = [v for v in given[name] if _is_override(cls, v, dotted=name in named)]
         given[name] = [v for v in given[name] if v not in strays]
         overrides = [*strays, *overrides]
     values: dict[str, Any] = read_yaml(config_file) if config_file else {}
@@ -191,6 +202,11 @@ def _from_text(hint: Any, text: Any) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{text!r}: not a value ({' '.join(str(error).split())})") from error
+
+
+def _is_override(cls: Any, item: str, dotted: bool) -> bool:
+    key, equals, _ = item.partition("=")
+    return bool(equals) and ("." in key or not dotted) and _hint_of(cls, key) is not None
 
 
 def _hint_of(cls: Any, dotted: str) -> Any:

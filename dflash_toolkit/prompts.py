@@ -132,26 +132,63 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Rows of a prompt file, under a name."""
+
+    name: str
+    file: str
+    start: int = 0
+    stop: int | None = None  # None: to the end
+
+    def read(self, limit: int | None = None) -> list[Prompt]:
+        """The prompts, at most `limit` of them.
+
+        Raises:
+            UserError: no such rows, and what `read_prompts` raises.
+        """
+        ends = [end for end in (self.stop, None if limit is None else self.start + limit) if end is not None]
+        prompts = read_prompts(self.file, min(ends, default=None))[self.start :]
+        if not prompts:
+            raise UserError(f"{self.file}: no such rows; the set {self.name!r} begins with row {self.start}")
+        return prompts
+
+
+def parse_prompt_sets(items: Sequence[str]) -> list[PromptSet]:
+    """Items NAME=FILE, or NAME=FILE[START:STOP], which takes rows START..STOP - 1 of the file, counted from 0.
+
+    Raises:
+        ValueError: another form, a range without rows, or a name used twice.
+    """
+    sets: dict[str, PromptSet] = {}
+    for item in items:
+        found = re.fullmatch(r"([^=]+)=(.+?)(?:\[(\d*):(\d*)\])?", item)
+        if not found:
+            raise ValueError(f"prompts {item!r}: expected NAME=FILE or NAME=FILE[START:STOP]")
+        name, file = found[1], found[2]
+        start, stop = int(found[3] or 0), int(found[4]) if found[4] else None
+        if stop is not None and stop <= start:
+            raise ValueError(f"prompts {item!r}: no such rows")
+        if name in sets:
+            raise ValueError(f"prompts {item!r}: the name {name!r} is used twice")
+        sets[name] = PromptSet(name, file, start, stop)
+    return list(sets.values())
+
+
 def read_prompt_sets(items: Sequence[str], limit: int | None = None) -> dict[str, list[Prompt]]:
-    """Prompts by name, of items NAME=FILE or NAME=FILE[START:STOP], which takes some of the file's rows.
+    """Prompts by name, of items that `parse_prompt_sets` knows.
 
     Args:
         limit: at most so many of each.
 
     Raises:
-        UserError: another form, a name used twice, no such rows, and what `read_prompts` raises.
+        UserError: what `parse_prompt_sets` finds wrong, no such rows, and what `read_prompts` raises.
     """
-    sets: dict[str, list[Prompt]] = {}
-    for item in items:
-        found = re.fullmatch(r"([^=]+)=(.+?)(?:\[(\d*):(\d*)\])?", item)
-        if not found:
-            raise UserError(f"{item!r}: expected NAME=FILE or NAME=FILE[START:STOP]")
-        name, file, start, stop = found.groups()
-        prompts = read_prompts(file, int(stop) if stop else None)[int(start or 0) :][:limit]
-        if not prompts or name in sets:
-            raise UserError(f"{item!r}: {'the name is used twice' if name in sets else 'no such rows'}")
-        sets[name] = prompts
-    return sets
+    try:
+        found = parse_prompt_sets(items)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return {each.name: each.read(limit) for each in found}
 
 
 def open_text(path: Path) -> TextIO:

@@ -36,6 +36,7 @@ class Settings:
     target: str = knob(help="the target, 100 % of it")
     data: tuple[str, ...] = knob((), "prompt files")
     taps: tuple[int, ...] = knob((), "layer ids")
+    sets: tuple[str, ...] = knob((), "files by name", named=True)
     steps: int = knob(100, "optimiser steps")
     attention: str = knob("flex", "which attention", choices=("flex", "sdpa"))
     resume: bool = knob(False, "continue a run")
@@ -201,6 +202,12 @@ def test_a_list_flag_and_overrides_may_stand_in_any_order(argv: tuple[str, ...])
 
 def test_a_path_with_an_equals_sign_stays_in_its_list() -> None:
     assert parse("--target", "t", "--data", "out/lr=3.jsonl", "b").data == ("out/lr=3.jsonl", "b")
+
+
+def test_a_name_that_is_a_knob_s_stays_a_name() -> None:
+    found = parse("--target", "t", "--sets", "chat=a", "note=b", "resume=c", "optimiser.lr=0.5", "--steps", "3")
+    assert found.sets == ("chat=a", "note=b", "resume=c")
+    assert (found.note, found.resume, found.steps, found.optimiser.lr) == (None, False, 3, 0.5)
 
 
 def test_flags_are_read_by_the_type_of_their_knob() -> None:

@@ -143,6 +143,14 @@ def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.C
     assert "report.html" in capsys.readouterr().out
 
 
+def test_a_set_may_be_named_like_a_knob_and_take_some_rows(arguments: list[str], tmp_path: Path) -> None:
+    sky = arguments[-2].partition("=")[2]
+    command = [*arguments, "--output", str(tmp_path), "--no-baseline", "--prompts", f"thinking={sky}[1:2]"]
+    assert main(command) == 0
+    (result,) = load(tmp_path)["sets"].items()
+    assert result[0] == "thinking" and [row["id"] for row in result[1]["per_request"]] == ["q1"]
+
+
 def test_answers_of_one_token(arguments: list[str], tmp_path: Path) -> None:
     assert main([*arguments, "--output", str(tmp_path), "max_new_tokens=1"]) == 0
     overall = load(tmp_path)["overall"]
@@ -326,7 +334,7 @@ def test_a_full_disk_while_decoding_is_one_line(
         pytest.param(["--prompts", "{sky}"], "expected NAME=FILE", id="no name"),
         pytest.param(["--prompts", "={sky}"], "expected NAME=FILE", id="empty name"),
         pytest.param(["--prompts", "a="], "expected NAME=FILE", id="empty file name"),
-        pytest.param(["--prompts", "limit=3"], "at least one NAME=FILE", id="no set"),
+        pytest.param(["prompts=[]"], "at least one NAME=FILE", id="no set"),
         pytest.param(["--prompts", "a=/no/such.jsonl"], "/no/such.jsonl: cannot be read", id="no file"),
         pytest.param(["--prompts", "a={bad}"], "line 2: not valid JSON", id="broken row"),
         pytest.param(["--prompts", "a={long}"], "set 'a', prompt 'q0': 7", id="prompt longer than the context"),

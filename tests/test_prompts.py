@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from dflash_toolkit.prompts import (
     Message,
     encode_chat,
     file_hash,
+    parse_prompt_sets,
+    read_prompt_sets,
     read_prompts,
     split_messages,
     template_hash,
@@ -140,6 +143,55 @@ def test_a_file_that_is_missing_a_directory_or_no_text_is_named(tmp_path: Path) 
 def test_a_file_without_prompts_is_refused(write: Callable[..., Path], rows: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="holds no prompts"):
         read_prompts(write(*rows))
+
+
+# ---- sets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("item", "limit", "rows"),
+    [
+        ("a=FILE", None, "01234"),
+        ("a=FILE", 2, "01"),
+        ("a=FILE[1:3]", None, "12"),
+        ("a=FILE[1:3]", 1, "1"),
+        ("a=FILE[1:]", 2, "12"),
+        ("a=FILE[:2]", 3, "01"),
+        ("a=FILE[3:9]", None, "34"),
+    ],
+)
+def test_a_set_takes_its_rows_of_the_file(write: Callable[..., Path], item: str, limit: int | None, rows: str) -> None:
+    path = write(*({"prompt": str(i)} for i in range(5)))
+    (found,) = read_prompt_sets([item.replace("FILE", str(path))], limit).values()
+    assert "".join(prompt.messages[0]["content"] for prompt in found) == rows
+
+
+def test_rows_behind_the_limit_are_not_read(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a"}, {"prompt": "b"}, "{half")
+    assert [len(found) for found in read_prompt_sets([f"a={path}[1:]"], 1).values()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["FILE"], "'FILE': expected NAME=FILE or"),
+        (["=FILE"], "'=FILE': expected NAME=FILE or"),
+        (["a="], "'a=': expected NAME=FILE or"),
+        (["a=FILE", "a=OTHER"], "'a=OTHER': the name 'a' is used twice"),
+        (["a=FILE[2:2]"], "no such rows"),
+        (["a=FILE[:0]"], "no such rows"),
+    ],
+)
+def test_items_that_name_no_set_are_told(items: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_prompt_sets(items)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_prompt_sets(items)
+
+
+def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="no such rows; the set 'a' begins with row 1"):
+        read_prompt_sets([f"a={write({'prompt': 'x'})}[1:]"])
 
 
 # ---- malformed rows --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import transformers
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
 from ..files import write_json
 from ..progress import Progress
-from ..prompts import Prompt, encode_chat, read_prompts
+from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
@@ -48,7 +48,10 @@ class DoctorConfig:
     target: str = knob(help="the target: Hugging Face id or directory")
     drafter: str = knob(help="the drafter: Hugging Face id or directory")
     prompts: tuple[str, ...] = knob(
-        (), "prompt sets, each as NAME=FILE (JSONL, also .gz and .xz); best like those served (default: 8 general ones)"
+        (),
+        "prompt sets, each as NAME=FILE (JSONL, also .gz and .xz); FILE[a:b] takes its rows a..b-1; best like those "
+        "served (default: 8 general ones)",
+        named=True,
     )
     output: str | None = knob(None, "also write everything to this JSON file")
     limit: int = knob(8, "use the first LIMIT prompts of each set")
@@ -62,10 +65,7 @@ class DoctorConfig:
             raise ValueError(f"limit is {self.limit}; it must be >= 1")
         if self.max_new_tokens < 8:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 8")
-        for item in self.prompts:
-            name, equals, path = item.partition("=")
-            if not (name and equals and path):
-                raise ValueError(f"prompts {item!r}: expected NAME=FILE")
+        parse_prompt_sets(self.prompts)  # raises for another form
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,8 +124,8 @@ def _prompts(config: DoctorConfig) -> list[Prompt]:
     if not config.prompts:
         texts = BUILT_IN[: config.limit]
         return [Prompt(f"built-in/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(texts, 1)]
-    paths = [item.partition("=")[2] for item in config.prompts]
-    return [prompt for path in paths for prompt in read_prompts(path, config.limit)]
+    sets = read_prompt_sets(config.prompts, config.limit)
+    return [prompt for prompts in sets.values() for prompt in prompts]
 
 
 def _versions() -> dict[str, Any]:

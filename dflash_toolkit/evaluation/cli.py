@@ -13,7 +13,7 @@ import transformers
 from ..checkpoint import check_fits, load_drafter
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
 from ..decode import SamplingParams
-from ..prompts import Prompt, encode_chat, file_hash, read_prompts
+from ..prompts import Prompt, encode_chat, file_hash, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config
 from .files import write_report
 from .markdown import render_table
@@ -35,7 +35,9 @@ class EvalConfig:
 
     target: str = knob(help="the target: Hugging Face id or directory")
     drafter: str = knob(help="the drafter: Hugging Face id or directory")
-    prompts: tuple[str, ...] = knob(help="prompt sets, each as NAME=FILE (JSONL, also .gz and .xz)")
+    prompts: tuple[str, ...] = knob(
+        help="prompt sets, each as NAME=FILE (JSONL, also .gz and .xz); FILE[a:b] takes its rows a..b-1", named=True
+    )
     output: str = knob("report", "directory for the report")
     runtime: str = knob(
         "engine", "engine: what dflash-serve runs; reference: Hugging Face modules, slow", ("engine", "reference")
@@ -58,19 +60,8 @@ class EvalConfig:
             raise ValueError(f"limit is {self.limit}; it must be >= 1")
         if not self.prompts:
             raise ValueError("prompts is empty; give at least one NAME=FILE")
-        names = [name for name, _ in self.files]
-        for item, (name, path) in zip(self.prompts, self.files, strict=True):
-            if not name or not path:
-                raise ValueError(f"prompts {item!r}: expected NAME=FILE")
-            if names.count(name) > 1:
-                raise ValueError(f"prompts: the name {name!r} is used twice")
+        parse_prompt_sets(self.prompts)  # raises for another form
         _ = self.sampling  # raises for a value outside its range
-
-    @property
-    def files(self) -> list[tuple[str, str]]:
-        """Name and file of every prompt set."""
-        parts = [item.partition("=") for item in self.prompts]
-        return [(name if equals else "", path) for name, equals, path in parts]
 
     @property
     def sampling(self) -> SamplingParams:
@@ -92,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: EvalConfig) -> None:
     # what can be wrong is looked at before the target's weights, which take longest
-    prompts = {name: read_prompts(path, config.limit) for name, path in config.files}
-    hashes = {name: file_hash([path]) for name, path in config.files}
+    prompts = read_prompt_sets(config.prompts, config.limit)
+    hashes = {each.name: file_hash([each.file]) for each in parse_prompt_sets(config.prompts)}
     runtime = _load(config)
     sets = {
         name: [_encode(runtime.tokenizer, name, prompt, config.thinking) for prompt in rows]
