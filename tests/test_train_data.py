@@ -113,10 +113,18 @@ def questions(count: int = 7) -> list[Question]:
     return [Question(10 + i, torch.randint(0, 250, (n,), generator=g).tolist()) for i, n in enumerate(lengths)]
 
 
+def answered(
+    opened: Callable[[], Backend], asked: list[Question], path: Path, knobs: AnswerKnobs, max_length: int
+) -> list[Row]:
+    """What `regenerate` leaves in the file, in the order of the prompts' indices."""
+    regenerate(opened, asked, path, knobs, max_length)
+    return sorted(read_rows(path), key=lambda row: row.index)
+
+
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], bytes]:
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    return regenerate(opener(target), questions(), path, KNOBS, 64), path.read_bytes()
+    return answered(opener(target), questions(), path, KNOBS, 64), path.read_bytes()
 
 
 def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
@@ -132,7 +140,7 @@ def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
 def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
     for i, knobs in enumerate((KNOBS, AnswerKnobs(max_new_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
         both = [
-            regenerate(backend, questions(), tmp_path / f"{name}{i}.jsonl", knobs, 64)
+            answered(backend, questions(), tmp_path / f"{name}{i}.jsonl", knobs, 64)
             for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceBackend(target)))
         ]
         assert both[0] == both[1]
@@ -143,7 +151,7 @@ def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path)
     target = make_target()
     plain = [generate(target, None, q.tokens, SamplingParams(max_new_tokens=20)).tokens for q in questions()]
     target.model.generation_config.eos_token_id = [plain[0][4], EOS]  # a token that some answers reach early
-    rows = regenerate(opener(target), questions(), tmp_path / "a.jsonl", KNOBS, 64)
+    rows = answered(opener(target), questions(), tmp_path / "a.jsonl", KNOBS, 64)
     lengths = set()
     for question, row in zip(questions(), rows, strict=True):
         assert row.tokens == question.tokens + generate(target, None, question.tokens, SamplingParams(
@@ -155,7 +163,7 @@ def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path)
 
 
 def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_path: Path) -> None:
-    rows = regenerate(opener(target), questions(), tmp_path / "a.jsonl", KNOBS, 20)
+    rows = answered(opener(target), questions(), tmp_path / "a.jsonl", KNOBS, 20)
     assert max(len(row.tokens) for row in rows) == 20
     with pytest.raises(UserError, match=r"prompt 14 has 12 tokens, prompts.max_length is 13"):
         regenerate(opener(target), questions(), tmp_path / "b.jsonl", KNOBS, 13)
@@ -168,8 +176,7 @@ def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
     rows, data = whole
     path = tmp_path / "answers.jsonl"
     path.write_bytes(data[: int(len(data) * share)])
-    assert regenerate(opener(target), questions(), path, KNOBS, 64) == rows
-    assert sorted(read_rows(path), key=lambda r: r.index) == rows
+    assert answered(opener(target), questions(), path, KNOBS, 64) == rows
     assert path.read_bytes().count(b"\n") == len(rows)
 
 
@@ -180,14 +187,14 @@ def test_complete_answers_are_not_made_again(whole: tuple[list[Row], bytes], tmp
     def silent() -> Backend:
         raise AssertionError("nothing is left to answer")
 
-    assert regenerate(silent, questions(), tmp_path / "answers.jsonl", KNOBS, 64) == rows
+    assert answered(silent, questions(), tmp_path / "answers.jsonl", KNOBS, 64) == rows
 
 
 def test_a_target_without_pad_and_stop_tokens_still_answers(tmp_path: Path) -> None:
     target = make_target()
     for settings in (target.config, target.model.generation_config):
         settings.pad_token_id = settings.eos_token_id = None
-    rows = regenerate(opener(target), questions(3), tmp_path / "a.jsonl", KNOBS, 64)
+    rows = answered(opener(target), questions(3), tmp_path / "a.jsonl", KNOBS, 64)
     for question, row in zip(questions(3), rows, strict=True):
         assert row.tokens == question.tokens + generate(target, None, question.tokens, SamplingParams(
             max_new_tokens=20)).tokens  # fmt: skip

@@ -146,15 +146,12 @@ class _Single:
 
 def regenerate(
     open_backend: Callable[[], Backend], questions: list[Question], path: Path, knobs: AnswerKnobs, max_length: int
-) -> list[Row]:
+) -> None:
     """Answer every question that `path` does not hold yet, appending each answer when it is finished.
 
     Args:
         open_backend: called if there is anything left to answer.
         max_length: prompt and answer together; longer answers are cut.
-
-    Returns:
-        All rows, in the order of `questions`.
 
     Raises:
         UserError: the disk is full, or a prompt leaves no room for an answer.
@@ -165,12 +162,10 @@ def regenerate(
                 f"prompt {question.index} has {len(question.tokens)} tokens, prompts.max_length is {max_length}: "
                 f"no room for an answer"
             )
-    done = {row.index: row for row in read_rows(path)}
+    done = {row.index for row in read_rows(path)}
     todo = [q for q in questions if q.index not in done]
     if todo:
-        params = SamplingParams(
-            temperature=knobs.temperature, top_p=knobs.top_p, top_k=knobs.top_k, min_p=knobs.min_p
-        )  # fmt: skip
+        params = knobs.params
 
         def begin(q: Question) -> _Single:
             room = min(knobs.max_new_tokens, max_length - len(q.tokens))
@@ -183,11 +178,9 @@ def regenerate(
                 for single in converse(backend, map(begin, todo)):
                     row = single.row
                     append(path, [{"index": row.index, "prompt_tokens": row.prompt_tokens, "tokens": row.tokens}])
-                    done[row.index] = row
                     progress.advance(1, units=row.answer_tokens)
         finally:
             backend.close()
-    return [done[q.index] for q in questions]
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:

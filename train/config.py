@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from dflash_toolkit.config import group, knob
-from dflash_toolkit.decode import COLDEST, HOTTEST, LEAST_TOP_P
+from dflash_toolkit.decode import SamplingParams
 
 RUNTIMES = ("auto", "engine", "reference")
 
@@ -63,13 +63,14 @@ class AnswerKnobs:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.max_new_tokens < 2:
             raise ValueError("answers.batch_size must be >= 1 and answers.max_new_tokens >= 2")
-        warm = self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
-        if not warm or not LEAST_TOP_P <= self.top_p <= 1:
-            raise ValueError(
-                f"answers.temperature must be 0 or in [{COLDEST}, {HOTTEST}] and answers.top_p in [{LEAST_TOP_P}, 1]"
-            )
-        if self.top_k < 0 or not 0 <= self.min_p <= 1:
-            raise ValueError("answers.top_k must be >= 0 and answers.min_p in [0, 1]")
+        _ = self.params  # raises for a value outside its range
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
+            max_new_tokens=self.max_new_tokens,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
