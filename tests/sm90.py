@@ -2,7 +2,7 @@
 
 The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of its own
 without it: `python tests/sm90.py` imports every `tests/sm90_cases_*.py`, whose `CASES` maps a name to a `Case`, and
-prints {name: {"registers": ..., "spills": ..., "shared": ..., "serialized": ...}}.
+prints {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ...}}.
 """
 
 import importlib
@@ -31,8 +31,8 @@ class Case:
     ragged: tuple[str, ...] = field(default=())  # parameters that are not multiples of 16
 
 
-def compile_case(case: Case) -> dict[str, int]:
-    """Registers and spilled bytes of a kernel, as ptxas reports them, and whether it makes matrix products wait."""
+def compile_case(case: Case) -> dict[str, Any]:
+    """A kernel's name, its registers and spilled bytes as ptxas reports them, and whether it makes products wait."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -58,7 +58,10 @@ def compile_case(case: Case) -> dict[str, int]:
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
     serialized = int("wgmma.mma_async instructions are serialized" in log)
-    return {"registers": registers, "spills": spills, "shared": compiled.metadata.shared, "serialized": serialized}
+    return {
+        "kernel": case.kernel.__name__, "registers": registers, "spills": spills, "shared": compiled.metadata.shared,
+        "serialized": serialized,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels import linear
+from dflash_toolkit.kernels import best, linear
 
 SHAPES = {"linear": (6144, 4096), "partials": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
 
@@ -34,4 +34,14 @@ CASES = {
     for kind in SHAPES
     for rows in (16, 32, 64, 128)
     for scaled in ((False, True) if rows == 16 else (False,))
+} | {
+    "swiglu of a prefill": Case(
+        linear._swiglu_kernel, {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"}, {"BLOCK": 512, "PDL": True}
+    ),
+    "best of the tiles": Case(
+        best._reduce_kernel,
+        {"best_p": "*fp32", "index_p": "*i32", "out_p": "*i64", "M": "i32", "tiles": "i32"},
+        {"BLOCK": 2048, "PDL": True},
+        ragged=("M", "tiles"),
+    ),
 }
