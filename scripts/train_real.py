@@ -35,11 +35,12 @@ from typing import Any, NamedTuple
 import torch
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import from_mapping, parse_cli, run_command
 from dflash_toolkit.evaluation.files import write_report
 from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.measure import Acceptance, EncodedPrompt
+from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.runtimes import EngineRuntime
 from dflash_toolkit.evaluation.tables import Table, number

@@ -22,7 +22,7 @@ LEVELS = [
     {"benchmark", "config", "kernels", "progress"},
     {"drafter", "files", "target"},
     {"decode", "checkpoint", "prompts"},
-    {"runtime", "speculators"},
+    {"acceptance", "runtime", "speculators"},
     {"doctor"},
     {"public names"},  # dflash_toolkit/__init__.py
     {"evaluation"},

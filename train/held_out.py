@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
+from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.drafter import Drafter, DrafterConfig
-from dflash_toolkit.evaluation.measure import Acceptance, held_out_acceptance
+from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
 from dflash_toolkit.drafter import Drafter
-from dflash_toolkit.evaluation.measure import Acceptance
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.target import Target
 

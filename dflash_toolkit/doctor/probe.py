@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..acceptance import ratio
 from ..decode import Generation, SamplingParams, generate
 from ..drafter import Drafter
 from ..target import Target
@@ -79,7 +80,7 @@ class Scores:
     def share(self, what: Tensor, among: Tensor | None = None) -> list[float]:
         """Share [S - 1] of `what` in the judged slots, by slot; NaN where there is none."""
         counted = self.judged if among is None else self.judged & among
-        return [_ratio(int(n), int(m)) for n, m in zip((what & counted).sum(0), counted.sum(0), strict=True)]
+        return [ratio(int(n), int(m)) for n, m in zip((what & counted).sum(0), counted.sum(0), strict=True)]
 
     @property
     def given_previous(self) -> list[float]:
@@ -99,10 +100,6 @@ class Scores:
                 steps += 1
                 at += accepted[at] + 1
         return steps
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
 
 
 class Gain(NamedTuple):

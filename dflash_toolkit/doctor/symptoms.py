@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from ..acceptance import Acceptance
 from ..config import UserError
 from ..prompts import Prompt, encode_chat
 from .files import Case
@@ -23,27 +24,13 @@ THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode
 THINKING_Z = 3.0
 
 
-def decoded_curve(answers: Sequence[Answer], slots: int) -> list[float]:
-    """Share [S - 1] of accepted drafts where those before were, by slot, in real decoding."""
-    reached, accepted = [0] * slots, [0] * slots
-    for answer in answers:
-        steps = answer.generation.steps
-        for step in steps:
-            ended = step is steps[-1] and answer.generation.finish_reason == "stop"
-            # behind a stop token nothing is judged
-            judged = min(step.drafted, len(step.tokens)) if ended else step.drafted
-            for slot in range(min(judged, step.accepted + 1)):
-                reached[slot] += 1
-                accepted[slot] += step.accepted > slot
-    return [n / m if m else math.nan for n, m in zip(accepted, reached, strict=True)]
-
-
 def check_acceptance(
     case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding]
 ) -> list[Finding]:
     """Position-1 acceptance, tokens per step, and the curves by slot, teacher-forced and decoded."""
     slots = scores.hits.shape[1]
-    decoded, forced = decoded_curve(answers, slots), scores.given_previous
+    pooled = Acceptance.of([answer.generation for answer in answers], block_size=slots + 1)
+    decoded, forced = list(pooled.accepted_given_previous), scores.given_previous
     steps = sum(len(a.generation.steps) for a in answers)
     tau = sum(a.anchors for a in answers) / steps
     recall = scores.share(scores.near)

@@ -5,8 +5,9 @@
 writes them; `cli.py` is `dflash-eval`.
 """
 
+from ..acceptance import Acceptance
 from .files import write_report
-from .measure import Acceptance, EncodedPrompt, held_out_acceptance
+from .measure import EncodedPrompt, held_out_acceptance
 from .report import Report
 from .run import evaluate
 from .runtimes import EngineRuntime, ReferenceRuntime

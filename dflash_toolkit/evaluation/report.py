@@ -12,8 +12,9 @@ import transformers
 
 import dflash_toolkit
 
+from ..acceptance import Acceptance
 from ..files import finite
-from .measure import Acceptance, Difference, Measurement
+from .measure import Difference, Measurement
 from .runtimes import Runtime
 
 SCHEMA = 1
