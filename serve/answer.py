@@ -37,7 +37,7 @@ class Answer:
         self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
         self.finish_reason: FinishReason | None = None
-        self._committed = 0  # by verify steps; tokens after a stop string in the last step count here only
+        self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._detokenizer = Detokenizer(tokenizer)
         self._scanner = StopScanner(stops)
         self._queue = TokenQueue(spelling) if spelling else None
@@ -48,7 +48,7 @@ class Answer:
             self.verify_steps += 1
             self.drafted += progress.step.drafted
             self.accepted += progress.step.accepted
-            self._committed += len(progress.step.tokens)
+            self.committed += len(progress.step.tokens)
 
         text = ""
         spoken = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
@@ -70,7 +70,7 @@ class Answer:
 
     def _scan(self, text: str) -> str:
         if self._queue is not None:
-            self._queue.completed(text)
+            self._queue.completed(text, self._detokenizer.waiting)
         return self._scanner.add(text)
 
     def _piece(self, text: str) -> Piece:
@@ -96,6 +96,6 @@ class Answer:
                 "drafted": self.drafted,
                 "accepted": self.accepted,
                 # committed tokens per verify step, bonus included; none before the first step
-                "acceptance_length": self._committed / self.verify_steps if self.verify_steps else None,
+                "acceptance_length": self.committed / self.verify_steps if self.verify_steps else None,
             },
         }

@@ -108,10 +108,12 @@ class TokenQueue:
         self._waiting.append(SpokenToken(token, start, logprobs))
         self._begun += len(self._utf8.decode(raw))
 
-    def completed(self, text: str) -> None:
-        """The text that the detokenizer made of the tokens so far."""
-        if text:
-            self._whole += len(text)
+    def completed(self, text: str, waiting: bool) -> None:
+        """The text that the detokenizer made of the tokens so far; whether it holds some of them back."""
+        self._whole += len(text)
+        if waiting:
+            self._begun = max(0, self._begun - len(text))
+        elif text:
             self._begun = 0
             self._utf8.reset()
 

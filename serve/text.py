@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+LONGEST = 4  # bytes of a character, and so tokens: what stands before so many is decided
 
 
 def silent_tokens(tokenizer: Any) -> set[int]:
@@ -13,7 +14,11 @@ def silent_tokens(tokenizer: Any) -> set[int]:
 
 
 class Detokenizer:
-    """Incremental `tokenizer.decode(ids, skip_special_tokens=True)`: the pieces joined are exactly its result."""
+    """Incremental `tokenizer.decode(ids, skip_special_tokens=True)`: the pieces joined are exactly its result.
+
+    One exception: a decoder with byte fallback reads a run of bytes as a whole, and so takes back the characters at the
+    start of a run that turns out to be invalid; they have been returned by then.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -22,25 +27,50 @@ class Detokenizer:
         # start of a text differently (SentencePiece drops its space) do not see a start in the middle
         self._window: list[int] = []
         self._sent = 0  # how many tokens of the window have been returned as text
+        # of invalid bytes the window keeps the first, which make them invalid, and the last: so many are the first
+        self._first = 0
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; an unfinished character waits for the next call."""
-        self._window += [token for token in tokens if token not in self._silent]
-        return self._flush(unfinished=False)
+        return "".join(map(self._add, tokens))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether tokens that have been added may still get text."""
+        return self._sent < len(self._window)
 
     def finish(self) -> str:
         """What is still waiting, as the decoder writes it when nothing follows."""
-        return self._flush(unfinished=True)
+        return self._piece(self._decode(self._window))
 
-    def _flush(self, unfinished: bool) -> str:
-        text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) and not unfinished:
+    def _add(self, token: int) -> str:
+        if token in self._silent or self._tokenizer.convert_ids_to_tokens(token) is None:  # no text, now or later
             return ""
-        piece = text[len(self._decode(self._window[: self._sent])) :]
-        if piece:  # tokens without text of their own stay in the window, behind the piece before them
-            self._window = self._window[self._sent :]
-            self._sent = len(self._window)
+        before = self._decode(self._window)
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT) and len(text) >= len(before):  # shorter: bytes have become U+FFFD itself
+            return self._decided(text)
+        piece = self._piece(text)
+        if piece:
+            self._window, self._sent, self._first = self._window[self._sent :], len(self._window) - self._sent, 0
         return piece
+
+    def _decided(self, text: str) -> str:
+        """The part of `text`, which may end within a character, that no further token changes."""
+        end = len(self._window) - LONGEST
+        if end <= self._sent or not text.startswith(head := self._decode(self._window[:end])):
+            return ""
+        piece = self._piece(head)
+        if piece:
+            self._first = self._first or self._sent + LONGEST
+            middle = max(0, end - LONGEST - self._first)
+            del self._window[self._first : self._first + middle]
+            self._sent = end - middle
+        return piece
+
+    def _piece(self, text: str) -> str:
+        return text[len(self._decode(self._window[: self._sent])) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit.decode import Step
 from serve.answer import Answer
@@ -34,6 +35,9 @@ PIECES = sentencepiece_like()
 
 def encode(text: str) -> list[int]:
     return BYTES.encode(text)
+
+
+RAW = {byte: BYTES.convert_tokens_to_ids(c) for byte, c in bytes_to_unicode().items()}
 
 
 def cut(items: Any, cuts: list[int]) -> list[Any]:
@@ -71,6 +75,79 @@ def test_a_decoder_that_strips_the_first_space_strips_no_other(ids: list[int], c
     detokenizer = Detokenizer(PIECES)
     sent = "".join(detokenizer.add(piece) for piece in cut(ids, cuts))
     assert sent + detokenizer.finish() == PIECES.decode(ids, skip_special_tokens=True)
+
+
+# a run of bytes of which no start is valid: the byte before it ends no character, and its first begins none
+garbage = st.tuples(
+    st.sampled_from([0x80, 0xA9, 0xBF, 0xFF]),
+    st.lists(st.integers(0x80, 0xFF) | st.sampled_from([0xEF, 0xBF, 0xBD, 0xC3, 0xA9]), max_size=24),
+).map(lambda run: [3, 5 + run[0], *(5 + byte for byte in run[1]), 3])
+valid = st.text(max_size=6).map(lambda text: [5 + byte for byte in text.encode()])
+
+
+@given(parts=st.lists(words | valid | garbage, max_size=6), cuts=cuts)
+@example(parts=[[5 + byte for byte in ("\ufffd" * 9).encode()], [3]], cuts=[])
+@example(parts=[[3], [5 + 0xFF, *[5 + 0xC3, 5 + 0xA9] * 6], [3]], cuts=[])
+def test_bytes_of_a_decoder_with_byte_fallback_may_be_invalid(parts: list[list[int]], cuts: list[int]) -> None:
+    ids = [i for part in parts for i in part]
+    detokenizer = Detokenizer(PIECES)
+    sent = "".join(detokenizer.add(piece) for piece in cut(ids, cuts))
+    assert sent + detokenizer.finish() == PIECES.decode(ids, skip_special_tokens=True)
+
+
+long_runs = st.lists(st.sampled_from([*"\ufffd😀é".encode(), 0xFF, 0x80, 0xF0, 0x61]).map(RAW.__getitem__), max_size=60)
+
+
+@given(ids=long_runs, cuts=cuts)
+@example(ids=encode("\ufffd" * 9), cuts=[])
+@example(ids=[RAW[byte] for byte in [0xFF, 0xFF, 0xFF, 0xF0, *"😀".encode() * 3, *b"\x9f\x98\x80" * 3]], cuts=[])
+def test_invalid_bytes_are_sent_before_they_end(ids: list[int], cuts: list[int]) -> None:
+    whole = BYTES.decode(ids)
+    detokenizer = Detokenizer(BYTES)
+    sent, seen = "", 0
+    for piece in cut(ids, cuts):
+        sent += detokenizer.add(piece)
+        seen += len(piece)
+        assert whole.startswith(sent)
+        assert len(sent) >= len(BYTES.decode(ids[:seen])) - 8, "what is decided waits"
+    assert sent + detokenizer.finish() == whole
+
+
+class Counted:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ids"),
+    [
+        (BYTES, encode("ab é→😀")),
+        (BYTES, [RAW[0xFF]]),
+        (BYTES, [RAW[0xF0], RAW[0x9F]]),
+        (BYTES, encode("\ufffd")),
+        (BYTES, [VOCAB - 1]),  # a row of the embedding that has no token
+        (PIECES, [5 + 0xFF]),
+        (PIECES, [5 + 0xFF, 5 + 0xC3, 5 + 0xA9]),
+        (PIECES, [5 + byte for byte in "\ufffd".encode()]),
+    ],
+    ids=["text", "invalid", "half", "replacement", "no token", "PIECES-invalid", "PIECES-mixed", "PIECES-replacement"],
+)
+def test_the_work_for_a_token_does_not_grow(tokenizer: Any, ids: list[int]) -> None:
+    counted = Counted(tokenizer)
+    detokenizer = Detokenizer(counted)
+    answer = (ids * 480)[:480]  # whole characters
+    sent = "".join(detokenizer.add([token]) for token in answer)
+    assert counted.decoded <= 80 * len(answer)
+    assert sent + detokenizer.finish() == tokenizer.decode(answer)
 
 
 def first_stop(text: str, stops: list[str]) -> str:
