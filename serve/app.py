@@ -51,7 +51,7 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
     @open_routes.get("/health")
     async def health() -> Response:
         if engine.broken is not None:
-            return _error_response(ApiError(503, "the engine has failed; restart the server", code="engine_failed"))
+            return _error_response(_as_api_error(EngineClosedError(failed=True)))
         return Response()
 
     @routes.get("/metrics")
@@ -270,7 +270,7 @@ async def _disconnected(request: Request) -> None:
 
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), code="server_shutting_down")
+        return ApiError(503, str(error), code=error.code)
     if isinstance(error, UserError):  # a request that this engine cannot hold or compute
         return ApiError(400, str(error))
     return ApiError(500, "internal error; see the server's log", code="internal_error")

@@ -8,7 +8,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """What a server has done since it started. `accepted / verify_steps + 1` is the mean acceptance length."""
+    """What a server has done since it started.
+
+    `committed_tokens / verify_steps` is the mean acceptance length, as in an answer's usage. `accepted / verify_steps
+    + 1` is more: a step whose stop token was an accepted one has no token of the target's own behind it.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -25,6 +29,7 @@ class Metrics:
                 ("verify_steps", "Calls of the target that verified a draft"),
                 ("drafted_tokens", "Tokens proposed by the drafter"),
                 ("accepted_tokens", "Proposed tokens that the target took"),
+                ("committed_tokens", "Tokens that verify steps added; by verify_steps, the mean acceptance length"),
             )
         }
 
@@ -41,6 +46,7 @@ class Metrics:
             ("verify_steps", answer.verify_steps),
             ("drafted_tokens", answer.drafted),
             ("accepted_tokens", answer.accepted),
+            ("committed_tokens", answer.committed),
         ):
             self._counters[name].inc(amount)
 

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from conftest import make_drafter
 from fastapi.testclient import TestClient
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.runtime import Engine as Runtime
-from dflash_toolkit.runtime import EngineOptions
+from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance
 from serve.app import EventResponse, create_app
 from serve.engine import Engine, EngineClosedError
 
@@ -223,3 +224,42 @@ def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
         return list(ended)  # now, not whenever `response` is collected
 
     assert asyncio.run(play()) == [True]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_client_hears_why_an_engine_serves_no_more(target: Target, failed: bool) -> None:
+    engine = make_engine(target, None)
+    if failed:
+        engine.broken = RuntimeError("the device is gone")
+    engine.close()
+    engine._thread.join(10)
+    client = TestClient(create_app(engine, "org/tiny"))
+    reply = client.post("/v1/completions", json={"model": "org/tiny", "prompt": [1]})
+    code = "engine_failed" if failed else "server_shutting_down"
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == code
+    stream = client.post("/v1/completions", json={"model": "org/tiny", "prompt": [1], "stream": True})
+    assert f'"code":"{code}"' in stream.text.replace(" ", "")
+    health = client.get("/health")
+    assert (health.json()["error"]["code"] == code) if failed else health.status_code == 200
+
+
+def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
+    """Also where a stop token was an accepted draft: no token of the target's own is behind it."""
+    certain = EngineOptions(block_size=8, page_size=4, max_batch=3, synthetic=SyntheticAcceptance(rate=1.0))
+    engine = Engine(Runtime.of_modules(target, make_drafter(target), certain), target.tokenizer)
+    client = TestClient(create_app(engine, "org/tiny"))
+    steps = committed = accepted = 0
+    for i in range(6):
+        ask = {"model": "org/tiny", "prompt": [1, i], "max_tokens": 20, "ignore_eos": True}
+        long = client.post("/v1/completions", json=ask | {"return_token_ids": True}).json()
+        stops = {"stop_token_ids": [long["choices"][0]["token_ids"][11 + i % 3]], "ignore_eos": False}
+        short = client.post("/v1/completions", json=ask | stops).json()
+        for usage in (long["usage"], short["usage"]):
+            steps += usage["dflash"]["verify_steps"]
+            accepted += usage["dflash"]["accepted"]
+            committed += usage["dflash"]["acceptance_length"] * usage["dflash"]["verify_steps"]
+    text = client.get("/metrics").text
+    counted = {name: float(value) for name, value in (x.split() for x in text.splitlines() if not x.startswith("#"))}
+    assert counted["dflash_verify_steps_total"] == steps
+    assert counted["dflash_accepted_tokens_total"] == accepted > committed - steps, "no stop token was a draft"
+    assert counted["dflash_committed_tokens_total"] == pytest.approx(committed)

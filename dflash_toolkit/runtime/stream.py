@@ -18,10 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class EngineClosedError(Exception):
-    """The engine is shutting down, or its device has failed; the answer will not be finished."""
+    """The engine is shutting down, or its device has failed; the answer will not be finished.
 
-    def __init__(self, reason: str = "the server is shutting down") -> None:
-        super().__init__(reason)
+    Attributes:
+        code: "server_shutting_down" or "engine_failed", for programs.
+    """
+
+    def __init__(self, failed: bool = False) -> None:
+        super().__init__("the engine has failed; restart the server" if failed else "the server is shutting down")
+        self.code = "engine_failed" if failed else "server_shutting_down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +193,4 @@ class AsyncEngine:
             self._tell_all(self._closed_error())
 
     def _closed_error(self) -> EngineClosedError:
-        return EngineClosedError("the engine has failed; restart the server") if self.broken else EngineClosedError()
+        return EngineClosedError(failed=self.broken is not None)
