@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -93,7 +92,7 @@ def load_config(name: str) -> PreTrainedConfig:
         raise UserError(f"target {name}: no such directory")
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # transformers checks little of what a file holds, and then trips over it
         raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
     if config.model_type not in ARCHITECTURES:
         raise UserError(
@@ -106,15 +105,31 @@ def load_tokenizer(name: str) -> Any:
     """The target's tokenizer. Raises UserError."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # as above; of a bad tokenizer.json the tokenizers library raises no class of its own
         raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
 
 
+def load_generation_config(name: str | Path) -> GenerationConfig | None:
+    """A checkpoint's generation_config.json; None if it has none. Raises UserError for one that cannot be read."""
+    local = Path(name).is_dir()
+    if local and not (Path(name) / "generation_config.json").exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except Exception as error:
+        if isinstance(error, OSError) and not local:
+            return None  # the Hub's answer for a checkpoint without one
+        raise UserError(f"target {name}: cannot read its generation_config.json ({_one_line(error)})") from error
+
+
 def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
-    """Every end-of-sequence id that a checkpoint's two configurations declare."""
+    """Every end-of-sequence id that a checkpoint's two configurations declare. Raises UserError for what is no id."""
     found: list[int] = []
     for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
-        found += list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [int(eos)]
+        ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        if any(type(token) is not int for token in ids):
+            raise UserError(f"target {config.name_or_path}: eos_token_id {eos!r} is no token id and no list of them")
+        found += ids
     return tuple(dict.fromkeys(found))
 
 
@@ -171,10 +186,11 @@ class Target:
         what is computed between the matrices is in `dtype`.
 
         Raises:
-            UserError: missing or corrupt weights, an unsupported architecture, no such device, a quantised checkpoint
-                whose library is not installed or that has no dense embedding and head.
+            UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
+                quantised checkpoint whose library is not installed or that has no dense embedding and head.
         """
         config = load_config(name)
+        declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
         where = use_device(device)
         quantised = getattr(config, "quantization_config", None) is not None
         try:
@@ -229,7 +245,7 @@ class Target:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every end-of-sequence id the checkpoint declares."""
+        """Every end-of-sequence id the checkpoint declares. Raises UserError for what is no id."""
         return declared_stop_ids(self.config, getattr(self.model, "generation_config", None))
 
     def embed(self, ids: Tensor) -> Tensor:

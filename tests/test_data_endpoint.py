@@ -1,6 +1,7 @@
 """Answers from a server: dflash-serve itself, and one that fails in every way that servers do."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -240,6 +241,16 @@ def test_answers_written_before_the_server_failed_are_kept_and_not_asked_for_aga
     assert len(fake.asked) - asked == 4
     prompt = encode_chat(WORDS, [user("ask 8 of it")])
     assert answers(tmp_path / "a.jsonl")[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
+
+
+def test_stop_ids_that_cannot_be_read_do_not_vanish(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Path(shutil.copytree(target_dir, tmp_path / "broken"))
+    (broken / "generation_config.json").write_text("{ half")
+    assert main(argv(broken, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 2
+    assert "generation_config.json" in capsys.readouterr().err.splitlines()[-1]
+    assert fake.asked == []
 
 
 def test_a_key_that_cannot_be_sent_is_not_shown(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

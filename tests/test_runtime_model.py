@@ -122,6 +122,24 @@ def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) ->
         load_engine(str(path), None, "cpu")
 
 
+@pytest.mark.parametrize("text", ["{", "", "{}", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\udcff"])
+def test_an_index_that_is_none_is_named(target_dir: Path, tmp_path: Path, text: str) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors.index.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: not the index"):
+        load_engine(str(path), None, "cpu")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [["x"]]}'])
+def test_stop_ids_that_cannot_be_read_do_not_vanish(target_dir: Path, tmp_path: Path, text: str) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"generation_config\.json|eos_token_id"):
+        load_engine(str(path), None, "cpu")
+    (path / "generation_config.json").unlink()
+    load_engine(str(path), None, "cpu", options=EngineOptions(block_size=1))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -213,6 +213,27 @@ def test_a_config_that_is_no_json_is_named(broken_dir: Path) -> None:
     assert "config.json" in one_line(caught)
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *(("config.json", text) for text in ("3", "null", '{"model_type": []}')),
+        *(("tokenizer_config.json", text) for text in ("[]", "3", '{"tokenizer_class": 3}')),
+        *(("tokenizer.json", text) for text in ("3", "[]", '{"added_tokens": []}')),
+        *(("generation_config.json", text) for text in ("{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": ["x"]}')),
+    ],
+)
+def test_a_file_that_holds_something_else_is_one_line(broken_dir: Path, file: str, text: str) -> None:
+    (broken_dir / file).write_text(text)
+    with pytest.raises(UserError) as caught:
+        Target.load(str(broken_dir), device="cpu")
+    assert one_line(caught).startswith(f"target {broken_dir}: ")
+
+
+def test_a_checkpoint_need_not_have_a_generation_config(broken_dir: Path) -> None:
+    (broken_dir / "generation_config.json").unlink()
+    assert Target.load(str(broken_dir), device="cpu").stop_token_ids == (EOS,)
+
+
 @pytest.mark.parametrize("change", [{"num_attention_heads": "four"}, {"hidden_size": 33}], ids=str)
 def test_a_config_that_cannot_be_is_one_line(broken_dir: Path, change: dict[str, object]) -> None:
     file = broken_dir / "config.json"

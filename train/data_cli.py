@@ -14,14 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
-from dflash_toolkit.target import declared_stop_ids, load_config, load_tokenizer
+from dflash_toolkit.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
 
 from .answer_file import lines_of, resume
 from .answers import append, converse, seed_of
@@ -334,11 +332,7 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
             batch=config.batch, context=length,
         )  # fmt: skip
-    try:
-        generation: GenerationConfig | None = GenerationConfig.from_pretrained(config.target)
-    except OSError:
-        generation = None  # a checkpoint need not have one
-    stops = declared_stop_ids(target_config, generation)
+    stops = declared_stop_ids(target_config, load_generation_config(config.target))
     # the one that ends a chat goes first: it stands for the end where a server does not say which it was
     stops = tuple(sorted(stops, key=lambda token: token != tokenizer.eos_token_id))
     if not config.endpoint:

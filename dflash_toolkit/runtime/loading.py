@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..checkpoint import check_fits, load_drafter
 from ..config import UserError
-from ..target import declared_stop_ids, load_config, load_tokenizer, resolve_dtype, use_device
+from ..target import declared_stop_ids, load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
 from .engine import Engine, EngineOptions, operations
 from .model import DrafterWeights, ModelSpec, TargetWeights
 
@@ -55,8 +55,8 @@ def load_target(
 ) -> tuple[TargetWeights, tuple[int, ...]]:
     """The weights of a target and every end-of-sequence id it declares. Raises UserError."""
     folder = _folder(name)
-    weights = TargetWeights.load(folder, spec, device, dtype)
-    return weights, declared_stop_ids(config, _generation_config(folder))
+    stop_ids = declared_stop_ids(config, load_generation_config(folder))
+    return TargetWeights.load(folder, spec, device, dtype), stop_ids
 
 
 def _folder(name: str) -> Path:
@@ -66,10 +66,3 @@ def _folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
         raise UserError(f"target {name}: cannot fetch its weights ({' '.join(str(error).split())})") from error
-
-
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:
-        return None  # a checkpoint need not have one

@@ -327,9 +327,12 @@ class DrafterWeights:
 
 def _tensor_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: not the index of a checkpoint's files; fetch it again") from error
 
 
 def _fill_from_files(what: str, places: dict[str, Tensor], files: list[Path]) -> None:
