@@ -124,6 +124,11 @@ def open_backend(
     where = use_device(device)
     precision = resolve_dtype(dtype, where)
     if runtime != "reference":
+        draft = None
+        if drafter is not None:  # before the target, which takes longest
+            module = load_drafter(drafter, where, precision)
+            check_fits(module.config, config)
+            draft = DrafterWeights.of_module(module)
         try:
             spec = ModelSpec.of_target(config)
             operations(where)
@@ -134,11 +139,6 @@ def open_backend(
             how = "one prompt at a time" + (" and without the drafter" if drafter else "")
             print(f"the reference answers, {how}, for the engine cannot: {error}", file=sys.stderr)
         else:
-            draft = None
-            if drafter is not None:
-                module = load_drafter(drafter)
-                check_fits(module.config, config)
-                draft = DrafterWeights.of_module(module.to(where, precision))
             options = EngineOptions(max_batch=batch, max_context=min(context, spec.context_limit))
             return EngineBackend(Engine(weights, draft, stop_ids, options))
     return ReferenceBackend(Target.load(target, device, dtype))
