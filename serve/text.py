@@ -32,7 +32,12 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; an unfinished character waits for the next call."""
-        return "".join(map(self._add, tokens))
+        spoken = [token for token in tokens if self._has_text(token)]
+        text = self._decode([*self._window, *spoken])
+        if text.endswith(REPLACEMENT):
+            return "".join(map(self._add, spoken))
+        self._window += spoken
+        return self._complete(text)
 
     @property
     def waiting(self) -> bool:
@@ -44,15 +49,17 @@ class Detokenizer:
         return self._piece(self._decode(self._window))
 
     def _add(self, token: int) -> str:
-        if token in self._silent or self._tokenizer.convert_ids_to_tokens(token) is None:  # no text, now or later
-            return ""
         before = self._decode(self._window)
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and len(text) >= len(before):  # shorter: bytes have become U+FFFD itself
             return self._decided(text)
+        return self._complete(text)
+
+    def _complete(self, text: str) -> str:
+        """The part of `text`, which ends with a whole character, that has not been returned."""
         piece = self._piece(text)
-        if piece:
+        if piece:  # tokens without text of their own stay in the window, behind the piece before them
             self._window, self._sent, self._first = self._window[self._sent :], len(self._window) - self._sent, 0
         return piece
 
@@ -68,6 +75,9 @@ class Detokenizer:
             del self._window[self._first : self._first + middle]
             self._sent = end - middle
         return piece
+
+    def _has_text(self, token: int) -> bool:
+        return token not in self._silent and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def _piece(self, text: str) -> str:
         return text[len(self._decode(self._window[: self._sent])) :]
