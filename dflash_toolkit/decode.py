@@ -7,7 +7,7 @@ position alone, never on how many tokens a step committed.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,19 @@ from .config import UserError
 from .drafter import ContextKV, Drafter
 from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
 from .target import Target
+
+
+class PromptError(UserError):
+    """A prompt that cannot be decoded.
+
+    Attributes:
+        code: "context_length_exceeded" where OpenAI's API has that name for it, else None.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 FinishReason = Literal["stop", "length"]
 MAX_LOGPROBS = 20  # what OpenAI's API allows
@@ -116,6 +129,28 @@ class Generation:
         return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else float("nan")
 
 
+def check_prompt(ids: Sequence[int], limit: int, rows: int) -> None:
+    """Refuse what cannot be decoded.
+
+    Args:
+        limit: tokens of prompt and answer together.
+        rows: of the target's embedding.
+
+    Raises:
+        PromptError: no token, no room for an answer, or an id that is no row.
+    """
+    if not ids:
+        raise PromptError("the prompt is empty; give at least one token")
+    if len(ids) >= limit:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens; the context limit is {limit} and an answer needs at least one",
+            "context_length_exceeded",
+        )
+    if not 0 <= min(ids) <= max(ids) < rows:
+        wrong = next(i for i in ids if not 0 <= i < rows)
+        raise PromptError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{rows - 1}")
+
+
 def generate(
     target: Target, drafter: Drafter | None, prompt_ids: list[int], params: SamplingParams | None = None
 ) -> Generation:
@@ -138,17 +173,8 @@ def stream(
             the target's vocabulary.
     """
     params = params or SamplingParams()
-    if not prompt_ids:
-        raise UserError("the prompt is empty; give at least one token")
-    if len(prompt_ids) >= target.context_limit:
-        raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens; the target's context limit is {target.context_limit} "
-            f"and an answer needs at least one"
-        )
     rows = target.embedding.num_embeddings
-    if not 0 <= min(prompt_ids) <= max(prompt_ids) < rows:
-        wrong = next(i for i in prompt_ids if not 0 <= i < rows)
-        raise UserError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{rows - 1}")
+    check_prompt(prompt_ids, target.context_limit, rows)
     params.check_bias(rows)
     limit = min(params.max_new_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))

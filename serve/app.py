@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.decode import PromptError, SamplingParams, check_prompt
 from dflash_toolkit.prompts import encode_chat
 
 from .answer import Answer, Piece
@@ -146,16 +146,10 @@ class _Service:
 
     def check_prompt(self, ids: list[int], param: str) -> None:
         """Raises ApiError (400) for a prompt that cannot be decoded."""
-        if not ids:
-            raise ApiError(400, "the prompt is empty", param=param)
-        if len(ids) >= self._engine.context_limit:
-            message = (
-                f"the prompt has {len(ids)} tokens; the context limit is {self._engine.context_limit} tokens "
-                f"and an answer needs at least one"
-            )
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        if not 0 <= min(ids) <= max(ids) < self._engine.vocabulary:
-            raise ApiError(400, f"token ids must be in 0..{self._engine.vocabulary - 1}", param=param)
+        try:
+            check_prompt(ids, self._engine.context_limit, self._engine.vocabulary)
+        except PromptError as error:
+            raise ApiError(400, str(error), param=param, code=error.code) from error
 
     def spelling_for(self, body: GenerationRequest) -> Spelling | None:
         """What names the tokens, if the request is to hear of them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import UserError
-from ..decode import Generation, SamplingParams, Step
+from ..decode import Generation, SamplingParams, Step, check_prompt
 from ..drafter import Drafter, DrafterConfig
 from ..target import Target
 from .memory import page_count
@@ -253,16 +253,7 @@ class Engine:
         """
         params = params or SamplingParams()
         prompt = list(prompt_ids)
-        if not prompt:
-            raise UserError("the prompt is empty; give at least one token")
-        if len(prompt) >= self.context_limit:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens; the context limit is {self.context_limit} "
-                f"and an answer needs at least one"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-            wrong = next(i for i in prompt if not 0 <= i < self.vocabulary)
-            raise UserError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{self.vocabulary - 1}")
+        check_prompt(prompt, self.context_limit, self.vocabulary)
         params.check_bias(self.vocabulary)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         limit = min(params.max_new_tokens, self.context_limit - len(prompt))
