@@ -237,15 +237,28 @@ def test_a_run_on_a_target_in_four_bits(
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
 
 
-@pytest.mark.parametrize("drafter", [None, "some/drafter"])
+@pytest.mark.parametrize("with_drafter", [False, True])
 def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
-    drafter: str | None, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    with_drafter: bool,
+    target_dir: Path,
+    drafter_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def cannot(*_: Any) -> None:
         raise UserError("of another kind")
 
     monkeypatch.setattr(backends, "load_target", cannot)
+    drafter = str(drafter_dir) if with_drafter else None
     found = backends.open_backend(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
     said = capsys.readouterr().err
-    assert isinstance(found, backends.ReferenceBackend) and said.count("\n") == 1
-    assert ("without the drafter" in said) == (drafter is not None)
+    assert isinstance(found, backends.ReferenceBackend) and said.count("the reference answers") == 1
+    assert ("without the drafter" in said) == with_drafter
+
+
+def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "load_target", lambda *_: pytest.fail("the target was read"))
+    with pytest.raises(UserError, match="no such directory"):
+        backends.open_backend(str(target_dir), drafter=str(tmp_path / "none"), device="cpu", batch=1, context=64)
