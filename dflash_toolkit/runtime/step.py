@@ -106,6 +106,7 @@ class StepRunner:
         self._proposer = decoder(drafter) if drafter else None
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._pool: Any = None  # memory of the graphs, shared: they never run at the same time
+        self._side: torch.cuda.Stream | None = None  # that they are captured on
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
         # what a captured prefill reads: tokens, and where they stand: start, count, pages
         self._reach = reach
@@ -262,7 +263,8 @@ class StepRunner:
 
     def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """A graph of what `run` launches, and what it returns; runs it once."""
-        stream = torch.cuda.Stream()
+        # always the same one: cuBLAS keeps a workspace of 32 MiB for every stream that it has met
+        stream = self._side = self._side or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles kernels and creates handles, which a capture must not
             run()
