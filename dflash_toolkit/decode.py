@@ -19,19 +19,6 @@ from .drafter import ContextKV, Drafter
 from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
 from .target import Target
 
-
-class PromptError(UserError):
-    """A prompt that cannot be decoded.
-
-    Attributes:
-        code: "context_length_exceeded" where OpenAI's API has that name for it, else None.
-    """
-
-    def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 FinishReason = Literal["stop", "length"]
 MAX_LOGPROBS = 20  # what OpenAI's API allows
 # what fp32 can divide and multiply logits by
@@ -127,6 +114,18 @@ class Generation:
     def acceptance_length(self) -> float:
         """tau: committed tokens per verify step, bonus included; NaN before the first step."""
         return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else float("nan")
+
+
+class PromptError(UserError):
+    """A prompt that cannot be decoded.
+
+    Attributes:
+        code: "context_length_exceeded" where OpenAI's API has that name for it, else None.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def check_prompt(ids: Sequence[int], limit: int, rows: int) -> None:

@@ -10,10 +10,10 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,17 +27,6 @@ from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_draft
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
 REPEATS, MANY = 15, 64
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
-
-
-@contextmanager
-def launched(engine: Engine) -> Iterator[None]:
-    """Prefills without graphs."""
-    runner = engine.runner
-    runner.prefill = runner.prefill_eagerly  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del runner.prefill
 
 
 def seconds(engine: Engine, prompts: Sequence[list[int]]) -> float:
@@ -67,7 +56,7 @@ def main() -> None:
     engine = Engine(target, drafter, (), EngineOptions(block_size=16, prefix_cache=False))
     result: dict[str, Any] = {**setting("bench_first_token.py"), "shape": args.shape, "rows": []}
     for length in args.length:
-        with launched(engine):
+        with patch.object(engine.runner, "prefill", engine.runner.prefill_eagerly):
             eager = measure(engine, length)
         row = {"length": length, "captured": measure(engine, length), "launched": eager}
         result["rows"].append(row)

@@ -47,12 +47,9 @@ class DataKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerKnobs:
-    """How the target answers the prompts. A drafter must see the target's own words."""
+class DrawKnobs:
+    """How answers are drawn, for training and for `dflash-data`."""
 
-    regenerate: bool = knob(True, "false trains on the answers the data holds (only right if this target wrote them)")
-    runtime: str = knob("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
-    batch_size: int = knob(32, "prompts answered at a time")
     max_new_tokens: int = knob(2048, "longest answer")
     temperature: float = knob(0.0, "0 is greedy")
     top_p: float = knob(1.0, "nucleus sampling")
@@ -60,17 +57,27 @@ class AnswerKnobs:
     min_p: float = knob(0.0, "keep tokens at least so probable, relative to the best")
     thinking: bool | None = knob(None, "for templates with a thinking mode; serve with the same")
 
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.max_new_tokens < 2:
-            raise ValueError("answers.batch_size must be >= 1 and answers.max_new_tokens >= 2")
-        _ = self.params  # raises for a value outside its range
-
     @property
     def params(self) -> SamplingParams:
+        """Raises ValueError for a value outside its range."""
         return SamplingParams(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerKnobs(DrawKnobs):
+    """How the target answers the prompts. A drafter must see the target's own words."""
+
+    regenerate: bool = knob(True, "false trains on the answers the data holds (only right if this target wrote them)")
+    runtime: str = knob("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
+    batch_size: int = knob(32, "prompts answered at a time")
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.max_new_tokens < 2:
+            raise ValueError("answers.batch_size must be >= 1 and answers.max_new_tokens >= 2")
+        _ = self.params  # raises for a value outside its range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

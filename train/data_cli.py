@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
-from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
@@ -24,7 +23,7 @@ from dflash_toolkit.target import declared_stop_ids, load_config, load_generatio
 from .answer_file import lines_of, resume
 from .answers import append, converse, seed_of
 from .backends import Backend, open_backend
-from .config import RUNTIMES
+from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
 from .dialogue import ChatDialogue
 from .endpoint import EndpointBackend
@@ -54,18 +53,12 @@ class PromptKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerKnobs:
+class SamplerKnobs(DrawKnobs):
     """How the target answers."""
 
     samples: int = knob(1, "answers to every prompt, each with a seed of its own")
     greedy_first: bool = knob(False, "the first of several answers is greedy whatever the temperature")
-    temperature: float = knob(0.0, "0 is greedy")
-    top_p: float = knob(1.0, "nucleus sampling")
-    top_k: int = knob(0, "keep the most probable tokens; 0 is all")
-    min_p: float = knob(0.0, "keep tokens at least so probable, relative to the best")
     seed: int = knob(0, "of answers, and of the order of datasets")
-    max_new_tokens: int = knob(2048, "longest answer")
-    thinking: bool | None = knob(None, "for templates with a thinking mode; serve with the same")
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.max_new_tokens < 2:
@@ -73,13 +66,6 @@ class SamplerKnobs:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"sampler.samples is {self.samples}, which at temperature 0 are all the same; give both")
         _ = self.params  # raises for a value outside its range
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
-            max_new_tokens=self.max_new_tokens,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
