@@ -44,7 +44,7 @@ def asked(pages: Pages, rows: int, group: int) -> Tensor:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("block", [1, 4, 8, 16, 40])
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 40])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
 def test_it_is_as_exact_as_torch_in_one_pass_and_in_two(
     groups: int, group: int, width: int, size: int, block: int, window: int, causal: bool

@@ -217,10 +217,11 @@ def test_the_block_that_promises_most_tokens_a_second_is_chosen() -> None:
     assert chooser(**compute_bound)(requests(0.865)) < 16
     assert chooser(**compute_bound)(requests(0.95)) == 8
     assert chooser(**compute_bound)(requests(0.95, 0.0, 0.0, 0.0, 0.0)) == 4, "the batch as a whole"
+    assert chooser(**compute_bound, s2=4.4)(requests(0.6)) == 2
 
 
 def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
-    choose = chooser(s1=4.0, s4=5.0, s16=5.6)
+    choose = chooser(s1=4.0, s2=4.9, s4=5.0, s16=5.6)
     chosen = [choose(requests(0.0)) for _ in range(520)]
     assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [8, 24, 56, 120, 248, 376, 504]
     assert choose(requests(0.95)) == 16, "it pays again"
@@ -249,7 +250,7 @@ def test_rolling_acceptance_follows_what_happens() -> None:
 
 
 def test_block_sizes_end_with_the_drafters_own() -> None:
-    assert block_sizes(16) == (1, 4, 8, 16) and block_sizes(10) == (1, 4, 8, 10) and block_sizes(4) == (1, 4)
+    assert block_sizes(16) == (1, 2, 4, 8, 16) and block_sizes(10) == (1, 2, 4, 8, 10) and block_sizes(2) == (1, 2)
 
 
 def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

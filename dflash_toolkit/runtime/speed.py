@@ -14,7 +14,7 @@ from .request import Request
 from .step import StepRunner, buckets_up_to
 
 StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
-SIZES = (1, 4, 8, 16)
+SIZES = (1, 2, 4, 8, 16)
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times
 
 
@@ -33,11 +33,13 @@ class BlockChooser:
     """
 
     GAIN = 1.02
+    PROBE = 4  # tokens of the block that is tried
     FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
 
     def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
         self._current = self._sizes[-1]
+        self._probe = next((s for s in self._sizes if s >= self.PROBE), self._sizes[-1])
         self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
 
     def __call__(self, requests: Sequence[Request]) -> int:
@@ -56,7 +58,7 @@ class BlockChooser:
         if self._plain_steps < self._next_probe or len(self._sizes) == 1:
             return 1
         self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
-        return self._sizes[1]
+        return self._probe
 
 
 def expected_tokens(rate: float, block: int) -> float:
