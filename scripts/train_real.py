@@ -58,8 +58,8 @@ from dflash_toolkit.train.features import FeatureSource, features_key, open_feat
 from dflash_toolkit.train.loop import train
 
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
-SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "optim.pack_tokens=3072", "run.feature_gpu_share=0.7",
-            "run.evaluate_every=0", "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
+SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
+            "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
 WARM_UP_STEPS = 3  # compile what the run needs
 Sets = dict[str, list[EncodedPrompt]]
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .config import TrainConfig
+from .config import PACK_TOKENS, TrainConfig
 
 
 def draws(seed: int, stream: int, index: int) -> torch.Generator:
@@ -87,5 +87,5 @@ def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
     optim = config.optim
     tokens = optim.pack_tokens
     if tokens is None:
-        tokens = 8192 if device.type == "cuda" else 0
-    return tokens, (optim.pack_blocks or tokens * 3 // 4) if tokens else 0
+        tokens = PACK_TOKENS if device.type == "cuda" else 0
+    return tokens, (optim.pack_blocks or tokens * 3 // 16) if tokens else 0

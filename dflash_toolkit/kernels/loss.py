@@ -158,8 +158,8 @@ class _Head:
 class _Shared:
     """The target's states that each chunk needs, each once.
 
-    Blocks overlap and are sorted by anchor, so a chunk of rows needs far fewer predictions of the target than it has
-    rows (with three blocks for every four tokens and 15 slots, a tenth). The counts come to the host once for all
+    Blocks overlap and are sorted by anchor, so a chunk of rows needs fewer predictions of the target than it has rows
+    (with three blocks for every 16 tokens and 15 slots, a third). The counts come to the host once for all
     chunks, so that the chunks run without waiting.
     """
 
