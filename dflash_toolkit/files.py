@@ -1,7 +1,11 @@
-"""JSON files that no reader ever meets half of."""
+"""JSON files that no reader ever meets half of, and outputs that one run writes at a time."""
 
+import contextlib
+import fcntl
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,30 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One run at a time has a directory, or a file, which is made if it is missing; two would mix what they write.
+
+    The lock goes with the process, however it ends. File systems without locks do without.
+
+    Raises:
+        UserError: another run has it, or it cannot be opened.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"output {path}: cannot be written ({error.strerror})") from error
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"{path} is being written by another run; choose another --output") from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def finite(value: Any) -> Any:

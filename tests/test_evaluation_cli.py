@@ -337,7 +337,7 @@ def test_a_full_disk_while_decoding_is_one_line(
         pytest.param(["prompts=[]"], "at least one NAME=FILE", id="no set"),
         pytest.param(["--prompts", "a=/no/such.jsonl"], "/no/such.jsonl: cannot be read", id="no file"),
         pytest.param(["--prompts", "a={bad}"], "line 2: not valid JSON", id="broken row"),
-        pytest.param(["--prompts", "a={long}"], "set 'a', prompt 'q0': 7", id="prompt longer than the context"),
+        pytest.param(["--prompts", "a={long}"], "prompt 'q0': the prompt has 7", id="prompt longer than the context"),
         pytest.param(["--limit", "0"], "limit is 0", id="limit"),
         pytest.param(["--top-p", "2"], "top_p is 2.0", id="sampling"),
         pytest.param(["--block-size", "1"], "block_size is 1", id="block size"),

@@ -1,6 +1,8 @@
 """What must never happen unseen: weights that are no numbers, prompts that are measured on and trained on, rows of
 shapes that mean something else, an export that is none."""
 
+import errno
+import fcntl
 import json
 import math
 from pathlib import Path
@@ -12,9 +14,10 @@ from conftest import make_drafter, make_target
 from test_train_loop import rows
 
 from dflash_toolkit import Target, UserError, save_drafter
+from dflash_toolkit.files import locked
 from dflash_toolkit.target import load_tokenizer
 from train import loop
-from train.cli import main
+from train.cli import WORK, main
 from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from train.data import load_prompts
 from train.state import load_state
@@ -133,3 +136,34 @@ def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(target_dir: Path, t
     (tmp_path / "r" / "run.json").unlink()
     assert main(command(target_dir, data, tmp_path / "r", "answers.batch_size=1")) == 0
     assert (tmp_path / "r" / "work" / "answers.jsonl").read_bytes() == answers
+
+
+def test_two_runs_do_not_train_into_one_folder(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = written(tmp_path / "data.jsonl", [{"prompt": f"Say {i}."} for i in range(12)])
+    (tmp_path / "out" / WORK).mkdir(parents=True)
+    with locked(tmp_path / "out" / WORK):
+        assert main(command(target_dir, data, tmp_path / "out")) == 2
+    assert "is being written by another run" in capsys.readouterr().err.splitlines()[-1]
+    assert not list((tmp_path / "out" / WORK).iterdir())
+    assert main(command(target_dir, data, tmp_path / "out")) == 0, "the lock went with its holder"
+
+
+def test_a_lock_is_one_runs_and_goes_with_a_mistake(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(RuntimeError), locked(place):
+            with pytest.raises(UserError, match="another run"), locked(place):
+                raise AssertionError("two hold it")
+            raise RuntimeError("a mistake")
+        with locked(place):
+            pass
+
+
+def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with locked(tmp_path / "file"):
+        assert (tmp_path / "file").exists()

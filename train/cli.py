@@ -1,5 +1,6 @@
 """dflash-train: prompts -> the target's own answers -> a trained drafter -> a checkpoint every server loads."""
 
+import contextlib
 import datetime
 import json
 import math
@@ -19,7 +20,7 @@ from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_draft
 from dflash_toolkit.checkpoint import check_fits, serving_commands
 from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
-from dflash_toolkit.files import write_json
+from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.speculators import save_speculators
 from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
@@ -100,13 +101,14 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
     Args:
         given: knobs of the drafter's shape that somebody chose, so that a start of another shape is refused.
     """
-    with Processes.started(config.run.device, group=config.run.zero > 0) as processes:
+    with Processes.started(config.run.device, group=config.run.zero > 0) as processes, contextlib.ExitStack() as held:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
         prepared = processes.together(_prepare, config, given)
         if isinstance(prepared, str):
             _say(processes, prepared)
             return
+        processes.alone(lambda: held.enter_context(locked(prepared.work)))
         _train(prepared, processes)
 
 

@@ -3,8 +3,8 @@
 Optimiser, learning rate and slot weights are what learned fastest on Qwen2.5-Coder-0.5B-Instruct (an H200, half a
 minute each, 3072 tokens a step; teacher-forced acceptance length after 200 steps):
 AdamW 6e-4 with decay 1.12, Muon 6e-4 with decay 1.89, Muon with D-PACE 2.28 at 6e-4, 2.73 at 1.2e-3, 2.95 at 3e-3.
-The same 2304 blocks of a step from 12288 tokens instead of 3072 gave 4.91 instead of 3.98 after 66 seconds, because four
-times as many answers are seen; it is about the density of the paper's 512 anchors in 3072 tokens.
+The same 2304 blocks of a step from 12288 tokens instead of 3072 gave 4.91 instead of 3.98 after 66 seconds, with four
+times as many answers seen; that is about the density of the paper's 512 anchors in 3072 tokens.
 """
 
 import math
@@ -164,7 +164,7 @@ class OptimKnobs:
             raise ValueError("optim.steps must be >= 0, optim.epochs, optim.batch_size and optim.accumulate >= 1")
         if self.minutes < 0 or (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % 128:
             raise ValueError("optim.minutes must be >= 0 and optim.pack_tokens a multiple of 128")
-        if self.pack_blocks is not None and (self.pack_blocks < 1 or self.pack_blocks > (self.pack_tokens or PACK_TOKENS)):
+        if self.pack_blocks is not None and not 1 <= self.pack_blocks <= (self.pack_tokens or PACK_TOKENS):
             raise ValueError("optim.pack_blocks must be between 1 and optim.pack_tokens")
         if (self.learning_rate or 1) <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1:
             raise ValueError("optim.learning_rate and optim.clip must be > 0, optim.warmup in [0, 1)")

@@ -5,7 +5,6 @@ FILE.run.json, what was asked for.
 """
 
 import contextlib
-import fcntl
 import json
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
-from dflash_toolkit.files import write_json
+from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
 from dflash_toolkit.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
@@ -150,7 +149,7 @@ def run(config: DataConfig) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output {output}: {output.parent} cannot be created ({error.strerror})") from error
-    with _locked(output):
+    with _alone(output):
         if (ended := _begun(output, record)) is not None:
             print(f"{output} holds this run, finished: {ended}", file=sys.stderr)
             return
@@ -195,17 +194,9 @@ def _begun(output: Path, record: dict[str, Any]) -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """One process writes an output at a time; the lock goes with the process, however it ends."""
-    try:
-        handle = open(output, "ab")  # noqa: SIM115 - held open below
-    except OSError as error:
-        raise UserError(f"output {output}: cannot be written ({error.strerror})") from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{output} is being written by another run") from error
+def _alone(output: Path) -> Iterator[None]:
+    """One process writes an output at a time."""
+    with locked(output):
         try:
             yield
         finally:

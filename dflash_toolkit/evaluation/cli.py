@@ -1,8 +1,6 @@
 """dflash-eval: the acceptance report that people decide from."""
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import transformers
 from ..checkpoint import check_fits, load_drafter
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
 from ..decode import SamplingParams
+from ..files import locked
 from ..prompts import Prompt, encode_chat, file_hash, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config
 from .files import write_report
@@ -111,23 +110,17 @@ def _run(config: EvalConfig) -> None:
 
 @contextlib.contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """One process measures into a folder at a time: two would mix what they have measured so far."""
+    """One process measures into a folder at a time."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        handle = os.open(output, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"output {output}: cannot be written ({error.strerror})") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
-    except OSError as error:
-        os.close(handle)
-        raise UserError(f"{output} is being written by another run; choose another --output") from error
-    try:
-        yield
-    finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            output.rmdir()  # nothing was measured
+    with locked(output):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                output.rmdir()  # nothing was measured
 
 
 def _load(config: EvalConfig) -> Runtime:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
-from ..decode import Generation, SamplingParams
+from ..decode import Generation, PromptError, SamplingParams, check_prompt
 from ..progress import Progress
 from .journal import Journal, Key
 from .measure import EncodedPrompt, Measurement, measure
@@ -82,14 +82,10 @@ def _check_prompts(runtime: Runtime, sets: Mapping[str, Sequence[EncodedPrompt]]
         if not prompts:
             raise UserError(f"set {name!r} holds no prompts")
         for prompt in prompts:
-            where, length = f"set {name!r}, prompt {prompt.id!r}", len(prompt.token_ids)
-            if length == 0:
-                raise UserError(f"{where}: the prompt is empty")
-            if length >= runtime.context_limit:
-                raise UserError(
-                    f"{where}: {length} tokens leave no room for an answer in the target's context of "
-                    f"{runtime.context_limit}; shorten or remove it"
-                )
+            try:
+                check_prompt(prompt.token_ids, runtime.context_limit, runtime.vocabulary)
+            except PromptError as error:
+                raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}; change or remove it") from error
 
 
 def _warm_up(runtime: Runtime, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:

@@ -30,6 +30,7 @@ class Runtime(Protocol):
     device: torch.device
     dtype: torch.dtype
     context_limit: int  # of the target: prompt and answer together, in tokens
+    vocabulary: int  # prompt ids must be below this
     block_size: int  # S; every step drafts S - 1 tokens
     facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
 
@@ -59,6 +60,7 @@ class ReferenceRuntime:
         self._target, self._drafter = target, drafter.to(target.device, target.dtype)
         self.tokenizer, self.device, self.dtype = target.tokenizer, target.device, target.dtype
         self.context_limit, self.block_size = target.context_limit, drafter.config.block_size
+        self.vocabulary = target.embedding.num_embeddings
         tensors = target.model.named_parameters()
         self.facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
 
@@ -105,6 +107,7 @@ class EngineRuntime:
         self.tokenizer, self.facts = tokenizer, facts
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
+        self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
         self._engines: dict[bool, Engine] = {}  # by whether it drafts
 
