@@ -166,13 +166,16 @@ def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
     ]
 
 
-def test_packed_rows_are_dealt_to_two_processes_as_to_one(target_dir: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_packed_rows_are_dealt_to_several_processes_as_to_one(
+    world: int, target_dir: Path, data: Path, tmp_path: Path
+) -> None:
     packed = argv(target_dir, data, tmp_path / "one", *SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12")
-    assert main([*packed, "optim.accumulate=2"]) == 0
-    packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "two")
+    assert main([*packed, f"optim.accumulate={world}"]) == 0
+    packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "several")
     packed.append("optim.recompute=true")
-    assert ended(start(packed, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
-    assert_same_run(tmp_path / "one", tmp_path / "two")
+    assert ended(start(packed, tmp_path / "log", world)) == [0] * world, (tmp_path / "log").read_text()
+    assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
 def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
