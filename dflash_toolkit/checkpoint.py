@@ -137,6 +137,7 @@ def staged(path: Path) -> Iterator[Path]:
     try:
         yield stage
         for file in sorted(stage.iterdir(), key=lambda f: f.name == "config.json"):  # config last: it marks completion
+            file.chmod((stage / "config.json").stat().st_mode)  # safetensors keeps its own from other users
             os.replace(file, path / file.name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot write the checkpoint ({error}); free some space and run again") from error

@@ -101,7 +101,7 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
         except ValueError:
             raise UserError(f"{where}: expected a number, got {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 1e300 else math.inf
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}: expected a finite number, got {value!r}")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
@@ -117,7 +117,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # no UTF-8, or a date that is none
         raise UserError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:
         return {}
@@ -200,7 +200,7 @@ def _from_text(hint: Any, text: Any) -> Any:
         return text
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # of a date that is none
         raise UserError(f"{text!r}: not a value ({' '.join(str(error).split())})") from error
 
 
@@ -252,7 +252,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a program's body: a UserError is one line on stderr and exit code 2, Ctrl-C is 130."""
+    """Run a program's body: a UserError, or too little GPU memory, is one line and exit code 2, Ctrl-C is 130."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek ends no run
@@ -260,6 +260,12 @@ def run_command(command: Callable[[], int | None]) -> int:
         return command() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which this module does without
+            raise
+        said = " ".join(str(error).split()).partition(" Of the allocated")[0].partition(" Including")[0]
+        print(f"error: {said} Take a larger GPU, or a smaller model, batch or context", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)

@@ -5,6 +5,7 @@ token-identical to plain sampling with the same seed, because the draw at a posi
 position alone, never on how many tokens a step committed.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
@@ -66,6 +67,9 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in +-{MOST_PENALTY} (0 is none)")
         if not 0 <= (self.logprobs or 0) <= MAX_LOGPROBS:
             raise ValueError(f"logprobs is {self.logprobs}; it must be in 0..{MAX_LOGPROBS}")
+        for token, bias in self.logit_bias:
+            if not bias < math.inf:  # nor NaN
+                raise ValueError(f"logit_bias of token {token} is {bias}; it must be a number or -inf, which bans it")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
 

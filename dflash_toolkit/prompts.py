@@ -37,9 +37,17 @@ class Conversation:
     turns: tuple[tuple[Message, ...], ...]
 
     @property
-    def text(self) -> str:
-        """Everything that is asked."""
-        return "\n".join(message["content"] for turn in self.turns for message in turn)
+    def asked(self) -> str:
+        """What is asked, all turns."""
+        return self._said("user")
+
+    @property
+    def instructions(self) -> str:
+        """The system messages."""
+        return self._said("system")
+
+    def _said(self, role: str) -> str:
+        return "\n".join(message["content"] for turn in self.turns for message in turn if message["role"] == role)
 
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}

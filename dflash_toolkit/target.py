@@ -101,6 +101,19 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
+def context_limit(config: PreTrainedConfig) -> int:
+    """Tokens of prompt and answer that a model was made for.
+
+    YaRN stretches `original_max_position_embeddings` by its factor; model cards add it to a config.json whose
+    `max_position_embeddings` stays what it was.
+    """
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    return limit
+
+
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer. Raises UserError."""
     try:
@@ -241,7 +254,7 @@ class Target:
     @property
     def context_limit(self) -> int:
         """Prompt and answer together, in tokens."""
-        return int(self.config.max_position_embeddings)
+        return context_limit(self.config)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ import torch
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.checkpoint import tensor_shapes
 from dflash_toolkit.config import from_mapping, parse_cli, run_command
 from dflash_toolkit.evaluation.files import write_report
 from dflash_toolkit.evaluation.markdown import render_table
@@ -56,10 +57,12 @@ from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.estimate import teacher_forced_length
 from dflash_toolkit.train.features import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.schedule import packing
 
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
             "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
+KNOBS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, this program sees to itself
 WARM_UP_STEPS = 3  # compile what the run needs
 Sets = dict[str, list[EncodedPrompt]]
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
@@ -132,6 +135,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         for minutes in args.minutes:
             budget = f"{minutes:g}m" if not name or len(args.minutes) > 1 else ""
             own = [*SETTINGS, f"optim.minutes={minutes}", *args.overrides, *overrides]
+            if foreign := [word for word in own if re.split("[=.]", word)[0] not in KNOBS]:
+                raise UserError(f"{foreign[0]}: only knobs of {', '.join(KNOBS)} may be given here")
             config = parse_cli(TrainConfig, ["--target", args.target, *own], "train_real", "")
             jobs.append(Job("-".join(filter(None, (name, budget))), minutes, overrides, config))
     names = [job.name for job in jobs]
@@ -210,9 +215,9 @@ class Lab:
         """Train a drafter and export it to `folder`; what there is to say of it."""
         release()
         config, work, seconds = job.config, self._work / job.name, {}
-        drafter = self.drafter(config)
+        shape = drafter_config(config, self.target.config, self.target.tokenizer)
         with timed(seconds, "features"):
-            source = self.source(config, drafter.config.target_layer_ids)
+            source = self.source(config, shape.target_layer_ids)
         with timed(seconds, "compile"):
             short = replace(config, optim=replace(config.optim, minutes=0.0, steps=WARM_UP_STEPS))
             train(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, keep_nothing, source=source)
@@ -221,7 +226,7 @@ class Lab:
         note = {"template_hash": template_hash(self.target.tokenizer)}
         with timed(seconds, "training"):
             outcome = train(
-                config, self.target, drafter, self.rows, [], fresh(work), {},
+                config, self.target, self.drafter(config), self.rows, [], fresh(work), {},
                 lambda trained, _: save_drafter(trained, folder, note), source=source,
             )  # fmt: skip
         (work / "state.pt").unlink()  # a run by the clock is not resumed
@@ -229,12 +234,13 @@ class Lab:
         held_out = None
         if self.held_out:
             with timed(seconds, "held_out"):
-                held_out = teacher_forced_length(drafter, self.target, source, self.held_out, config)
+                exported = load_drafter(str(folder), self.target.device, torch.float32).train()
+                held_out = teacher_forced_length(exported, self.target, source, self.held_out, config)
         curve = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
         epochs = curve[-1]["epoch"]
         thinned = [line for i, line in enumerate(curve) if i % -(-len(curve) // 50) == 0 or line is curve[-1]]
         return {
-            "parameters": sum(p.numel() for p in drafter.parameters()),
+            "parameters": sum(math.prod(sides) for sides in tensor_shapes(shape).values()),
             "steps": outcome.steps,
             "epochs": epochs,
             "sequences_per_second": rounded(epochs * len(self.rows) / outcome.elapsed_s),
@@ -346,7 +352,9 @@ def run(args: argparse.Namespace) -> None:
             for name, prompts in asked.items()
         }
         forbidden = {tuple(prompt.token_ids) for prompts in sets.values() for prompt in prompts}
-        rows, left_out = usable(read_rows(answered["files"], target), config.prompts.max_length, forbidden)
+        longest = min(packing(job.config, target.device)[0] or sys.maxsize for job in jobs)
+        longest = min(longest, *(job.config.prompts.max_length for job in jobs))
+        rows, left_out = usable(read_rows(answered["files"], target), longest, forbidden)
         held = args.held_out if args.held_out is not None else 256 if args.variant else 0
         rows, held_out = hold_out(rows, held, config.run.seed)
     lab, runs = Lab(target, rows, held_out, work), []

@@ -254,6 +254,11 @@ def test_no_value_in_a_config_leads_to_anything_but_a_drafter_or_a_user_error(
 # ---- writing ---------------------------------------------------------------------------------------
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(drafter: Drafter, tmp_path: Path) -> None:
+    save_drafter(drafter, tmp_path)
+    assert len({(tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
+
+
 def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

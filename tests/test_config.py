@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -305,3 +306,27 @@ def test_an_interrupt_is_exit_code_130_and_says_how_to_go_on(capsys: pytest.Capt
 def test_a_defect_is_not_dressed_up_as_a_mistake_of_the_user() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
+
+
+def test_too_little_gpu_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    said = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is "
+        "free. Including non-PyTorch memory, this process has 138 GiB.\nOf the allocated memory 137 GiB is allocated"
+    )
+
+    def body() -> int:
+        raise torch.OutOfMemoryError(said)
+
+    assert run_command(body) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.") and "smaller" in line
+    assert "Including" not in line
+
+
+@pytest.mark.parametrize("text", ["2024-13-45", "9" * 400])
+def test_a_date_that_is_none_and_a_number_beyond_all_are_one_line(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        parse("--target", "x", f"optimiser.lr={text}")
+    (tmp_path / "c.yaml").write_text(f"target: x\noptimiser:\n  lr: {text}\n")
+    with pytest.raises(UserError):
+        parse("--config", str(tmp_path / "c.yaml"))

@@ -265,3 +265,17 @@ def test_a_key_that_cannot_be_sent_is_not_shown(fake: Fake, monkeypatch: pytest.
 def test_an_address_that_cannot_be_read_is_named() -> None:
     with pytest.raises(UserError, match=r"endpoint 'http://\[::1:80' is no address"):
         base_url("http://[::1:80")
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_an_answer_that_was_broken_off_is_asked_for_again(fake: Fake, reason: str | None) -> None:
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        broken = whole("half an")
+        broken["choices"][0]["finish_reason"] = reason
+        return (200, whole("half an answer") if number > 2 else broken)
+
+    fake.reply = reply
+    assert ask(fake, retries=3).tokens[:-1] == list(WORDS("half an answer").input_ids) and len(fake.asked) == 3
+    fake.reply = lambda body, number: reply(body, 1)
+    with pytest.raises(UserError, match="broken off"):
+        ask(fake, retries=1)

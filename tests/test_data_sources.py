@@ -107,7 +107,7 @@ def write(path: Path) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "a.json.gz", "a.txt", "a.parquet"])
 def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path) -> None:
     found = list(Source(str(write(tmp_path / name))).read())
-    assert [c.text for c in found if isinstance(c, Conversation)] == ["first", "second"]
+    assert [c.asked for c in found if isinstance(c, Conversation)] == ["first", "second"]
     assert len(Source(str(tmp_path / name)).digest("train")) == 64
 
 
@@ -118,12 +118,12 @@ def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path
 )
 def test_json_that_is_no_bare_array(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    assert [c.text for c in Source(str(tmp_path / "a.json")).read()] == ["first", "second"]
+    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == ["first", "second"]
 
 
 def test_a_json_file_may_be_a_single_conversation(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"messages": [user("only")]}))
-    assert [c.text for c in Source(str(tmp_path / "a.json")).read()] == ["only"]
+    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == ["only"]
 
 
 def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_dataset_is_streamed_in_an_order_that_the_seed_fixes(tmp_path: Path) -
     source = Source(str(tmp_path / "set"))
 
     def read(shuffle: int, seed: int = 0) -> list[str]:
-        return [c.text for c in source.read("train", shuffle, seed) if isinstance(c, Conversation)]
+        return [c.asked for c in source.read("train", shuffle, seed) if isinstance(c, Conversation)]
 
     assert read(0) == [str(i) for i in range(30)]
     assert read(100, 1) == read(100, 1) != read(100, 2)
@@ -284,3 +284,20 @@ def test_any_text_can_be_compared(text: str) -> None:
     duplicates = Duplicates(0.8)
     assert not duplicates.seen(text) and duplicates.seen(text)
     assert similarity(shingles(text), shingles(text)) == 1.0
+
+
+def test_questions_that_share_long_instructions_are_no_duplicates() -> None:
+    rng = random.Random(5)
+    system = {"role": "system", "content": " ".join(f"rule{i}" for i in range(150))}
+
+    def asked(text: str, *before: dict[str, str]) -> Conversation:
+        return conversation({"messages": [*before, {"role": "user", "content": text}]}, "x")
+
+    def seen(found: Conversation) -> bool:
+        return duplicates.seen(found.asked, under=found.instructions)
+
+    duplicates = Duplicates(0.8)
+    texts = [" ".join(f"w{rng.randrange(10_000)}" for _ in range(12)) for _ in range(100)]
+    assert not any(seen(asked(text, system)) for text in texts)
+    assert all(seen(asked(f"{text} please", system)) for text in texts)
+    assert not any(seen(asked(text)) for text in texts[:10]), "under other instructions another prompt"

@@ -373,3 +373,10 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling:
     wrong = exact(temperature=2 * sampling["temperature"])
     statistic, limit = chi_square(counts.sum((1, 2)), wrong.sum((1, 2)))
     assert statistic > limit, "the statistic must tell another temperature apart"
+
+
+@pytest.mark.parametrize("bias", [math.inf, math.nan])
+def test_a_bias_that_no_softmax_survives_is_refused(bias: float) -> None:
+    with pytest.raises(ValueError, match="logit_bias of token 5"):
+        SamplingParams(logit_bias=((4, 1.0), (5, bias)))
+    SamplingParams(logit_bias=((5, -math.inf),))

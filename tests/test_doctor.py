@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import train.blocks
 import train.loop
-from dflash_toolkit import Drafter, SamplingParams, Target, generate, save_drafter
+from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
 from dflash_toolkit.prompts import encode_chat, template_hash
+from dflash_toolkit.speculators import save_speculators
 from train.answers import Row
 from train.blocks import Blocks
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
@@ -330,3 +331,52 @@ def test_a_gain_counts_the_accepted_drafts_and_noise_is_not_clear() -> None:
     assert abs(gain(alike, weak).z) < 3
     assert gain(weak, weak).z == 0
     assert gain(weak, strong).z == pytest.approx(-found.z)
+
+
+# ---- in the speculators form, and with little to go by ---------------------------------------------------------
+
+
+def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) -> None:
+    def converted(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+        def convert(path: Path) -> None:
+            drafter, target = load_drafter(str(path)), Target.load(clinic.target, "cpu")
+            shutil.rmtree(path)
+            save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
+            for change in changes:
+                change(path)
+
+        return convert
+
+    def mended(path: Path) -> None:  # as the remedies say
+        config = json.loads((path / "config.json").read_text())
+        layer = config["transformer_layer_config"]
+        layer["rope_theta"] = layer["rope_parameters"]["rope_theta"] = 1e4
+        config["mask_token_id"] = MASK
+        (path / "config.json").write_text(json.dumps(config))
+
+    for change, check, named in (
+        (
+            edit(rope_theta=1e2),
+            "rope",
+            "rope_parameters.rope_theta of transformer_layer_config to 10000",
+        ),
+        (edit(mask_token_id=PAD), "mask row", f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}"),
+    ):
+        found = clinic.examine(break_it=converted(change))
+        assert any(f["check"] == check and named in f["remedy"] for f in found["fault"]), found["fault"]
+        assert not clinic.examine(break_it=converted(change, mended))["fault"]
+
+
+def test_what_the_files_say_stands_where_answers_are_too_short_to_measure(
+    clinic: Clinic, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--limit", "1", "--max-new-tokens", "12")
+    broken = clinic.examine(*few, break_it=BREAKS["zeroed"][0])
+    assert [f["check"] for f in broken["fault"]] == ["weights"]
+    (warning,) = (f for f in broken["warning"] if f["check"] == "acceptance")
+    assert "too short to judge" in warning["remedy"]
+    assert main(clinic.arguments(clinic.healthy, *few)) == 2
+    assert "too short to judge" in capsys.readouterr().err
+    clinic.path.joinpath("long.jsonl").write_text(json.dumps({"id": "tale", "prompt": "x" * 2000}) + "\n")
+    assert main(clinic.arguments(clinic.healthy, "--prompts", f"p={clinic.path / 'long.jsonl'}")) == 2
+    assert "prompt 'tale': " in capsys.readouterr().err

@@ -125,6 +125,7 @@ def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("text", ["{", "", "{}", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\udcff"])
 def test_an_index_that_is_none_is_named(target_dir: Path, tmp_path: Path, text: str) -> None:
     path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: not the index"):
         load_engine(str(path), None, "cpu")

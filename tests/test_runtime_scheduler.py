@@ -193,3 +193,43 @@ def test_more_pages_than_there_are_change_nothing() -> None:
     assert pool.allocate(4) is None and pool.available == 3
     with pytest.raises(ValueError, match="num_pages is 1"):
         PagePool(1, SIZE)
+
+
+def test_who_came_last_gives_way_whatever_row_it_has() -> None:
+    preempted: list[str] = []
+    pool = PagePool(61, SIZE)
+    scheduler = Scheduler(
+        TableDevice(0, random.Random(0)), pool, lambda requests: 1,
+        max_batch=3, prefill_chunk=64, max_block=1, prefix_cache=False,
+    )  # fmt: skip
+    real, names = scheduler._preempt, {}
+
+    def watched(request: Request) -> None:
+        preempted.append(names[request])
+        real(request)
+
+    scheduler._preempt = watched  # type: ignore[method-assign]
+
+    def add(name: str, tokens: int, limit: int) -> None:
+        request = Request([ord(name)] * tokens, SamplingParams(), frozenset(), limit)
+        names[request] = name
+        scheduler.add(request)
+
+    add("a", 8, 20)
+    add("b", 8, 220)
+    for _ in range(10):
+        scheduler.advance()
+    add("c", 8, 220)
+    for _ in range(2000):
+        scheduler.advance()
+    assert scheduler.idle and preempted and set(preempted) == {"c"}, "c took a's row when a had ended"
+
+
+def test_a_request_that_was_never_queued_can_be_cancelled() -> None:
+    scheduler = Scheduler(
+        TableDevice(0, random.Random(0)), PagePool(9, SIZE), lambda requests: 1,
+        max_batch=3, prefill_chunk=64, max_block=1, prefix_cache=True,
+    )  # fmt: skip
+    request = Request([1] * 8, SamplingParams(), frozenset(), 4)
+    scheduler.cancel(request)
+    assert request.cancelled and scheduler.idle

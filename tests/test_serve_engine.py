@@ -78,6 +78,32 @@ def test_pauses_are_used_to_prepare_until_nothing_is_left(
     assert calls == [True] * (1 if broken else 5)
 
 
+@pytest.mark.parametrize("fails", ["prefill", "prepare"])
+def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
+    fails: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(target, None)
+    client = TestClient(create_app(engine, "m"), raise_server_exceptions=False)
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 4}
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+    def dead(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    for name in (fails, "check"):
+        monkeypatch.setattr(engine.engine.runner, name, dead)
+    if fails == "prepare":
+        engine._prepared = False  # as if there were more to capture
+        client.post("/v1/completions", json=body)
+    else:
+        assert client.post("/v1/completions", json=body).status_code == 500
+    deadline = time.monotonic() + 10
+    while client.get("/health").status_code == 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert client.get("/health").status_code == 503
+    assert client.post("/v1/completions", json=body).json()["error"]["code"] == "engine_failed"
+
+
 def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -> None:
     engine = make_engine(target, None)
 

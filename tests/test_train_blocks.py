@@ -211,3 +211,15 @@ def test_features_refuse_shapes_that_do_not_belong_together() -> None:
         Features(f.tokens[:, :4], f.hidden, f.supervised, f.document, f.positions)
     with pytest.raises(ValueError, match="does not cover"):
         Features(f.tokens, f.hidden[:, :4], f.supervised, f.document, f.positions)
+
+
+def test_slots_behind_the_end_of_an_answer_have_no_loss_though_the_next_turn_has_one() -> None:
+    """What is said next depends on a question that the block has not seen, and decoding never gets there."""
+    f = features([[(6, 34)]], 48)
+    f.supervised[0, 12:16] = False  # the second question
+    blocks = draw(f, anchors=40)
+    (where,) = (blocks.anchor[0] == 8).nonzero()[:1]
+    supervised = blocks.supervised[0, where[0]]
+    assert supervised.nonzero()[:, 0].tolist() == [1, 2, 3]
+    for row in blocks.supervised[0][blocks.valid[0]]:
+        assert row[1:].long().diff().le(0).all(), "no gap"

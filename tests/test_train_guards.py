@@ -20,6 +20,7 @@ from train import loop
 from train.cli import WORK, main
 from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from train.data import load_prompts
+from train.schedule import learning_rate_factor
 from train.state import load_state
 
 SMALL = (
@@ -167,3 +168,43 @@ def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fcntl, "flock", without)
     with locked(tmp_path / "file"):
         assert (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("groups", [(8, 1), (1, 8), (2, 4)])
+def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
+    groups: tuple[int, int], tmp_path: Path
+) -> None:
+    """It goes by the share of the data that is behind, whatever the steps were."""
+    target = make_target()
+
+    def run(accumulate: int, stop: int | None) -> None:
+        config = TrainConfig(
+            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
+            optim=OptimKnobs(optimizer="adamw", epochs=6, batch_size=2, accumulate=accumulate, warmup=0.01),
+            run=RunKnobs(log_every=1, save_every=1),
+        )  # fmt: skip
+        done = 0
+
+        def observed(*args: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == stop:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        real, loop.compute_loss = loop.compute_loss, observed  # type: ignore[assignment]
+        try:
+            loop.train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            loop.compute_loss = real
+
+    run(groups[0], 25)  # 48 micro batches
+    run(groups[1], None)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    micro = [round(8 * line["epoch"]) for line in lines]
+    assert micro[-1] == 48
+    for before, after, line in zip([0, *micro], micro, lines, strict=False):
+        expected = learning_rate_factor(before // (after - before), 48 // (after - before), 0.01)
+        assert line["learning_rate"] == pytest.approx(6e-4 * expected, abs=2e-6), after

@@ -345,3 +345,10 @@ def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
     assert json.loads((tmp_path / "run/work/deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
     assert ended(start([*arguments, f"run.zero={1 + stage % 3}"], tmp_path / "log")) == [0, 0]
     assert_same_run(whole, tmp_path / "run")
+
+
+def test_one_process_of_deepspeed_s_has_the_local_rank_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    monkeypatch.delenv("LOCAL_RANK")
+    with Processes.started("cpu", group=True) as processes:
+        assert os.environ["LOCAL_RANK"] == "0" and processes.main

@@ -129,6 +129,7 @@ def test_variants_are_compared_on_held_out_answers(
         (["--prompts", "a=FILE", "--pool", "c"], "'c' is none of the sets"),
         (["--minutes", "1", "1"], "two runs have one name"),
         (["optim.learning_rat=1"], "learning_rate"),
+        (["answers.temperature=1.0"], "answers.temperature=1.0: only knobs of drafter"),
         (["--variant", "x", "loss.weights=no"], "is not one of"),
     ],
 )

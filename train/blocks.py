@@ -62,7 +62,7 @@ def sample_blocks(
     """Draw anchors uniformly without replacement from supervised positions, sorted by position.
 
     An anchor is a supervised token whose successor in the same document is supervised too: the first token of an
-    answer is the earliest bonus token there is at inference. Blocks may run past the end of their document; those
+    answer is the earliest bonus token there is at inference. Blocks may run past the end of their answer; those
     slots have no loss.
 
     Args:
@@ -90,6 +90,8 @@ def sample_blocks(
     same_document = at(features.document) == features.document.gather(1, anchor)[:, :, None]
     supervised = inside & same_document & at(features.supervised) & valid[:, :, None]
     supervised[:, :, 0] = False
+    # not behind the end of an answer: the next turn's depends on a question that no block has seen
+    supervised[:, :, 1:] &= supervised[:, :, 1:].long().cumprod(-1).bool()
     labels = at(features.tokens).masked_fill(~supervised, 0)
     inputs = torch.full_like(labels, mask_token_id)
     inputs[:, :, 0] = features.tokens.gather(1, anchor)

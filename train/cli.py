@@ -23,7 +23,7 @@ from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.speculators import save_speculators
-from dflash_toolkit.target import choose_mask_token, load_config, load_tokenizer
+from dflash_toolkit.target import choose_mask_token, context_limit, load_config, load_tokenizer
 
 from .answers import Row, read_rows, regenerate
 from .backends import Backend, open_backend
@@ -133,7 +133,7 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
     if config.run.zero:
         import_deepspeed()
     target_config = load_config(config.target)
-    length = min(config.prompts.max_length, int(target_config.max_position_embeddings))  # no answer is longer
+    length = min(config.prompts.max_length, context_limit(target_config))  # no answer is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_tokenizer(config.target)
     start = None

@@ -17,7 +17,7 @@ from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
-from dflash_toolkit.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
+from dflash_toolkit.target import context_limit, declared_stop_ids, load_config, load_generation_config, load_tokenizer
 
 from .answer_file import lines_of, resume
 from .answers import append, converse, seed_of
@@ -136,7 +136,7 @@ def run(config: DataConfig) -> None:
     target_config = load_config(config.target)
     tokenizer = load_tokenizer(config.target)
     encode_chat(tokenizer, [{"role": "user", "content": "?"}], config.sampler.thinking)  # is there a template at all?
-    length = min(config.prompts.max_length, int(target_config.max_position_embeddings))
+    length = min(config.prompts.max_length, context_limit(target_config))
     record = {
         "target": config.target,
         "vocab_size": int(target_config.vocab_size),
@@ -218,7 +218,7 @@ def _choose(config: DataConfig, path: Path) -> None:
             for found in _conversations(config):
                 if isinstance(found, Malformed):
                     counts["malformed"] += 1
-                elif duplicates.seen(found.text):
+                elif duplicates.seen(found.asked, under=found.instructions):
                     counts["duplicates"] += 1
                 else:
                     row = {"index": counts["prompts"], **asdict(found)}
@@ -313,7 +313,7 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
     # the one that ends a chat goes first: it stands for the end where a server does not say which it was
     stops = tuple(sorted(stops, key=lambda token: token != tokenizer.eos_token_id))
     if not config.endpoint:
-        most = min(length, int(target_config.max_position_embeddings))
+        most = min(length, context_limit(target_config))
         return VllmBackend(
             config.target, stops, dtype=config.dtype, batch=config.batch, context=most, gpus=config.gpus
         )  # fmt: skip

@@ -57,16 +57,20 @@ class Duplicates:
         self._kept: list[array[int]] = []  # shingles
         self._bands: dict[int, list[int]] = {}  # hash of a part of a signature -> the texts that have it
 
-    def seen(self, text: str) -> bool:
-        """Whether a text like this was shown before; if not, it is remembered."""
-        digest = hashlib.blake2b(normalized(text).encode(errors="surrogatepass"), digest_size=16).digest()
+    def seen(self, text: str, under: str = "") -> bool:
+        """Whether a text like this was shown before `under` the same instructions; if not, it is remembered.
+
+        Instructions are no part of what is compared: many questions share long ones.
+        """
+        both = f"{normalized(under)}\n{normalized(text)}"
+        digest = hashlib.blake2b(both.encode(errors="surrogatepass"), digest_size=16).digest()
         if digest in self._digests:
             return True
         self._digests.add(digest)
         if self._threshold >= 1:
             return False
         mine = shingles(text)
-        keys = self._keys(mine)
+        keys = self._keys(mine, zlib.crc32(normalized(under).encode(errors="surrogatepass")))
         candidates = {i for key in keys for i in self._bands.get(key, ())}
         if any(similarity(mine, self._kept[i]) >= self._threshold for i in candidates):
             return True
@@ -77,7 +81,7 @@ class Duplicates:
         self._kept.append(array("I", sorted(mine)))
         return False
 
-    def _keys(self, mine: frozenset[int]) -> list[int]:
+    def _keys(self, mine: frozenset[int], salt: int) -> list[int]:
         hashes = torch.tensor(sorted(mine))[:, None] * self._factors + self._offsets  # multiply-shift, wrapping around
         signature = ((hashes >> 32) & 0xFFFFFFFF).amin(0).view(BANDS, DEPTH)
-        return [zlib.crc32(repr(row).encode(), band) for band, row in enumerate(signature.tolist())]
+        return [zlib.crc32(repr(row).encode(), salt ^ band) for band, row in enumerate(signature.tolist())]

@@ -17,6 +17,7 @@ from dflash_toolkit.decode import SamplingParams
 from .backends import Answer
 
 LONGEST_PAUSE_S = 60.0
+BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error", "content_filter")  # finish_reason of half an answer
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
@@ -116,7 +117,7 @@ class EndpointBackend:
     def _persist(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self._retries + 1):
             try:
-                return self._request(f"{url}/completions", body)
+                return _whole(self._request(f"{url}/completions", body))
             except _TryAgainError as error:
                 reason = str(error)
                 pause = min(self._pause_s * 2**attempt, LONGEST_PAUSE_S)
@@ -183,6 +184,14 @@ class EndpointBackend:
         if wanted not in names:
             raise UserError(f"endpoint {url} has {', '.join(names) or 'no model'}; name one as server.model=NAME")
         return str(wanted)
+
+
+def _whole(reply: dict[str, Any]) -> dict[str, Any]:
+    """A completion, unless it was broken off, which a server that is paused or stopped reports with status 200."""
+    reason = reply["choices"][0]["finish_reason"]
+    if reason in BROKEN_OFF:
+        raise _TryAgainError(f"the answer was broken off, finish_reason is {reason!r}")
+    return reply
 
 
 def base_url(url: str) -> str:

@@ -164,7 +164,11 @@ def train(
             started += time.perf_counter() - before  # of optim.minutes, none
         share = share_done()
         while share < 1 or not step:
-            done, of = (round(1e6 * share), 1_000_000) if optim.minutes else (step, total)
+            done, of = step, total
+            if optim.minutes:
+                done, of = round(1e6 * share), 1_000_000
+            elif not optim.steps:  # by the data: steps before a resumption may have been of another size
+                done, of = micro // group, math.ceil(schedule.total / group)
             for parameters in learner.param_groups:
                 parameters["lr"] = learner.peak * learning_rate_factor(done, of, optim.warmup, optim.final_decay)
             turns = range(micro + processes.rank, micro + group, processes.world)

@@ -71,6 +71,7 @@ class Processes:
             torch.cuda.set_device(torch.device(own))
         backend = "cpu:gloo,cuda:nccl" if own.startswith("cuda") else "gloo"
         if world == 1:
+            os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(backend)

@@ -16,7 +16,7 @@ from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
-from .probe import NEAR, Probe, Setting
+from .probe import NEAR, Answer, Probe, Setting
 from .sweeps import sweep
 from .symptoms import check_acceptance, check_recall, check_serving, check_thinking, enough
 
@@ -103,13 +103,13 @@ def examine(config: DoctorConfig) -> list[Finding]:
 
     target = Target.load(config.target, config.device, config.dtype)
     probe = Probe(target, case.drafter(), config.max_new_tokens)
-    with Progress("answering", len(encoded)) as bar:
-        answers = []
-        for prompt in encoded:
-            answers.append(probe.answer(prompt))
-            bar.advance(1)
-    answers = [answer for answer in answers if answer.anchors]
-    enough(answers, MIN_BLOCKS)
+    try:
+        answers = _answers(probe, prompts, encoded)
+        enough(answers, MIN_BLOCKS)
+    except UserError as error:
+        if not has_fault(findings):
+            raise
+        return [*findings, Finding("acceptance", "warning", "it was not measured", str(error))]  # what was found stands
     swept, mended = sweep(case, probe, answers)
     findings += swept
     findings += check_thinking(case, probe, prompts, answers, mended)
@@ -118,6 +118,19 @@ def examine(config: DoctorConfig) -> list[Finding]:
     findings += check_recall(scores, findings)
     findings += check_acceptance(case, answers, scores, findings)
     return findings
+
+
+def _answers(probe: Probe, prompts: Sequence[Prompt], encoded: Sequence[list[int]]) -> list[Answer]:
+    """The target's answers that are long enough for a block. Raises UserError naming the prompt that has none."""
+    answers = []
+    with Progress("answering", len(encoded)) as bar:
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            try:
+                answers.append(probe.answer(ids))
+            except UserError as error:
+                raise UserError(f"prompt {prompt.id!r}: {error}") from error
+            bar.advance(1)
+    return [answer for answer in answers if answer.anchors]
 
 
 def _prompts(config: DoctorConfig) -> list[Prompt]:

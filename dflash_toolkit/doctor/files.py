@@ -46,6 +46,11 @@ class Case:
         return cls(name, raw, config, problem, read_tensors(path), target, tokenizer, thinking)
 
     @property
+    def speculators(self) -> bool:
+        """Whether it is in that library's form, whose keys are others."""
+        return "speculators_model_type" in self.raw
+
+    @property
     def provenance(self) -> dict[str, Any]:
         """What `dflash-train` recorded; empty for drafters from elsewhere."""
         noted = self.raw.get(PROVENANCE_KEY)
@@ -104,7 +109,7 @@ def check_configuration(case: Case) -> list[Finding]:
         if None not in two and two[0] != two[1]:
             remedy = f"give {key} and {group}.{key} of config.json the same value"
             found.append(Finding("configuration", "fault", f"{key} is {two[0]}, {group}.{key} {two[1]}", remedy))
-    if "num_target_layers" not in raw and "speculators_model_type" not in raw:
+    if "num_target_layers" not in raw and not case.speculators:
         remedy = f"add num_target_layers: {case.target.num_hidden_layers} to config.json: SGLang and z-lab need it"
         found.append(Finding("configuration", "warning", "num_target_layers is missing", remedy))
     return found or [Finding("configuration", "ok", "config.json is readable and agrees with itself")]

@@ -57,7 +57,7 @@ def layer_ids(case: Case, now: Setting) -> Iterator[Way]:
         if min(ids) < 0 or max(ids) == last:
             edge = "the embedding's output" if min(ids) < 0 else "the last layer's normed output"
             remedy = f"it was trained on {edge}, which no server taps: train again with layers 0..{last - 1}"
-        elif "speculators_model_type" in case.raw:
+        elif case.speculators:
             remedy = f"set aux_hidden_state_layer_ids to {[i + 1 for i in ids]} in config.json: that form stores id + 1"
         else:
             remedy = (
@@ -73,7 +73,10 @@ def rope(case: Case, now: Setting) -> Iterator[Way]:
     for theta in dict.fromkeys((own, *COMMON_THETAS)):
         if theta != now.rope_theta:
             whose = " (the target's)" if theta == own else ""
-            remedy = f"set rope_theta and rope_parameters.rope_theta to {theta:g} in config.json"
+            keys = "rope_theta and rope_parameters.rope_theta"
+            if case.speculators:
+                keys = "rope_theta and rope_parameters.rope_theta of transformer_layer_config"
+            remedy = f"set {keys} to {theta:g} in config.json"
             yield Way(f"theta {theta:g}{whose}", replace(now, rope_theta=theta), remedy)
 
 
@@ -86,7 +89,12 @@ def mask_row(case: Case, now: Setting) -> Iterator[Way]:
     likely += [tokenizer.pad_token_id, max(reserved, default=None), min(reserved, default=None), 0]
     tried = [i for i in dict.fromkeys(likely) if i is not None and 0 <= i < rows and i != now.mask_token_id]
     for token in tried[:MASKS_TRIED]:
-        remedy = f"set dflash_config.mask_token_id to {token} in config.json"
+        keys = (
+            "mask_token_id (and dflash_config.mask_token_id, if there)"
+            if case.speculators
+            else "dflash_config.mask_token_id"
+        )
+        remedy = f"set {keys} to {token} in config.json"
         yield Way(f"mask {token}", replace(now, mask_token_id=token), remedy)
 
 
@@ -94,6 +102,12 @@ def causality(case: Case, now: Setting) -> Iterator[Way]:
     """The block bidirectional instead of causal, or the other way round."""
     other = not (now.is_causal or (now.is_causal is None and case.config and "sliding" in str(case.config.layer_types)))
     remedy = f"set is_causal to {str(other).lower()} in config.json"
+    if case.speculators:
+        remedy = f"set sliding_window_non_causal to {str(not other).lower()} in config.json"
+        if other and case.config and "full_attention" in case.config.layer_types:
+            remedy = (
+                "that form has no causal layers of full attention: export it again in the other form, is_causal true"
+            )
     yield Way("causal" if other else "bidirectional", replace(now, is_causal=other), remedy)
 
 

@@ -5,6 +5,7 @@ afresh. A line that a kill left torn is dropped, together with whatever stands b
 """
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Journal:
             old = path.read_bytes() if path.exists() else b""
             kept = self._read(old, header)
             if kept == 0:
+                if old.count(b"\n") > 1:
+                    print(f"{path} is of a run that differs; its measurements are made again", file=sys.stderr)
                 path.write_bytes(header)
             elif kept < len(old):
                 with path.open("r+b") as file:

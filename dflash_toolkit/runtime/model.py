@@ -4,15 +4,12 @@ Tensors go from safetensors straight to their place in the fused matrix on the d
 """
 
 import copy
-import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,6 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..config import UserError
 from ..drafter import Drafter, DrafterConfig
 from ..kernels.scaled import Matrix, ScaledMatrix
+from ..target import context_limit
+from .filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -93,7 +92,7 @@ class ModelSpec:
             qkv_bias=bias,
             o_bias=bias and c.model_type != "qwen2",
             tied_head=bool(c.tie_word_embeddings),
-            context_limit=int(c.max_position_embeddings),
+            context_limit=context_limit(c),
             rope_frequencies=tuple(frequencies.double().tolist()),
             rope_factor=float(factor),
             causal=(True,) * c.num_hidden_layers,
@@ -216,9 +215,9 @@ class TargetWeights:
 
     def places(self) -> dict[str, Tensor]:
         """Checkpoint name -> the view that the tensor is copied into."""
-        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        found = {EMBEDDING: self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tied_head:
-            found["lm_head.weight"] = self.head
+            found[HEAD] = self.head
         for i, layer in enumerate(self.layers):
             found |= {f"model.layers.{i}.{name}": view for name, view in layer.places(self.spec).items()}
         return found
@@ -227,16 +226,16 @@ class TargetWeights:
     def load(cls, folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
         """Read the safetensors of a checkpoint directory. Raises UserError naming what is wrong."""
         weights = cls.empty(spec, device, dtype)
-        _fill_from_files(f"target {folder}", weights.places(), _tensor_files(folder))
+        fill_from_files(f"target {folder}", weights.places(), tensor_files(folder))
         return weights
 
     @classmethod
     def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
         """Copy the weights of a loaded Hugging Face model, on its device."""
         state = model.state_dict()
-        first = state["model.embed_tokens.weight"]
+        first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
-        _fill("target", weights.places(), state)
+        fill("target", weights.places(), state)
         return weights
 
     @classmethod
@@ -246,13 +245,15 @@ class TargetWeights:
         Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies.
         """
         state = dict(model.named_parameters())
-        embedding = state.pop("model.embed_tokens.weight").data
-        head = embedding if spec.tied_head else state.pop("lm_head.weight").data
+        embedding = state.pop(EMBEDDING).data
+        if spec.tied_head:
+            check_tied("target", {EMBEDDING: embedding}, state)
+        head = embedding if spec.tied_head else state.pop(HEAD).data
         weights = cls(spec, embedding, [], state.pop("model.norm.weight").data, head)
         for i in range(spec.num_layers):
             layer, prefix = LayerWeights.empty(spec, embedding.device, embedding.dtype), f"model.layers.{i}."
             places = {prefix + name: view for name, view in layer.places(spec).items()}
-            _fill("target", places, {name: state[name] for name in state if name.startswith(prefix)})
+            fill("target", places, {name: state[name] for name in state if name.startswith(prefix)})
             for name, view in places.items():
                 state[name].data = view
             weights.layers.append(layer)
@@ -292,7 +293,7 @@ class DrafterWeights:
             [LayerWeights.empty(spec, device, dtype) for _ in range(config.num_layers)],
             torch.empty(d, device=device, dtype=dtype),
         )
-        _fill("drafter", weights.places(), state)
+        fill("drafter", weights.places(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
         return weights
 
@@ -305,7 +306,7 @@ class DrafterWeights:
 
     def copy_from(self, drafter: Drafter) -> None:
         """Take the weights of a drafter of the same shape in place: captured steps go on with them."""
-        _fill("drafter", self.places(), drafter.state_dict())
+        fill("drafter", self.places(), drafter.state_dict())
         for old, new in zip((self.context_kv, self.context_bias, self.k_norms), self._stacked(), strict=True):
             if old is not None and new is not None:
                 old.copy_(new)
@@ -323,65 +324,3 @@ class DrafterWeights:
         found = copy.copy(self)
         found.layers, found.head = [layer.rounded() for layer in self.layers], ScaledMatrix.of(head)
         return found
-
-
-def _tensor_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: not the index of a checkpoint's files; fetch it again") from error
-
-
-def _fill_from_files(what: str, places: dict[str, Tensor], files: list[Path]) -> None:
-    """Copy every tensor of `files` to its place, a thread per file (reading and copying overlap)."""
-    if not files:
-        raise UserError(f"{what}: no *.safetensors there; the runtime reads no other format")
-    left = dict(places)
-
-    def read(path: Path) -> None:
-        with safe_open(path, framework="pt") as tensors:
-            stored = tensors.keys()
-            for name in stored:
-                view = left.pop(name, None)
-                if view is None:
-                    _check_expendable(what, name, places)
-                else:
-                    _copy(what, name, view, tensors.get_tensor(name))
-
-    with ThreadPoolExecutor(min(8, len(files))) as pool:
-        try:
-            list(pool.map(read, files))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{what}: cannot read its weights ({' '.join(str(error).split())})") from error
-    _check_none_left(what, left)
-
-
-def _fill(what: str, places: dict[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    left = dict(places)
-    for name, tensor in state.items():
-        view = left.pop(name, None)
-        if view is None:
-            _check_expendable(what, name, places)
-        else:
-            _copy(what, name, view, tensor)
-    _check_none_left(what, left)
-
-
-def _copy(what: str, name: str, view: Tensor, tensor: Tensor) -> None:
-    if tensor.shape != view.shape:
-        raise UserError(f"{what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}")
-    view.copy_(tensor)
-
-
-def _check_expendable(what: str, name: str, places: Mapping[str, Tensor]) -> None:
-    # a tied head is often stored all the same; old checkpoints carry rotary buffers
-    if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-        raise UserError(f"{what}: tensor {name!r} is not part of the model that its config.json describes")
-
-
-def _check_none_left(what: str, left: Mapping[str, Tensor]) -> None:
-    if left:
-        raise UserError(f"{what}: {len(left)} tensors are missing from its weights, first {min(left)!r}")

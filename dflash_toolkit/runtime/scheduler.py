@@ -100,7 +100,7 @@ class Scheduler:
         request.cancelled = True
         if request in self.waiting:
             self.waiting.remove(request)
-        else:
+        elif request is self.prefilling or request.row is not None:  # else it was never queued
             self._drop(request)
 
     def abandon(self) -> None:
@@ -113,6 +113,8 @@ class Scheduler:
     def advance(self) -> None:
         """One turn of the loop."""
         self._prefill_chunk()
+        while self._launches and not self._device.lag:  # where a step is waited for, first tokens do not wait for it
+            self._read(self._launches.popleft())
         decoding = self._decode()
         # results are read late, but not later than the next news of those who wait for nothing else
         while self._launches and (len(self._launches) > self._device.lag or not decoding):
@@ -180,9 +182,9 @@ class Scheduler:
         if not self.running or all(request.surely_ends for request in self.running):
             return False
         block = self._choose_block(self.running)
-        row = 0
-        while row < len(self.running):
-            row += self._reserve(self.running[row], block)
+        for request in list(self.running):
+            if request.row is not None:  # it did not give way to one of those before
+                self._reserve(request, block)
         if not self.running:
             return False
         ticket = self._device.decode(self.running, block)
@@ -191,12 +193,10 @@ class Scheduler:
             request.blocks_in_flight.append(block)
         return True
 
-    def _reserve(self, request: Request, block: int) -> bool:
-        """Pages for one more step of a running request; False if it had to give up its own row for want of them."""
+    def _reserve(self, request: Request, block: int) -> None:
+        """Pages for one more step of a running request; for want of them whoever came last gives way, maybe itself."""
         missing = self._pool.pages_for(request.reach + block) - len(request.pages)
-        if missing <= 0:
-            return True
-        while True:
+        while missing > 0:
             # some in advance, so that the page table does not change every step
             ahead = min(missing + 3, self._device.pages_per_request - len(request.pages))
             new = self._pool.allocate(ahead) or self._pool.allocate(missing)
@@ -204,11 +204,12 @@ class Scheduler:
                 request.pages += new
                 assert request.row is not None
                 self._device.set_pages(request.row, request.pages)
-                return True
-            victim = self.prefilling or self.running[-1]  # who came last gives way
+                return
+            holders = [*self.running, *([self.prefilling] if self.prefilling else [])]
+            victim = max(holders, key=lambda holder: holder.submitted_s)
             self._preempt(victim)
             if victim is request:
-                return False
+                return
 
     def _preempt(self, request: Request) -> None:
         """Take a request's pages; it is computed again, from the tokens known so far, when there is room."""

@@ -84,7 +84,9 @@ def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:
     for path in sorted(KERNELS.glob("*.py")):
         written.update(path.read_bytes())
     digest = written.hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not root.is_absolute():  # a user without a home
+        return measure()
     path = root / "dflash-toolkit" / f"steps-{digest}.json"
     try:
         return {(b, s): t for b, s, t in json.loads(path.read_text())["seconds"]}

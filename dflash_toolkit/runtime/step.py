@@ -207,6 +207,13 @@ class StepRunner:
         for field in (self.lengths, self.last_token, self.active, self.page_table):
             field[row].zero_()
 
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Use the device once. Raises what it raises at every use once it has failed."""
+        self.lengths[:1].add_(0)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # ---- the step ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()

@@ -124,6 +124,7 @@ class AsyncEngine:
         except Exception as error:
             log.warning("steps are captured when a batch first needs them, as one could not be now: %s", error)
             self._prepared = True
+            self._check()
         return not self._prepared
 
     def _do_inbox(self, wait: bool) -> None:
@@ -174,6 +175,7 @@ class AsyncEngine:
         """Whoever waits gets the error; later requests are served if the device still answers."""
         log.error("a step failed", exc_info=error)
         self._cancel(self._tell_all(error))
+        self._check()
 
     def _tell_all(self, error: Exception) -> list[Request]:
         """Nobody waits any more; who did."""
@@ -187,10 +189,20 @@ class AsyncEngine:
             for request in requests:
                 self.engine.cancel(request)
         except Exception as failure:
-            log.error("the device does not answer any more", exc_info=failure)
-            self.broken, self._closed = failure, True
-            self.engine.scheduler.abandon()
-            self._tell_all(self._closed_error())
+            self._give_up(failure)
+
+    def _check(self) -> None:
+        """Notice a device that has failed: requests that hold no row are cancelled without asking it."""
+        try:
+            self.engine.runner.check()
+        except Exception as failure:
+            self._give_up(failure)
+
+    def _give_up(self, failure: Exception) -> None:
+        log.error("the device does not answer any more", exc_info=failure)
+        self.broken, self._closed = failure, True
+        self.engine.scheduler.abandon()
+        self._tell_all(self._closed_error())
 
     def _closed_error(self) -> EngineClosedError:
         return EngineClosedError(failed=self.broken is not None)
