@@ -37,11 +37,12 @@ def locked(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"output {path}: cannot be written ({error.strerror})") from error
     try:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(f"{path} is being written by another run; choose another --output") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{path} is being written by another run; choose another --output") from error
+        except OSError:
+            pass  # a file system without locks
         yield
     finally:
         os.close(handle)

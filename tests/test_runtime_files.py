@@ -72,11 +72,16 @@ def test_yarn_stretches_the_context_whatever_max_position_embeddings_says() -> N
     assert make_target(limit=77).context_limit == 77
 
 
-def test_on_a_cpu_the_first_token_does_not_wait_for_the_step_behind_it() -> None:
+def test_on_a_cpu_the_first_token_does_not_wait_for_the_step_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target, order = make_target(), []
     engine = Engine.of_modules(target, None, OPTIONS)
     real = engine.runner.decode
-    engine.runner.decode = lambda *a: (order.append("step"), real(*a))[1]  # type: ignore[method-assign]
+
+    def decode(*args: Any) -> Any:
+        order.append("step")
+        return real(*args)
+
+    monkeypatch.setattr(engine.runner, "decode", decode)
     engine.submit(PROMPT, SHORT, lambda request, step: order.append("first" if step is None else "read"))
     while engine.step():
         pass

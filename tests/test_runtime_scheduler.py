@@ -195,7 +195,7 @@ def test_more_pages_than_there_are_change_nothing() -> None:
         PagePool(1, SIZE)
 
 
-def test_who_came_last_gives_way_whatever_row_it_has() -> None:
+def test_who_came_last_gives_way_whatever_row_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     preempted: list[str] = []
     pool = PagePool(61, SIZE)
     scheduler = Scheduler(
@@ -208,7 +208,7 @@ def test_who_came_last_gives_way_whatever_row_it_has() -> None:
         preempted.append(names[request])
         real(request)
 
-    scheduler._preempt = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(scheduler, "_preempt", watched)
 
     def add(name: str, tokens: int, limit: int) -> None:
         request = Request([ord(name)] * tokens, SamplingParams(), frozenset(), limit)

@@ -172,36 +172,30 @@ def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("groups", [(8, 1), (1, 8), (2, 4)])
 def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
-    groups: tuple[int, int], tmp_path: Path
+    groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes by the share of the data that is behind, whatever the steps were."""
-    target = make_target()
+    target, real, begun = make_target(), loop.compute_loss, 0
 
-    def run(accumulate: int, stop: int | None) -> None:
+    def interrupted(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 25:  # of 48 micro batches
+            raise KeyboardInterrupt
+        return real(*args)
+
+    def run(accumulate: int) -> None:
         config = TrainConfig(
             target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
             optim=OptimKnobs(optimizer="adamw", epochs=6, batch_size=2, accumulate=accumulate, warmup=0.01),
             run=RunKnobs(log_every=1, save_every=1),
         )  # fmt: skip
-        done = 0
+        loop.train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None)
 
-        def observed(*args: Any) -> Any:
-            nonlocal done
-            done += 1
-            if done == stop:
-                raise KeyboardInterrupt
-            return real(*args)
-
-        real, loop.compute_loss = loop.compute_loss, observed  # type: ignore[assignment]
-        try:
-            loop.train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            loop.compute_loss = real
-
-    run(groups[0], 25)  # 48 micro batches
-    run(groups[1], None)
+    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(groups[0])
+    run(groups[1])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     micro = [round(8 * line["epoch"]) for line in lines]
     assert micro[-1] == 48

@@ -89,11 +89,9 @@ def mask_row(case: Case, now: Setting) -> Iterator[Way]:
     likely += [tokenizer.pad_token_id, max(reserved, default=None), min(reserved, default=None), 0]
     tried = [i for i in dict.fromkeys(likely) if i is not None and 0 <= i < rows and i != now.mask_token_id]
     for token in tried[:MASKS_TRIED]:
-        keys = (
-            "mask_token_id (and dflash_config.mask_token_id, if there)"
-            if case.speculators
-            else "dflash_config.mask_token_id"
-        )
+        keys = "dflash_config.mask_token_id"
+        if case.speculators:
+            keys = f"mask_token_id (and {keys}, if there)"
         remedy = f"set {keys} to {token} in config.json"
         yield Way(f"mask {token}", replace(now, mask_token_id=token), remedy)
 
