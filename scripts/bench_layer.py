@@ -3,19 +3,26 @@
     python scripts/bench_layer.py --rows 1 16 64 128 --output layer.json
 
 A chain of layers runs as one CUDA graph, so that weights come from memory and not from L2. Microseconds a layer are
-measured without stamps. The trace has the time at which every program (one a multiprocessor) ended each phase: `took`
-is shown as the mean and the most over programs, `idle` is how long the mean program waited at the barrier behind it.
+measured without stamps, and beside them those of the same layer with cuBLAS's products between the runtime's norms; so
+too the head and its argmax. The trace has the time at which every program (one a multiprocessor) ended each phase:
+`took` is shown as the mean and the most over programs, `idle` is how long the mean one waited at the barrier behind.
+More rows than the kernels take have cuBLAS's time alone.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
+from dflash_toolkit.kernels import fused, linear
+from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.layer import PHASES, launch_layer
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
@@ -30,14 +37,25 @@ def chain(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces
         x, _, _ = launch_layer(x, a, o, norm, gate_up, down, norm, qkv, EPS, trace=trace)
 
 
-def captured(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces: list[Tensor | None]) -> Any:
+def chain_of_cublas(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor) -> None:
+    with patch.object(linear, "MAX_ROWS", 0), patch.object(fused, "fits", lambda *_: False):
+        for o, gate_up, down, qkv in layers:
+            x, _, _ = fused.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, EPS)
+
+
+def head_of_cublas(x: Tensor, head: Tensor) -> None:
+    F.linear(x, head).argmax(-1)
+
+
+def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        chain(layers, norm, x, a, traces)  # compiles
+        work(*args)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain(layers, norm, x, a, traces)
+        work(*args)
+    graph.replay()
     return graph
 
 
@@ -67,7 +85,7 @@ def phases(traces: Tensor) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 96, 128, 160, 256])
     parser.add_argument("--layers", type=int, default=12, help="of the chain")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -81,6 +99,7 @@ def main() -> None:
 
     layers = [[0.02 * random(*s) for s in ((d, width), (2 * ffn, d), (d, ffn), (qkv, d))] for _ in range(args.layers)]
     read = sum(w.nbytes for w in layers[0])
+    head = 0.02 * random(spec.vocab_size, d)
     norm = torch.ones(d, device=device, dtype=dtype)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     result: dict[str, Any] = {
@@ -88,24 +107,36 @@ def main() -> None:
         "shape": args.shape,
         "rows": [],
     }
+
+    def us_of(graph: torch.cuda.CUDAGraph) -> float:
+        return 1e6 * median_seconds(graph.replay, device, REPEATS)
+
     for rows in args.rows:
         x, a = random(rows, d), random(rows, width)
-        chained = captured(layers, norm, x, a, [None] * args.layers)
-        chained.replay()
-        us = 1e6 * median_seconds(chained.replay, device, REPEATS) / args.layers
+        row: dict[str, Any] = {
+            "rows": rows,
+            "cublas_us": us_of(captured(chain_of_cublas, layers, norm, x, a)) / args.layers,
+            "head_cublas_us": us_of(captured(head_of_cublas, x, head)),
+        }
+        result["rows"].append(row)
+        print(f"{rows} rows: cuBLAS {row['cublas_us']:.1f} us a layer and {row['head_cublas_us']:.1f} the head")
+        if rows > MAX_ROWS:
+            continue
+        us = us_of(captured(chain, layers, norm, x, a, [None] * args.layers)) / args.layers
+        row["head_us"] = us_of(captured(fused.linear_argmax, x, head))
         traces = torch.zeros(args.layers, programs, len(PHASES), device=device, dtype=torch.int64)
-        graph = captured(layers, norm, x, a, list(traces))
+        graph = captured(chain, layers, norm, x, a, list(traces))
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
         found = phases(traces)
-        result["rows"].append({"rows": rows, "us": us, "tb_s": read / us / 1e6, "phases": found})
-        print(f"{rows} rows: {us:.1f} us a layer, {read / us / 1e6:.2f} TB/s of weights")
-        for row in found:
+        row |= {"us": us, "tb_s": read / us / 1e6, "phases": found}
+        print(f"    here {us:.1f} us a layer, {read / us / 1e6:.2f} TB/s of weights, and {row['head_us']:.1f} the head")
+        for phase in found:
             values = ", ".join(
-                f"{name.removesuffix('_us')} {value:.1f}" for name, value in row.items() if name != "phase"
+                f"{name.removesuffix('_us')} {value:.1f}" for name, value in phase.items() if name != "phase"
             )
-            print(f"    {row['phase']}: {values}")
+            print(f"    {phase['phase']}: {values}")
     if args.output:
         write_json(args.output, result)
 

@@ -1,7 +1,8 @@
 """A decoder layer in one launch: against float64, against one launch a product, and alone against in company; and the
 head, which streams in the same way.
 
-Gluon has no interpreter, so the kernel itself runs on a GPU only; that it compiles is in test_kernels_sm90.py.
+The kernel itself runs on a GPU here, and interpreted in test_kernels_gluon.py; that it compiles is in
+test_kernels_sm90.py.
 """
 
 import math

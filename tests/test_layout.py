@@ -37,7 +37,7 @@ OPTIONAL = [
     "wandb",
     "datasets",
     "triton",
-    "flash_attn",
+    "flash_attn_interface",
     "fastapi",
     "uvicorn",
     "gguf",

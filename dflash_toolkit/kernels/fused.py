@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from . import flash
 from .accept import accept
-from .attention import block_attention
+from .attention import block_attention as block_attention_by_tiles
 from .head import launch_head
 from .layer import launch_layer
 from .linear import linear, linear_partials, linear_swiglu
@@ -27,6 +28,22 @@ __all__ = [
     "rope_write",
     "sample",
 ]
+
+
+def block_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> Tensor:
+    """FlashAttention for a long chunk of a prompt, where it is installed; else the kernel over tiles."""
+    if flash.fits(q, lengths, causal=causal, window=window):
+        return flash.launch(q, cache, lengths, page_table, page_size)
+    return block_attention_by_tiles(q, cache, lengths, page_table, page_size, causal=causal, window=window)
 
 
 def finish_layer(

@@ -131,7 +131,7 @@ def _compute(
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute; `ready` says that all programs have written what the next product reads."""
+    """The warps that compute; `ready` says of three products that all programs have written what they read."""
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
     stamp(trace_p, 0, PHASES)
@@ -149,7 +149,7 @@ def _compute(
     _norm(b_x, b_w, part_p, sum_p, h_p, tap_p, stride_tap, M, eps, D, O_SPLITS, BLOCK_D, False)
     stamp(trace_p, 3, PHASES)
     join(sync_p + 1, True)
-    mbarrier.arrive(ready, count=1)
+    mbarrier.arrive(ready.index(0), count=1)
     stamp(trace_p, 4, PHASES)
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
@@ -159,7 +159,7 @@ def _compute(
     )  # fmt: skip
     stamp(trace_p, 5, PHASES)
     join(sync_p + 2, True)
-    mbarrier.arrive(ready, count=1)
+    mbarrier.arrive(ready.index(1), count=1)
     stamp(trace_p, 6, PHASES)
     w_done, x_done = _product(
         rings, w_done, x_done, part_p, M, o_tiles, DOWN_SPLITS, FFN, 1,
@@ -174,7 +174,7 @@ def _compute(
     if QKV > 0:
         stamp(trace_p, 9, PHASES)
         join(sync_p + 4, True)
-        mbarrier.arrive(ready, count=1)
+        mbarrier.arrive(ready.index(2), count=1)
         stamp(trace_p, 10, PHASES)
         _product(
             rings, w_done, x_done, qkv_p, M, QKV // BLOCK_N, QKV_SPLITS, D, QKV_WIDE,
@@ -226,17 +226,17 @@ def _stream_rows(
         a_d, x_s, full, free, gl.to_tensor(0), o_tiles, O_SPLITS, A, 1,
         False, ROW_SLOTS, T, BLOCK_K,
     )  # fmt: skip
-    mbarrier.wait(ready, 0)
+    mbarrier.wait(ready.index(0), 0)
     async_sees_memory()
     done = stream(h_d, x_s, full, free, done, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE, False, ROW_SLOTS, T, BLOCK_K)
-    mbarrier.wait(ready, 1)
+    mbarrier.wait(ready.index(1), 0)
     async_sees_memory()
     done = stream(
         act_d, x_s, full, free, done, o_tiles, DOWN_SPLITS, FFN, 1,
         False, ROW_SLOTS, T, BLOCK_K,
     )  # fmt: skip
     if QKV > 0:
-        mbarrier.wait(ready, 0)
+        mbarrier.wait(ready.index(2), 0)
         async_sees_memory()
         stream(
             h_d, x_s, full, free, done, QKV // BLOCK_N, QKV_SPLITS, D, QKV_WIDE,
@@ -260,8 +260,10 @@ def layer_kernel(
     QKV > 0: and to qkv of h as partial sums, fp32 [QKV_SPLITS, M, QKV].
     """
     rings = make_rings(o_d, a_d, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
+    # one each: a program without tiles may arrive at two before its rows' warp has looked at the first
+    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(ready.index(i), count=1)
     gl.warp_specialize(
         [
             (_compute, (
@@ -285,7 +287,7 @@ def layer_kernel(
 
 @functools.cache
 def _barriers(device: int) -> Tensor:
-    """Counters that every launch leaves as it found them; launches of one device may not overlap."""
+    """Counters of which a launch leaves the first at zero and resets the others; those of a device may not overlap."""
     return torch.zeros(BARRIERS, dtype=torch.int32, device=torch.device("cuda", device))
 
 

@@ -1,0 +1,117 @@
+"""Several processes share Muon's work and step as one does; on GPUs a whole run of them learns what one GPU learns."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train_loop import argv, losses
+from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: F401  # the fixture starts what forks
+from torch import Tensor, nn
+
+from train.config import OptimKnobs
+from train.optimizers import Optimizers, deal, make_optimizer
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
+
+
+def module() -> nn.Module:
+    g = torch.Generator().manual_seed(3)
+    found = nn.Module()
+    for i, shape in enumerate([*SHAPES, (9,)]):
+        found.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, generator=g)))
+    return found
+
+
+def stepped(optimizer: Optimizers, weights: nn.Module, steps: range) -> None:
+    for step in steps:
+        for i, p in enumerate(weights.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _process(rank: int, world: int, folder: Path, first: int) -> None:
+    """Goes on from the file of step `first`, for two steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
+    weights = module()
+    optimizer = make_optimizer(weights, OptimKnobs(optimizer="muon", weight_decay=0.1), rank, world)
+    if first:
+        kept = torch.load(folder / f"{first}.pt")
+        weights.load_state_dict(kept["weights"])
+        optimizer.load_state_dict(kept["optimizer"])
+    stepped(optimizer, weights, range(first, first + 2))
+    state = optimizer.state_dict()
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, weights.state_dict())
+    assert all(torch.equal(everyone[0][name], other[name]) for other in everyone for name in other)
+    if rank == 0:
+        torch.save({"weights": weights.state_dict(), "optimizer": state}, folder / f"{first + 2}.pt")
+    dist.destroy_process_group()
+
+
+def flat(state: Any) -> dict[str, Tensor]:
+    """The tensors of a nested state by their place."""
+    if isinstance(state, Tensor):
+        return {"": state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return {f"{key}.{place}": tensor for key, value in items for place, tensor in flat(value).items()}
+
+
+def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: Path) -> None:
+    for first, world in ((0, 3), (2, 7), (4, 1)):  # of seven, two have no matrix
+        processes = [CONTEXT.Process(target=_process, args=(rank, world, tmp_path, first)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        assert ended(processes) == [0] * world
+    weights = module()
+    optimizer = make_optimizer(weights, OptimKnobs(optimizer="muon", weight_decay=0.1))
+    stepped(optimizer, weights, range(6))
+    found = torch.load(tmp_path / "6.pt")
+    alone = {"weights": weights.state_dict(), "optimizer": optimizer.state_dict()}
+    assert flat(alone).keys() == flat(found).keys()
+    assert all(torch.equal(tensor, flat(found)[place]) for place, tensor in flat(alone).items())
+
+
+@given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), world=st.integers(1, 9))
+def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs: list[int], world: int) -> None:
+    rounds = deal(costs, world)
+    assert sorted(i for owners in rounds for i in owners.values()) == list(range(len(costs)))
+    loads = [sum(costs[owners[rank]] for owners in rounds if rank in owners) for rank in range(world)]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpus_learn_what_one_learns(world: int, optimizer: str, target_dir: Path, tmp_path: Path) -> None:
+    """The same micro batches on several GPUs at a time as on one after the other; fp32, so that Muon's bf16 is all."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(24)))
+    knobs = [
+        "run.dtype=float32", "run.attention=sdpa", "run.compile=off", f"optim.optimizer={optimizer}",
+        "optim.pack_tokens=128", "optim.pack_blocks=12", "optim.steps=8", "answers.runtime=reference",
+        "run.evaluate_runtime=reference",
+    ]  # fmt: skip
+    curves = []
+    for gpus in (1, world):
+        output = tmp_path / f"on{gpus}"
+        arguments = argv(target_dir, data, output, *knobs, f"optim.accumulate={world // gpus}")
+        torchrun = [f"--nproc-per-node={gpus}", f"--master-port={free_port()}", "-m", "train.cli"]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments],
+            cwd=Path(__file__).parent.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        curves.append(losses(output / "work/metrics.jsonl"))
+    assert len(curves[0]) == 8 and curves[0] == pytest.approx(curves[1], rel=1e-5 if optimizer == "adamw" else 1e-2)
