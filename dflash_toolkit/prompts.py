@@ -224,7 +224,8 @@ def _parse(line: str, where: str, default_id: str) -> Prompt:
         raise UserError(f"{where}: none of messages, turns, question, prompt, text, instruction is in this row")
     if not messages or not all(m["content"].strip() for m in messages if m["role"] == "user"):
         raise UserError(f"{where}: the prompt is empty")
-    return Prompt(str(row.get("id", row.get("task_id", default_id))), tuple(messages), answer)
+    names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
+    return Prompt(str(next(name for name in names if name is not None)), tuple(messages), answer)
 
 
 def _messages(row: dict[str, Any]) -> tuple[list[Message] | None, str | None]:

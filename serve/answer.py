@@ -31,14 +31,19 @@ class Answer:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_tokens: int, stops: Sequence[str], spelling: Spelling | None = None
+        self,
+        tokenizer: Any,
+        prompt_tokens: int,
+        stops: Sequence[str],
+        spelling: Spelling | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, before)
         self._scanner = StopScanner(stops)
         self._queue = TokenQueue(spelling) if spelling else None
 

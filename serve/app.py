@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -28,10 +28,17 @@ T = TypeVar("T")
 log = logging.getLogger("dflash_toolkit.serve")
 
 
-def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAPI:
-    """The application that serves `engine` as `model`; with `api_key` every route but /health asks for it."""
+def create_app(
+    engine: Engine, model: str, api_key: str | None = None, defaults: Mapping[str, float] | None = None
+) -> FastAPI:
+    """The application that serves `engine` as `model`.
+
+    Args:
+        api_key: every route but /health asks for it.
+        defaults: of sampling, where a request names none (`defaults.py`).
+    """
     metrics = Metrics()
-    service = _Service(engine, model, metrics)
+    service = _Service(engine, model, metrics, defaults or {})
     card = {
         "id": model,
         "object": "model",
@@ -128,8 +135,8 @@ def create_app(engine: Engine, model: str, api_key: str | None = None) -> FastAP
 class _Service:
     """What both endpoints do once they have token ids."""
 
-    def __init__(self, engine: Engine, model: str, metrics: Metrics) -> None:
-        self._engine, self._model, self._metrics = engine, model, metrics
+    def __init__(self, engine: Engine, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
+        self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._spelling = Spelling(engine.tokenizer)
         self._encoding = asyncio.Lock()
 
@@ -157,12 +164,18 @@ class _Service:
 
     async def respond(self, request: Request, body: GenerationRequest, ids: list[int], replies: Replies) -> Response:
         """Decode `ids` and answer, at once or as events."""
-        params = body.sampling(self._engine.context_limit - len(ids))
+        eos = self._engine.tokenizer.eos_token_id
+        params = body.sampling(self._engine.context_limit - len(ids), self._defaults, eos)
+        try:
+            params.check_bias(self._engine.vocabulary)
+        except UserError as error:
+            raise ApiError(400, str(error), param="logit_bias") from error
         try:
             self._engine.check(ids, params)  # before a stream begins, whose status would be sent
         except UserError as error:
             raise ApiError(400, str(error)) from error
-        answer = Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling)
+        before = self._spelling.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
+        answer = Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling, before)
         pieces = self._pieces(answer, ids, params)
         if body.stream:
             return EventResponse(self._events(pieces, answer, replies))
@@ -271,5 +284,7 @@ def _as_api_error(error: Exception) -> ApiError:
 
 
 def _error_response(error: ApiError) -> Response:
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.code == "internal_error":  # starlette raises it again, whereupon uvicorn closes the connection
+        headers["Connection"] = "close"
     return JSONResponse(error.body(), error.status, headers)

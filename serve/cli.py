@@ -32,6 +32,11 @@ class ServeConfig:
     draft_dtype: str = knob("auto", "fp8: draft in eight bits; the answers stay the same", choices=("auto", "fp8"))
     memory_fraction: float = knob(0.9, "of the GPU's memory, for weights, caches and all")
     api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
+    sampling_defaults: str = knob(
+        "model",
+        "where a request does not say: model has what the target's generation_config.json says, openai temperature 1",
+        choices=("model", "openai"),
+    )
     served_model_name: str | None = knob(None, "the name clients ask for (default: the target, as given)")
 
     def __post_init__(self) -> None:
@@ -67,18 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: ServeConfig) -> None:
     _require_extra()
     from .app import create_app
+    from .defaults import sampling_defaults
     from .engine import Engine
     from .server import Server, listen, url_of
 
     try:
         # what can be wrong is looked at before the target's weights, which take longest
         with listen(config.host, config.port) as listener:
+            defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
             engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.options)
             drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
             runner = engine.engine.runner
             place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
             line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
-            app = create_app(engine, config.model, config.api_key)
+            app = create_app(engine, config.model, config.api_key, defaults)
             Server(app, ready=lambda: print(line, flush=True), stop=engine.close).run(sockets=[listener])
     except KeyboardInterrupt:
         pass  # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again

@@ -47,8 +47,8 @@ class Spelling:
         self._tokenizer = tokenizer
         self._silent = silent_tokens(tokenizer)
         # SentencePiece drops the space of the token that starts a text, so every token is decoded behind another
-        self._before = tokenizer.encode("a", add_special_tokens=False)
-        self._skip = len(self._decode(self._before))
+        self.before = tokenizer.encode("a", add_special_tokens=False)
+        self._skip = len(self._decode(self.before))
         self._known: dict[int, Spelled] = {}
 
     def __getitem__(self, token: int) -> Spelled:
@@ -57,7 +57,7 @@ class Spelling:
         return self._known[token]
 
     def _spell(self, token: int) -> Spelled:
-        text = self._decode([*self._before, token])[self._skip :]
+        text = self._decode([*self.before, token])[self._skip :]
         if not text or token in self._silent:
             return Spelled(None, text)
         if REPLACEMENT not in text:

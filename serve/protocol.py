@@ -5,6 +5,7 @@ does not implement is refused by name; one that would not (`user`, `metadata`, .
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -105,6 +106,14 @@ class GenerationRequest(_Strict):
         "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
         "prompt_logprobs": (),
+        "structural_tag": (),
+        "prompt_embeds": (),
+        "thinking_token_budget": (),
+        "return_tokens_as_token_ids": (False,),
+        "spaces_between_special_tokens": (True,),
+        "min_new_tokens": (0,),
+        "typical_p": (1.0, 1),
+        "custom_logit_processor": (),
     }
 
     model: str
@@ -181,22 +190,34 @@ class GenerationRequest(_Strict):
         """How many to report beside each token; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    def sampling(self, room: int) -> SamplingParams:
-        """How to decode; without a seed a random one is drawn."""
-        temperature = 1.0 if self.temperature is None else self.temperature
+    def sampling(self, room: int, defaults: Mapping[str, float], eos: int | None) -> SamplingParams:
+        """How to decode; without a seed a random one is drawn.
+
+        Args:
+            room: tokens of context behind the prompt.
+            defaults: what holds where the request names no value; without one it is OpenAI's.
+            eos: the tokenizer's own end of a turn, which a checkpoint's configurations need not name.
+        """
+
+        def asked(name: str, otherwise: float) -> float:
+            value: float | None = getattr(self, name)
+            return defaults.get(name, otherwise) if value is None else value
+
+        temperature = asked("temperature", 1.0)
+        ends = (self.stop_token_ids or []) + ([] if eos is None or self.ignore_eos else [eos])
         return SamplingParams(
             temperature=temperature if temperature >= COLDEST else 0.0,
-            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
+            top_p=max(asked("top_p", 1.0), LEAST_TOP_P),
+            top_k=max(int(asked("top_k", 0)), 0),
+            min_p=asked("min_p", 0.0),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=asked("repetition_penalty", 1.0),
             logit_bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
             logprobs=self.best_tokens(),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_new_tokens=self.length(room),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=tuple(ends),
             ignore_eos=bool(self.ignore_eos),
         )
 
@@ -215,6 +236,9 @@ class ChatRequest(GenerationRequest):
         "chat_template": (),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
+        "add_special_tokens": (False,),  # a template has its own
+        "echo": (False,),
+        "documents": ([],),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -226,7 +250,7 @@ class ChatRequest(GenerationRequest):
     @field_validator("top_logprobs")
     @classmethod
     def _with_logprobs(cls, best: int | None, info: ValidationInfo) -> int | None:
-        if best is not None and not info.data.get("logprobs"):
+        if best and not info.data.get("logprobs"):
             raise ValueError("`logprobs` must be true if this is set")
         return best
 
@@ -244,6 +268,7 @@ class CompletionRequest(GenerationRequest):
         "echo": (False,),
         "best_of": (1,),
         "suffix": ("",),
+        "add_special_tokens": (True,),
     }
 
     prompt: str | list[int]
@@ -252,11 +277,11 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         token_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
         if not isinstance(prompt, str) and not token_ids:
-            raise ValueError("must be a string, a list of one string or a list of token ids")
+            raise ValueError("must be one prompt: a string, a list of token ids, or a list of one of them")
         if not prompt:
             raise ValueError("must not be empty")
         return prompt

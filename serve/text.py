@@ -20,13 +20,13 @@ class Detokenizer:
     start of a run that turns out to be invalid; they have been returned by then.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._silent = silent_tokens(tokenizer)
         # the tokens of the last piece and those after it; with the last piece in front, decoders that treat the
         # start of a text differently (SentencePiece drops its space) do not see a start in the middle
-        self._window: list[int] = []
-        self._sent = 0  # how many tokens of the window have been returned as text
+        self._window: list[int] = list(before)
+        self._sent = len(before)  # how many tokens of the window have been returned as text
         # of invalid bytes the window keeps the first, which make them invalid, and the last: so many are the first
         self._first = 0
 

@@ -1,5 +1,6 @@
 """Whatever comes in whatever order, no page and no token is lost. The device here is a table."""
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,3 +234,26 @@ def test_a_request_that_was_never_queued_can_be_cancelled() -> None:
     request = Request([1] * 8, SamplingParams(), frozenset(), 4)
     scheduler.cancel(request)
     assert request.cancelled and scheduler.idle
+
+
+def test_a_report_that_raises_costs_the_others_nothing() -> None:
+    def raises(request: Request, step: object) -> None:
+        if len(request.tokens) > 2:
+            raise RuntimeError("the caller's own")
+
+    found = []
+    for report in (None, raises):
+        scheduler = Scheduler(
+            TableDevice(0, random.Random(0)), PagePool(9, SIZE), lambda requests: 1,
+            max_batch=3, prefill_chunk=64, max_block=1, prefix_cache=False,
+            report=lambda request, step: request.on_progress and request.on_progress(request, step),
+        )  # fmt: skip
+        requests = [Request([5] * 8, SamplingParams(), frozenset(), 8, on_progress) for on_progress in (report, None)]
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(200):
+            with contextlib.suppress(RuntimeError):
+                scheduler.advance()
+        assert scheduler.idle
+        found.append([request.tokens for request in requests])
+    assert found[0] == found[1]

@@ -392,6 +392,7 @@ def test_a_failure_inside_is_an_error_the_client_can_read(
             chat(client, extra_body=LONG)
         assert caught.value.status_code == 500
         assert "secret" not in str(error_of(caught.value.response))
+        assert caught.value.response.headers["connection"] == "close", "uvicorn closes it"
         with pytest.raises(APIError, match="internal error"):
             joined(chat(client, stream=True, extra_body=LONG))
     assert chat(client, max_tokens=1, extra_body=LONG).usage.completion_tokens == 1, "the next request is served"

@@ -216,3 +216,12 @@ def test_a_stop_token_is_no_text_even_when_it_has_some(reason: Any, text: str) -
     answer = Answer(BYTES, 1, ())
     assert answer.add(Progress(tuple(encode("ab")), None, reason)).text == text
     assert answer.completion_tokens == 2
+
+
+def test_the_text_behind_a_prompt_keeps_its_space() -> None:
+    """SentencePiece drops the space of the token that starts a text; a completion does not start one."""
+    before = [PIECES.convert_tokens_to_ids("▁a")]
+    assert Detokenizer(PIECES).add([2, 3]) == "ab"
+    assert Detokenizer(PIECES, before).add([2, 3]) == " ab"
+    scanned = Answer(PIECES, 1, [" ab"], before=before)
+    assert scanned.add(Progress([2, 3, 2], Step(2, 2, (2, 3, 2)), None)).text == "" and scanned.finish_reason == "stop"

@@ -144,9 +144,11 @@ def operations(device: torch.device) -> ModuleType:
             f"{torch.cuda.get_device_name(device)} is too old for the runtime: it needs capability 8.0 or more"
         )
     try:
-        return importlib.import_module("dflash_toolkit.kernels.fused")
+        kernels = importlib.import_module("dflash_toolkit.kernels.fused")
     except ModuleNotFoundError as error:
         raise UserError("triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'") from error
+    kernels.flash.with_pages()  # loaded now and not in somebody's first long prompt
+    return kernels
 
 
 class Engine:

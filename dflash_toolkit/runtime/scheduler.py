@@ -221,7 +221,7 @@ class Scheduler:
 
     def _read(self, launch: _Launch) -> bool:
         """Whether any request got something."""
-        news = False
+        news = []
         for (request, epoch), committed in zip(launch.requests, self._device.read(launch.ticket), strict=True):
             if request.epoch != epoch:
                 continue  # finished, cancelled or preempted since
@@ -233,9 +233,10 @@ class Scheduler:
                 step = request.add_step(launch.block, committed)
             if request.finished:
                 self._drop(request)
+            news.append((request, step))
+        for request, step in news:  # a report may raise, and then nothing may be half read
             self._report(request, step)
-            news = True
-        return news
+        return bool(news)
 
     def _drop(self, request: Request) -> None:
         """Take row and pages; what is in flight for it is void."""

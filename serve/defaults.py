@@ -1,0 +1,26 @@
+"""How a target's makers would have it sampled, for requests that do not say."""
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.target import load_generation_config
+
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(target: str) -> dict[str, float]:
+    """What the target's generation_config.json says of these, as vLLM and SGLang take it; `do_sample` is not looked at.
+
+    Raises:
+        UserError: a value that the sampler does not take.
+    """
+    config = load_generation_config(target)
+    found = {name: value for name in NAMES if (value := getattr(config, name, None)) is not None}
+    if found.get("top_k") == -1:  # vLLM's word for all of them
+        found["top_k"] = 0
+    try:
+        SamplingParams(**found)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"target {target}: its generation_config.json: {error}; correct it, or give --sampling-defaults openai"
+        ) from error
+    return found
