@@ -23,6 +23,14 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
 
 
+def read_json(path: Path) -> Any:
+    """What `write_json` left. Raises UserError for a file that cannot be read or is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); remove it, or choose another --output") from error
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One run at a time has a directory, or a file, which is made if it is missing; two would mix what they write.

@@ -261,7 +261,9 @@ def test_recomputed_activations_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("device", "place", "gpus", "message"),
     [
-        ("cpu", {"WORLD_SIZE": "2"}, 0, "RANK and LOCAL_RANK are not set: start with torchrun"),
+        ("cpu", {"WORLD_SIZE": "2"}, 0, "RANK is no number: start with torchrun"),
+        ("cpu", {"WORLD_SIZE": ""}, 0, "WORLD_SIZE is '', but WORLD_SIZE is no number"),
+        ("cpu", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 0, "MASTER_ADDR is not set: start with torchrun"),
         ("cuda", {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "4 processes .* 2 G"),
         ("cuda", {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}, 2, "3 processes on this machine, but 2 GPUs"),
         ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "run.device is cuda:1, but 2 processes"),

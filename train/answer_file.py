@@ -84,6 +84,8 @@ def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, templ
     """
     rows: list[Row] = []
     samplers: dict[str, dict[str, Any]] = {}
+    if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
+        raise UserError(f"answers {twice}: given twice")
     for path in paths:
         found = len(rows)
         for number, _, row in _lines(Path(path)):
@@ -91,7 +93,7 @@ def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, templ
                 rows.append(_row_of(row, len(rows)))
                 samplers[json.dumps(row["sampler"], sort_keys=True)] = row["sampler"]
                 wrote, words, rendered = str(row["target"]), row["vocab_size"], row["template_hash"]
-            except (LookupError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
                 raise _foreign(Path(path), number, error) from error
             where = f"{path}, line {number}"
             if _last_name(wrote) != _last_name(target) or words != vocab_size:
@@ -117,8 +119,8 @@ def _row_of(row: dict[str, Any], index: int) -> Row:
     made = Row(index, int(row["prompt_tokens"]), tokens, spans)
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
     whole = all(type(number) is int for number in (row["index"], *tokens))
-    if not whole or not tokens or not spans or ends != sorted(ends):
-        raise ValueError("spans or tokens are not in order")
+    if not whole or not tokens or not spans or ends != sorted(ends) or made.prompt_tokens != spans[0][0]:
+        raise ValueError("spans, tokens or prompt_tokens do not fit one another")
     return made
 
 

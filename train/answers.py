@@ -121,14 +121,17 @@ def read_rows(path: Path) -> list[Row]:
     """The complete rows of an answers file; a line torn by a kill is cut off the file."""
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with open(path, "r+b") as handle:
-            handle.truncate(whole)
     try:
-        return [Row(**json.loads(line)) for line in data[:whole].splitlines()]
-    except (TypeError, ValueError) as error:
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with open(path, "r+b") as handle:
+                handle.truncate(whole)
+        rows = [Row(**json.loads(line)) for line in data[:whole].splitlines()]
+        if not all(type(token) is int for row in rows for token in (row.index, row.prompt_tokens, *row.tokens)):
+            raise TypeError("tokens are not whole numbers")
+        return rows
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path}: damaged ({error}); remove it to have its prompts answered again") from error
 
 

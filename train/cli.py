@@ -20,15 +20,16 @@ from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_draft
 from dflash_toolkit.checkpoint import check_fits, serving_commands
 from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
-from dflash_toolkit.files import locked, write_json
+from dflash_toolkit.files import locked, read_json, write_json
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.speculators import save_speculators
-from dflash_toolkit.target import choose_mask_token, context_limit, load_config, load_tokenizer
+from dflash_toolkit.target import choose_mask_token, context_limit, load_config, load_tokenizer, resolve_device
 
 from .answers import Row, read_rows, regenerate
 from .backends import Backend, open_backend
 from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
+from .identity import target_digest
 from .loop import Outcome, train
 from .metrics import import_wandb
 from .parallel import Processes, speaks, without_local_rank
@@ -132,6 +133,10 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
         import_wandb()  # a mistake is said now, not after hours of answers
     if config.run.zero:
         import_deepspeed()
+    device = resolve_device(config.run.device)
+    packing(config, device)  # raises for knobs that say nothing there
+    if config.run.attention == "flex" and device.type != "cuda":
+        raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
     target_config = load_config(config.target)
     length = min(config.prompts.max_length, context_limit(target_config))  # no answer is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
@@ -227,11 +232,11 @@ def _answered(run: _Prepared, processes: Processes) -> list[Row]:
     Each process answers its share into a file of its own. All files count, whoever wrote them.
     """
     config, work, record, questions = run.config, run.work, run.record, run.data.training
-    wanted = {k: record[k] for k in ("target", "template_hash", "data_hash")}
+    wanted = {k: record[k] for k in ("target", "target_digest", "template_hash", "data_hash")}
     # the prompt knobs and the seed fix which prompt an index means
     wanted |= {"answers": _asked(record["config"]), "prompts": record["config"]["prompts"], "seed": config.run.seed}
     meta = work / "answers.json"
-    if meta.exists() and (difference := first_difference(json.loads(meta.read_text()), wanted)):
+    if meta.exists() and (difference := first_difference(read_json(meta), wanted)):
         raise UserError(f"{work} holds answers of another run ({difference}); choose another --output or remove it")
 
     def begin() -> Backend:
@@ -252,6 +257,8 @@ def _answered(run: _Prepared, processes: Processes) -> list[Row]:
     path = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
     processes.together(regenerate, begin, share, path, config.answers, config.prompts.max_length)
     done = written()
+    if not all(processes.gather(all(q.index in done for q in questions))):
+        raise UserError(f"{work} has not the same answers everywhere: all machines must share the output directory")
     return [done[q.index] for q in questions]
 
 
@@ -275,14 +282,15 @@ def _work_directory(output: Path) -> Path:
 
 # knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
 # `accumulate` changes, only how many micro batches a step takes
-FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens",
-              "evaluate_runtime", "features", "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb",
-              "speculators", "zero", "accumulate", "recompute")  # fmt: skip
+FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_runtime", "features", "feature_dir",
+              "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "accumulate",
+              "recompute")  # fmt: skip
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
     return {
         "target": config.target,
+        "target_digest": target_digest(config.target),
         "config": to_mapping(config),
         "drafter": to_mapping(shape),
         "data_hash": data.digest,
@@ -313,7 +321,8 @@ def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         config[part] = {k: v for k, v in config[part].items() if k not in FREE_KNOBS}
     config["answers"] = _asked(config)
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
-    return {"config": config} | {k: record[k] for k in ("drafter", "data_hash", "template_hash")} | start
+    same = ("drafter", "target_digest", "data_hash", "template_hash")
+    return {"config": config} | {k: record[k] for k in same} | start
 
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:

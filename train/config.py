@@ -162,6 +162,10 @@ class OptimKnobs:
     def __post_init__(self) -> None:
         if self.steps < 0 or min(self.epochs, self.batch_size, self.accumulate) < 1:
             raise ValueError("optim.steps must be >= 0, optim.epochs, optim.batch_size and optim.accumulate >= 1")
+        if self.minutes and self.steps:
+            raise ValueError("optim.steps and optim.minutes are both given; a run ends by one of them")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must be >= 0")
         if self.minutes < 0 or (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % 128:
             raise ValueError("optim.minutes must be >= 0 and optim.pack_tokens a multiple of 128")
         if self.pack_blocks is not None and not 1 <= self.pack_blocks <= (self.pack_tokens or PACK_TOKENS):

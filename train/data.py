@@ -72,7 +72,10 @@ def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: 
     rendered = []
     with Progress("prompts", len(prompts)) as progress:
         for prompt in prompts:
-            ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking)
+            try:
+                ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking)
+            except UserError as error:
+                raise UserError(f"prompt {prompt.id}: {error}") from error
             if len(ids) > room and strict:
                 raise UserError(
                     f"prompt {prompt.id} has {len(ids)} tokens, prompts.max_length is {config.prompts.max_length}: "
@@ -86,11 +89,17 @@ def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: 
 
 
 def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
-    """Rows that dflash-data wrote; without files of held-out prompts, all rows of some prompts are kept out."""
+    """Rows that dflash-data wrote; without files of held-out prompts, all rows of some prompts are kept out.
+
+    Prompts of files are rendered as those of the answers were, unless `answers.thinking` says how.
+    """
     vocabulary = int(load_config(config.target).vocab_size)
     found = read_training_rows(config.answer_files, config.target, vocabulary, template_hash(tokenizer))
     digest = file_hash([*config.answer_files, *config.held_out])
     if config.held_out:
+        modes = {sampler.get("thinking") for sampler in found.samplers}
+        if config.answers.thinking is None and len(modes) == 1:
+            config = replace(config, answers=replace(config.answers, thinking=modes.pop()))
         prompts = [p for path in config.held_out for p in read_prompts(path)]
         held_out, rows = _render(prompts, config, tokenizer, strict=True), found.rows
     else:

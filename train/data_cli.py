@@ -26,6 +26,7 @@ from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
 from .dialogue import ChatDialogue
 from .endpoint import EndpointBackend
+from .identity import target_digest
 from .sources import Malformed, Source
 from .state import first_difference
 from .vllm_backend import VllmBackend
@@ -139,6 +140,7 @@ def run(config: DataConfig) -> None:
     length = min(config.prompts.max_length, context_limit(target_config))
     record = {
         "target": config.target,
+        "target_digest": target_digest(config.target),
         "vocab_size": int(target_config.vocab_size),
         "template_hash": template_hash(tokenizer),
         "prompts": to_mapping(config.prompts) | {"max_length": length},

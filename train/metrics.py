@@ -131,8 +131,11 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
     """Complete lines of steps the resume point includes; what came later will be computed again."""
     if not path.exists() or step == 0:
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error!r}); remove it, and the run goes on without what it held") from error
 
 
 def import_wandb() -> Any:

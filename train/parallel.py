@@ -61,12 +61,14 @@ class Processes:
         Raises:
             UserError: no such device, fewer GPUs than processes, or an environment that no launcher made.
         """
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        world = _number("WORLD_SIZE", "1")
         if world == 1 and not group:
             resolve_device(device)
             yield cls(device=device)
             return
         rank, own = _place(device, world)
+        if world > 1 and not os.environ.get("MASTER_ADDR"):
+            raise UserError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start with torchrun")
         if own.startswith("cuda"):
             torch.cuda.set_device(torch.device(own))
         backend = "cpu:gloo,cuda:nccl" if own.startswith("cuda") else "gloo"
@@ -129,12 +131,18 @@ class Processes:
         return self.together(work, *args) if self.main else self.together(lambda: None)
 
 
+def _number(name: str, otherwise: str) -> int:
+    """A number that a launcher left in the environment."""
+    try:
+        return int(os.environ.get(name, otherwise))
+    except ValueError as error:
+        world = os.environ.get("WORLD_SIZE", "")
+        raise UserError(f"WORLD_SIZE is {world!r}, but {name} is no number: start with torchrun") from error
+
+
 def _place(knob: str, world: int) -> tuple[int, str]:
     """Rank and device of this process."""
-    try:
-        rank, local = (int(os.environ.get(name, "0" if world == 1 else "")) for name in ("RANK", "LOCAL_RANK"))
-    except ValueError as error:
-        raise UserError(f"WORLD_SIZE is {world}, but RANK and LOCAL_RANK are not set: start with torchrun") from error
+    rank, local = (_number(name, "0" if world == 1 else "") for name in ("RANK", "LOCAL_RANK"))
     device = resolve_device(knob)
     if device.type != "cuda":
         return rank, str(device)
@@ -258,6 +266,7 @@ class _GradientSums:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        self._works = []
         if not self._learned:
             seen = self._processes.agree(self._final)
             self._order = [*seen, *(i for i in self._order if i not in seen)]

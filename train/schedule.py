@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dflash_toolkit.config import UserError
+
 from .config import PACK_TOKENS, TrainConfig
 
 
@@ -88,4 +90,6 @@ def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
     tokens = optim.pack_tokens
     if tokens is None:
         tokens = PACK_TOKENS if device.type == "cuda" else 0
+    if optim.pack_blocks and not tokens:
+        raise UserError("optim.pack_blocks is of packed rows: on a CPU give optim.pack_tokens too, or loss.anchors")
     return tokens, (optim.pack_blocks or tokens * 3 // 16) if tokens else 0

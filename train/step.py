@@ -39,7 +39,7 @@ def compute_loss(
     run = run or runner(config, target.device)
     mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
     embedded = target.embed(blocks.inputs.flatten(1))
-    with _autocast(target.device):
+    with _autocast(target.device, target.dtype):
         hidden = run(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
         )
@@ -57,8 +57,10 @@ def _compiled_run() -> Run:
     return torch.compile(_run)
 
 
-def _autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     # fp32 master weights, bf16 compute; CPUs mostly lack bf16 units and compute in fp32
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
+    if dtype != torch.float32:  # somebody asked for it, and the features are in it
+        return torch.autocast(device.type, dtype=dtype)
     return contextlib.nullcontext()
