@@ -74,8 +74,9 @@ class SharedMuon(torch.optim.Muon):
         whole["state"] = {}
         for rank, i in (item for owners in self._rounds for item in owners.items()):
             p = self._matrices[i]
-            here = rank == self._rank
-            momentum = self.state[p].get("momentum_buffer", torch.zeros_like(p)) if here else torch.empty_like(p)
+            momentum = self.state[p].get("momentum_buffer") if rank == self._rank else None
+            if momentum is None:  # another's, or of a matrix that was not stepped yet
+                momentum = torch.zeros_like(p)
             dist.broadcast(momentum, rank)
             if self._rank == 0:
                 whole["state"][i] = {"momentum_buffer": momentum.cpu()}
