@@ -1,6 +1,7 @@
 """Runs that go on with something changed or damaged, knobs that contradict one another, answers that are not as they
 should be: one line that names it, or the right thing."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from train.answer_file import read_training_rows
 from train.cli import main
 from train.config import TrainConfig
 from train.data import load_prompts
+from train.data_cli import main as answer
 
 
 @pytest.fixture
@@ -165,3 +167,28 @@ def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
         object.__setattr__(config.answers, "thinking", knob)
     found = load_prompts(config, tokenizer)
     assert [tokenizer.decode(ids) for ids in found.held_out] == [f"ask{ending}"]
+
+
+def test_a_damaged_list_of_chosen_prompts_is_named(
+    target_dir: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a.jsonl"
+    arguments = [
+        "--target", str(target_dir), "--data", data, "--output", str(output), "--device", "cpu",
+        "sampler.max_new_tokens=4",
+    ]  # fmt: skip
+    assert answer(arguments) == 0
+    record = output.with_suffix(".run.json")
+    unfinished = json.loads(record.read_text())
+    del unfinished["finished"]
+    chosen = output.with_suffix(".prompts.jsonl")
+    whole = chosen.read_text()
+    for damaged in (whole[:-9], whole.replace('"turns"', '"turn"', 1)):
+        record.write_text(json.dumps(unfinished))
+        chosen.write_text(damaged)
+        capsys.readouterr()
+        assert answer(arguments) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f"error: {chosen}: damaged") and "chosen again" in last
+    chosen.unlink()
+    assert answer(arguments) == 0 and chosen.read_text() == whole

@@ -249,6 +249,17 @@ def _conversations(config: DataConfig) -> Iterator[Conversation | Malformed]:
             yield found
 
 
+def _chosen(path: Path) -> Iterator[tuple[int, Conversation]]:
+    """The prompts that `_choose` left, with their indices. Raises UserError for a damaged file."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            for line in handle:
+                row = json.loads(line)
+                yield row["index"], Conversation(row["id"], tuple(tuple(turn) for turn in row["turns"]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error!r}); remove it to have the prompts chosen again") from error
+
+
 # ---- answers -------------------------------------------------------------------------------------------------
 
 
@@ -264,22 +275,16 @@ def _answer(
     """Answer what `output` does not hold yet; returns what came of it, in words."""
     samples, params = config.sampler.samples, config.sampler.params
     done, rows, tokens = resume(output)
-    with open(prompts, encoding="utf-8") as handle:
-        total = samples * sum(1 for _ in handle)
+    total = samples * sum(1 for _ in _chosen(prompts))
 
     def dialogues() -> Iterator[ChatDialogue]:
-        with open(prompts, encoding="utf-8") as handle:
-            for line in handle:
-                prompt = json.loads(line)
-                conversation = Conversation(prompt["id"], tuple(tuple(turn) for turn in prompt["turns"]))
-                for sample in range(samples):
-                    if (index := prompt["index"], sample) not in done:
-                        seeded = replace(params, seed=seed_of(config.sampler.seed, index, sample))
-                        if config.sampler.greedy_first and sample == 0:
-                            seeded = replace(seeded, temperature=0.0)
-                        yield ChatDialogue(
-                            index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking
-                        )
+        for index, conversation in _chosen(prompts):
+            for sample in range(samples):
+                if (index, sample) not in done:
+                    seeded = replace(params, seed=seed_of(config.sampler.seed, index, sample))
+                    if config.sampler.greedy_first and sample == 0:
+                        seeded = replace(seeded, temperature=0.0)
+                    yield ChatDialogue(index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking)
 
     dropped: Counter[str] = Counter()
     common = {key: record[key] for key in ("target", "vocab_size", "template_hash", "sampler")}
