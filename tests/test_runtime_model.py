@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,14 @@ def test_an_engine_from_names_writes_what_the_modules_write(
     params = SamplingParams(max_new_tokens=30)
     assert engine.generate([[1, 2, 3]], params)[0].tokens == generate(target, drafter, [1, 2, 3], params).tokens
     assert len(tokenizer) == len(target.tokenizer)
+
+
+def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Drafter) -> None:
+    """The largest one that memory is measured with does, beyond the context; rope has to reach as far."""
+    runner = Engine.of_modules(target, drafter, replace(OPTIONS, page_size=64, max_context=70)).runner
+    positions = runner.pages_per_request * 64
+    assert positions > 70 + 2 * 8
+    runner.prefill_eagerly([1] * positions, 0, [1] * runner.pages_per_request)
 
 
 def test_an_engine_starts_without_importing_the_networks_of_transformers(target_dir: Path, drafter_dir: Path) -> None:

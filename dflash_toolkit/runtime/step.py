@@ -99,7 +99,8 @@ class StepRunner:
         def decoder(weights: TargetWeights | DrafterWeights) -> Decoder:
             spec = weights.spec
             shape = (spec.num_layers, 2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
-            rope = spec.rope_table(reach, self.device)
+            # as far as the pages go: a chunk may fill the last one
+            rope = spec.rope_table(self.pages_per_request * page_size, self.device)
             return Decoder(spec, weights.layers, weights.norm, rope, new(*shape, dtype=self.dtype), ops)
 
         self._verifier = decoder(target)
