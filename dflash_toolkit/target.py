@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from . import packed
 from .config import UserError
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ class Target:
         cache: DynamicCache | None = None,
         logits: Literal["all", "last", "none"] = "none",
         final: bool = False,
+        lengths: Sequence[int] | None = None,
     ) -> TargetOutput:
         """Run the target on `ids` [B, T], after whatever `cache` holds.
 
@@ -291,15 +293,22 @@ class Target:
             cache: extended in place by T tokens. With early exit only the layers that ran are extended.
             logits: which positions' logits to return; "none" with taps stops after the highest tapped layer.
             final: also return the last hidden state after the final norm; every layer runs then, the head does not.
+            lengths: ids are one row [1, T], documents of so many tokens one behind the other; each sees itself alone,
+                from position 0 on. Without a cache only.
         """
+        if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
+            raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
         tapped, norm = [self.layers[layer] for layer in taps], self.model.model.norm
         leave = None
         if logits == "none" and (final or taps):
             leave = norm if final else self.layers[max(taps)]
-        with _outputs([*tapped, norm] if final else tapped, leave) as found:
+        documents: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        if lengths is not None:
+            documents = packed.alone(self.model, lengths)
+        with _outputs([*tapped, norm] if final else tapped, leave) as found, documents as extra:
             try:
                 keep = {"all": 0, "last": 1, "none": 1}[logits]
-                out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
+                out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **extra)
             except _EnoughLayers:
                 out = None
         features = torch.cat([found[layer] for layer in tapped], dim=-1) if taps else None

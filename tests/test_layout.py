@@ -19,7 +19,7 @@ SOURCES = sorted(
 
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
-    {"benchmark", "config", "kernels", "progress"},
+    {"benchmark", "config", "kernels", "packed", "progress"},
     {"drafter", "files", "target"},
     {"decode", "checkpoint", "prompts"},
     {"acceptance", "runtime", "speculators"},

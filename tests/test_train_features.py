@@ -20,7 +20,7 @@ from dflash_toolkit.config import from_mapping
 from train.answers import Row
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
 from train.feature_store import FP8, FP8_MAX, DiskStore, MemoryStore, Stored
-from train.features import FeatureSource, alike, open_features
+from train.features import FeatureSource, fitting, open_features
 from train.loop import train
 
 TAPS = (1, 3)
@@ -269,13 +269,26 @@ def test_memory_goes_to_the_device_first_then_to_the_host_then_nowhere() -> None
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(50, 400))
-def test_rows_of_one_forward_are_alike(lengths: list[int], most: int) -> None:
+def test_rows_of_one_forward_keep_their_order_and_fit(lengths: list[int], most: int) -> None:
     texts = [Row(i, 1, [0] * n) for i, n in enumerate(lengths)]
-    groups = list(alike(texts, lambda row: len(row.tokens), most))
-    assert sorted(row.index for group in groups for row in group) == list(range(len(lengths)))
-    for group in groups:
-        sizes = [len(row.tokens) for row in group]
-        assert len(group) == 1 or (max(sizes) <= 2 * min(sizes) and max(sizes) * len(sizes) <= most)
+    groups = list(fitting(texts, lambda row: len(row.tokens), most))
+    assert [row for group in groups for row in group] == texts
+    sizes = [sum(len(row.tokens) for row in group) for group in groups]
+    assert all(size <= most or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
+    # and no group could have taken the next one's first row
+    assert all(size + len(after[0].tokens) > most for size, after in zip(sizes, groups[1:], strict=False))
+
+
+def test_features_that_fit_only_in_part_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target()
+    needed = source_in(tmp_path, target).nbytes(rows(10))
+    for room, expected in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr("train.features.device_room", lambda *_, room=room: room)
+        source_in(tmp_path, target)
+        said = capsys.readouterr().err
+        assert ("features of 10 rows" in said and "run.feature_dtype=float8" in said) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The target's hidden states for the rows of a step, computed online or read from where they are kept.
 
 On a CPU every row goes through the target alone, so its features do not depend on the rows beside it: a run resumed at
-any step, wherever its features are kept, sees bit-identical numbers. On a GPU rows go through together.
+any step, wherever its features are kept, sees bit-identical numbers. On a GPU rows go through together, one behind the
+other, each seeing itself alone.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored
 from .schedule import packing
 from .step import use_flex
 
-FORWARD_TOKENS = 16384  # of one forward on a GPU, padding included
+FORWARD_TOKENS = 16384  # of one forward on a GPU
 READERS = 4  # threads that read the next step's rows
 
 
@@ -74,6 +75,7 @@ class FeatureSource:
         self._dtype = dtype or target.dtype
         self._store = store or MemoryStore(0, 0)
         self._shared = shared
+        self._several = target.device.type == "cuda"  # rows in one forward
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[int, Future[Stored]] = {}
 
@@ -176,36 +178,38 @@ class FeatureSource:
         return [stored(row.index).restore(self._target.device, self._target.dtype) for row in rows]
 
     def _together(self, rows: list[Row]) -> Iterator[list[Row]]:
-        """Rows for one forward each: on a GPU several that are alike in length, so that little is padding."""
-        if self._target.device.type != "cuda":
+        """Rows for one forward each."""
+        if self._several:
+            yield from fitting(rows, self._length)
+        else:
             yield from ([row] for row in rows)
-            return
-        yield from alike(rows, self._length)
 
     def _computed(self, rows: list[Row]) -> dict[int, Tensor]:
-        """One forward; what stands behind a row's end is padding, which no earlier position sees."""
-        lengths = [min(len(row.tokens), self._max_length) for row in rows]
-        ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-            ids[i, :n] = torch.tensor(row.tokens[:n])
-        out = self._target.forward(ids.to(self._target.device), taps=self._taps, final=self._final)
+        """One forward of rows one behind the other."""
+        lengths = [self._length(row) for row in rows]
+        tokens = [token for row, n in zip(rows, lengths, strict=True) for token in row.tokens[:n]]
+        ids = torch.tensor([tokens], device=self._target.device)
+        documents = lengths if len(rows) > 1 else None
+        out = self._target.forward(ids, taps=self._taps, final=self._final, lengths=documents)
         features = out.features
         assert features is not None
         if out.final is not None:
             features = torch.cat([features, out.final], dim=-1)
         # made under inference mode; autograd wants an ordinary tensor
-        return {row.index: features[i, :n].clone() for i, (row, n) in enumerate(zip(rows, lengths, strict=True))}
+        return {row.index: h.clone() for row, h in zip(rows, features[0].split(lengths), strict=True)}
 
 
-def alike(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
-    """Groups of rows, sorted by length: none twice as long as another, at most so many tokens with their padding."""
+def fitting(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
+    """The rows in their order, in groups of at most `most` tokens; a longer row is a group by itself."""
     group: list[Row] = []
-    for row in sorted(rows, key=length_of):
+    tokens = 0
+    for row in rows:
         n = length_of(row)
-        if group and (n > 2 * length_of(group[0]) or n * (len(group) + 1) > most):
+        if group and tokens + n > most:
             yield group
-            group = []
+            group, tokens = [], 0
         group.append(row)
+        tokens += n
     if group:
         yield group
 
@@ -266,8 +270,17 @@ def open_features(
                 f"run.feature_dtype=float8 or fewer drafter.taps need less, run.features=disk needs none"
             )
         source.fill(missing)
-    elif run.features == "auto" and not config.optim.steps and needed <= store.room[0]:  # a run over all rows
-        source.fill(missing)
+    elif run.features == "auto" and not config.optim.steps and store.room[0]:  # a run over all rows
+        if needed <= store.room[0]:
+            source.fill(missing)
+        elif rank == 0:
+            device, host = (room / GIB for room in store.room)
+            print(
+                f"features of {len(missing)} rows: {needed / GIB:.1f} GiB; {device:.1f} GiB of GPU memory and "
+                f"{host:.1f} GiB of host memory hold a part, the rest is computed in every epoch "
+                f"(run.feature_dtype=float8 halves them)",
+                file=sys.stderr,
+            )
     return source
 
 
