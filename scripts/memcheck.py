@@ -4,8 +4,8 @@
 
 Only the project's own kernels are watched: the references they are compared with would take hours. Every tensor gets an
 allocation of its own, so that an access just behind it is seen, but for `graphs`, the tests that capture one: there
-memory cannot be allocated one by one. What is said while it runs is in memcheck-NAME.log beside the result. Exit code
-1: an error was found.
+memory cannot be allocated one by one. `engine` is the engine's largest passes. What is said while it runs is in
+memcheck-NAME.log beside the result. Exit code 1: an error was found.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "graphs")  # tests/test_kernels_*.py
+TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "graphs", "engine")
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 LAST = re.compile(r"^(?!=+ ERROR SUMMARY).* in [\d.]+s", re.MULTILINE)  # what pytest ends with
@@ -71,11 +71,13 @@ def check(name: str, kernels: list[str], rest: list[str], log: Path) -> dict[str
     """Errors, outcomes of tests and seconds of one of TESTS; None if compute-sanitizer says nothing."""
     watched = [word for kernel in kernels for word in ("--kernel-name", f"kns={kernel}")]
     checker = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *watched]
-    graphs = name == "graphs"
-    files = sorted(map(str, ROOT.glob("tests/test_kernels_*.py"))) if graphs else [f"tests/test_kernels_{name}.py"]
-    chosen = ["-m", "gpu or not gpu", "-k", "captured" if graphs else "not captured"]
-    pytest = [sys.executable, "-m", "pytest", "-v", *chosen, *rest, *files]
-    own = {} if graphs else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    files, which = [f"tests/test_kernels_{name}.py"], "not captured"
+    if name == "graphs":
+        files, which = sorted(map(str, ROOT.glob("tests/test_kernels_*.py"))), "captured"
+    elif name == "engine":
+        files, which = ["tests/test_runtime_gpu.py"], "largest_passes"
+    pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu or not gpu", "-k", which, *rest, *files]
+    own = {} if name == "graphs" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.perf_counter()
     with log.open("w") as file:
         subprocess.run(

@@ -233,6 +233,17 @@ def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
     assert 64 * 16 * VOCAB * 4 < torch.cuda.max_memory_allocated() - held <= workspace
 
 
+def test_the_largest_passes_stay_inside_their_memory() -> None:
+    """Under `scripts/memcheck.py`, which sees an access behind a tensor's end; by itself, that nothing fails."""
+    target, drafter = pair()
+    for drafting in (drafter, None):
+        runner: StepRunner = make_engine(target, drafting, max_batch=3, max_context=LIMIT - 25).runner
+        workspace_of(runner, 4096)
+        for mode in Mode:
+            runner.run_eagerly(3, 16 if drafting else 1, mode)
+        runner.check()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_an_engine_runs_on_the_gpu_it_is_told(tmp_path: Path) -> None:
     target, drafter = pair()
