@@ -15,7 +15,8 @@ from dflash_toolkit.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = (1, 3, 16, 17, 33, 128, 129)  # every padding, its edges, and the way out to torch
-DTYPES = (torch.float32, torch.float16)  # the interpreter's dot does not know bf16
+# the interpreter's dot does not know bf16
+DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else []))
 KINDS = ("linear", "partials", "swiglu", "argmax")
 # Qwen3-8B and -4B, Qwen2.5-0.5B, and shapes that no model has
 SHAPES = [

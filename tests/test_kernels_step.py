@@ -15,7 +15,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from dflash_toolkit.kernels import accept, attention, norm, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16]  # the interpreter's tl.dot knows no bf16
+# the interpreter's tl.dot knows no bf16
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
 def in_turn(cases: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
@@ -203,7 +204,7 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
         assert torch.equal(attend(asked, changed, causal=True, window=window, whole=whole)[k], in_block[k])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
 def test_attention_of_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(causal: bool, dtype: torch.dtype) -> None:
     contexts = (130, 0, 260)
@@ -241,7 +242,7 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32-parts", "own-parts"])
 @pytest.mark.parametrize("parts", [0, 1, 2, 5])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 40), (5, 1000), (2, 4096)])

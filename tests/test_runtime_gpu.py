@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -129,12 +130,65 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     prepared = 0
     while engine.prepare():
         prepared += 1
-    assert prepared == len(PREFILL_SIZES) + 2 * 4 * 5, "prefills; modes, buckets up to 8, block lengths"
+    assert prepared == len(PREFILL_SIZES) + 3 * 4 * 5, "prefills; modes, buckets up to 8, block lengths"
     assert not engine.prepare() and engine.scheduler.idle
     there = set(engine.runner._graphs)
     answers = engine.generate(prompts, params)
     assert set(engine.runner._graphs) == there
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
+
+
+def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short behind long and long behind short, other lengths of answers, every batch bucket on the way up and down."""
+    target, drafter = pair()
+    words = torch.randint(0, VOCAB - 1, (900,), generator=torch.Generator().manual_seed(8)).tolist()
+    lengths = (5, 700, 12, 300, 64, 3, 150, 900)
+    prompts = [[(i + token) % VOCAB for token in words[:n]] for i, n in enumerate(lengths)]
+    each = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (90, 75, 1, 60, 45, 33, 50, 40)]
+    engine = make_engine(target, drafter)
+    alone = [engine.generate([prompt], params)[0].tokens for prompt, params in zip(prompts, each, strict=True)]
+    buckets: list[int] = []
+    real = engine.runner.decode
+
+    def watched(requests: Sequence[Request], block: int) -> Any:
+        buckets.append(engine.runner.bucket(len(requests)))
+        return real(requests, block)
+
+    monkeypatch.setattr(engine.runner, "decode", watched)
+    for order in (range(8), reversed(range(8))):
+        buckets.clear()
+        requests = {}
+        for i in order:
+            requests[i] = engine.submit(prompts[i], each[i])
+            for _ in range(2):
+                engine.step()
+        while engine.step():
+            pass
+        assert [requests[i].tokens for i in range(8)] == alone
+        changes = set(itertools.pairwise(buckets))
+        assert changes >= {(1, 2), (2, 4), (4, 8), (8, 4), (4, 2), (2, 1)}
+
+
+def test_launching_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter)
+    while engine.prepare():
+        pass  # a capture waits
+    real = engine.runner.decode
+
+    def watched(requests: Sequence[Request], block: int) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return real(requests, block)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine.runner, "decode", watched)
+    for params in (
+        SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1),
+        SamplingParams(max_new_tokens=40, logprobs=2, presence_penalty=0.5),
+    ):  # fmt: skip
+        assert all(answer.tokens for answer in engine.generate(prompts_of(5), params))
 
 
 def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,9 +233,32 @@ def test_the_block_that_promises_most_tokens_a_second_is_chosen() -> None:
 def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
     choose = chooser(s1=4.0, s2=4.9, s4=5.0, s16=5.6)
     chosen = [choose(requests(0.0)) for _ in range(520)]
-    assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [8, 24, 56, 120, 248, 376, 504]
+    assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [16, 48, 112, 240, 368, 496]
     assert choose(requests(0.95)) == 16, "it pays again"
-    assert [choose(requests(0.0)) for _ in range(8)] == [1] * 7 + [4], "soon at first, again"
+    assert [choose(requests(0.0)) for _ in range(16)] == [1] * 15 + [4], "soon at first, again"
+
+
+@pytest.mark.parametrize(
+    ("batch", "times"),  # ms of a step of Qwen3-8B on an H200; blocks that were not measured lie between
+    [
+        (1, {1: 4.27, 2: 5.2, 4: 5.25, 8: 5.3, 16: 5.31}),
+        (8, {1: 4.58, 2: 5.6, 4: 5.8, 8: 6.1, 16: 6.94}),
+        (32, {1: 5.09, 2: 6.4, 4: 7.8, 8: 10.1, 16: 16.0}),
+    ],
+)
+def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: dict[int, float]) -> None:
+    """What drafting in vain costs over plain steps, whole answers; keys and values of the context come on top."""
+    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
+    those: list[Any] = [SimpleNamespace(acceptance=RollingAcceptance()) for _ in range(batch)]
+    spent, over = 0.0, {}
+    for tokens in range(1, 257):
+        block = choose(those)
+        spent += times[block]
+        for request in those:
+            if block > 1:
+                request.acceptance.observe(block - 1, 0)
+        over[tokens] = spent / (tokens * times[1]) - 1
+    assert over[128] < 0.023 and over[256] < 0.013
 
 
 def test_a_small_gain_does_not_change_the_block() -> None:

@@ -102,10 +102,43 @@ class TableDevice:
         return ticket
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16), st.booleans())
+def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
+    lengths: list[int], chunk: int, prefix_cache: bool
+) -> None:
+    """Products of other sizes round otherwise: an answer would depend on who else was there."""
+
+    class Cuts(TableDevice):
+        def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+            self.found.setdefault(ids[0] // 1000, []).append((start, len(ids)))
+            super().prefill(ids, start, pages)
+
+    def cuts(prompts: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
+        device = Cuts(1, random.Random(0))
+        device.found = {}
+        pool = PagePool(200, SIZE)
+        scheduler = Scheduler(
+            device, pool, lambda requests: BLOCK, max_batch=8, prefill_chunk=chunk, max_block=BLOCK,
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
+        for prompt in prompts:
+            scheduler.add(Request(prompt, SamplingParams(max_new_tokens=2), frozenset(), 2))
+        while not scheduler.idle:
+            scheduler.advance()
+        return device.found
+
+    prompts = [[1000 * i + k for k in range(n)] for i, n in enumerate(lengths)]  # nothing in common
+    together = cuts(prompts)
+    for i, prompt in enumerate(prompts):
+        expected = [(start, min(chunk, len(prompt) - start)) for start in range(0, len(prompt), chunk)]
+        assert together[i] == cuts([prompt])[i] == expected
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
-def test_a_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: int, max_batch: int, pages: int) -> None:
+def test_ten_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: int, max_batch: int, pages: int) -> None:
     dice = random.Random(seed)
     pool = PagePool(pages, SIZE)
     done: list[Request] = []

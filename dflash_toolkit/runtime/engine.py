@@ -22,6 +22,8 @@ from .scheduler import Scheduler
 from .speed import BlockChooser, block_sizes, cached_times, measure_steps
 from .step import StepRunner
 
+SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticAcceptance:
@@ -99,6 +101,8 @@ class EngineOptions:
         on_gpu = device.type == "cuda"
         if on_gpu and self.page_size < 16:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
+        if on_gpu and self.draft_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise UserError(f"{torch.cuda.get_device_name(device)} does not know draft_dtype=fp8; use auto")
         if (self.max_context or 0) > target.context_limit:
             raise UserError(f"max_context is {self.max_context}; the target was made for {target.context_limit}")
         longest = drafter.block_size if drafter else 1
@@ -147,6 +151,13 @@ def operations(device: torch.device) -> ModuleType:
         kernels = importlib.import_module("dflash_toolkit.kernels.fused")
     except ModuleNotFoundError as error:
         raise UserError("triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'") from error
+    properties: Any = torch.cuda.get_device_properties(device)  # its types do not know all of it
+    shared = properties.shared_memory_per_block_optin
+    if shared < SHARED_MEMORY:
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has {shared >> 10} KiB of shared memory for a thread block and the "
+            f"runtime's kernels need {SHARED_MEMORY >> 10} (A100, H100 and later of their kind have it)"
+        )
     kernels.flash.with_pages()  # loaded now and not in somebody's first long prompt
     return kernels
 
@@ -321,13 +332,16 @@ class Engine:
         sizes, runner = self._sizes, self.runner
         if len(sizes) == 1:
             return lambda requests: max_block
-        place: Any = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
+        place: Any = "cpu"
+        if runner.device.type == "cuda":
+            place = torch.cuda.get_device_name(runner.device), importlib.import_module("triton").__version__
         drafter = runner.drafter.spec if runner.drafter else None
         key = [
             place,
             torch.__version__,
             str(runner.dtype),
             max_batch,
+            (self.context_limit, self.options.page_size),  # which the splits of attention depend on
             sizes,
             runner.target.spec,
             drafter,

@@ -11,6 +11,7 @@ from ..checkpoint import check_fits, load_drafter
 from ..config import UserError
 from ..target import declared_stop_ids, load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
 from .engine import Engine, EngineOptions, operations
+from .memory import check_weights
 from .model import DrafterWeights, ModelSpec, TargetWeights
 
 
@@ -56,6 +57,7 @@ def load_target(
     """The weights of a target and every end-of-sequence id it declares. Raises UserError."""
     folder = _folder(name)
     stop_ids = declared_stop_ids(config, load_generation_config(folder))
+    check_weights(name, spec, device, dtype)
     return TargetWeights.load(folder, spec, device, dtype), stop_ids
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import UserError
-from .model import ModelSpec
+from .model import ModelSpec, TargetWeights
 from .sampling import Mode
 from .step import StepRunner
 
@@ -34,48 +34,80 @@ def page_count(
         specs: of the target and, if there is one, the drafter.
 
     Raises:
-        UserError: not even one request of `context` tokens would fit; says what is missing and which knob helps.
+        UserError: not even one request of `context` tokens would fit, or not `cache_tokens`, or the largest step fails
+            for want of memory; says what is missing and which knob helps.
     """
     probe = runner(2)
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
     size = options.page_size
     longest = context + (probe.lag + 2) * probe.max_block
     least = -(-longest // size)
-    if options.cache_tokens is not None:
-        pages = -(-options.cache_tokens // size)
-    elif device == "cpu":
-        pages = max(least, min(probe.max_batch * least, CPU_TOKENS // size))
-    else:
-        per_token = sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
-        free = _free_beside(probe, options)
-        pages = int(free // (per_token * size)) - 1
-        if pages < least:
-            missing = (least - pages) * size * per_token / GIB
-            raise UserError(
-                f"GPU memory is {missing:.1f} GiB short of one request of {context} tokens; "
-                f"lower max_context or raise memory_fraction (now {options.memory_fraction})"
-            )
-        pages = min(pages, probe.max_batch * least * 4)  # behind that even a prefix cache has little use for more
-    return pages + 1
+    wanted = None if options.cache_tokens is None else -(-options.cache_tokens // size)
+    if device == "cpu":
+        return 1 + (wanted or max(least, min(probe.max_batch * least, CPU_TOKENS // size)))
+    bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
+    # what is asked for by its size may take all of the memory
+    share = options.memory_fraction if wanted is None else 1.0
+    pages = int(_free_beside(probe, options, share) // bytes_of_page) - 1
+    if pages < (wanted or least):
+        missing = ((wanted or least) - pages) * bytes_of_page / GIB
+        what = f"one request of {context} tokens"
+        way_out = f"lower max_context or max_batch, or raise memory_fraction (now {options.memory_fraction})"
+        if wanted is not None:
+            what, way_out = f"a cache of {options.cache_tokens} tokens", "lower cache_tokens or max_batch"
+        raise UserError(f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}")
+    # behind the last even a prefix cache has little use for more
+    return 1 + (wanted or min(pages, probe.max_batch * least * 4))
 
 
-def _free_beside(probe: StepRunner, options: "EngineOptions") -> float:
-    """Bytes that the cache may take, with the weights loaded and the workspace of the largest passes set aside."""
-    workspace = workspace_of(probe, options.prefill_chunk)
+def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UserError if a target's weights are more than the GPU has free."""
+    if device.type != "cuda":
+        return
+    needed = sum(view.nbytes for view in TargetWeights.empty(spec, torch.device("meta"), dtype).places().values())
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise UserError(
+            f"target {name}: its weights take {needed / GIB:.1f} GiB and the GPU has {free / GIB:.1f} of "
+            f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too little; "
+            f"take a smaller target, or serve this one on several GPUs with vLLM or SGLang"
+        )
+
+
+def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> float:
+    """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes."""
+    try:
+        workspace = workspace_of(probe, options.prefill_chunk)
+    except torch.OutOfMemoryError as error:
+        said = " ".join(str(error).split()).partition(" Including")[0]
+        raise UserError(
+            f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of {options.prefill_chunk} "
+            f"tokens beside the weights ({said}); lower max_batch, block_size or prefill_chunk"
+        ) from error
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
-    return options.memory_fraction * total - taken - workspace - GRAPHS_BYTES
+    return share * total - taken - workspace - GRAPHS_BYTES
 
 
 def workspace_of(probe: StepRunner, prefill_chunk: int) -> int:
-    """Bytes that the largest passes take beside what is allocated now: a chunk of a prompt, and the largest step."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    """Bytes that the largest passes take beside what is allocated now.
+
+    Graphs keep what the largest step takes for themselves. Beside them there is a chunk of a prompt, or a step that
+    runs once before it is captured.
+    """
     chunk = min(prefill_chunk, probe.page_table.shape[1] * probe.page_size)
-    probe.prefill_eagerly([0] * chunk, 0, [1] * -(-chunk // probe.page_size))
-    probe.run_eagerly(probe.max_batch, probe.max_block, Mode.FULL)  # has all logits in memory, several times
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - held
+
+    def peak(run: Callable[[], None]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - held
+
+    prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, [1] * -(-chunk // probe.page_size)))
+    # has all logits in memory, several times
+    step = peak(lambda: probe.run_eagerly(probe.max_batch, probe.max_block, Mode.FULL))
+    return step + max(step, prefill)

@@ -18,11 +18,12 @@ class Committed:
 class RollingAcceptance:
     """A request's recent conditional acceptance: of the drafted tokens that were judged, the share that was taken.
 
-    An exponential average over steps, started with a prior so that one bad block does not end drafting.
+    An exponential average over steps, started with a prior so that one bad block does not end drafting, and a light
+    one so that a few do.
     """
 
     DECAY = 0.9
-    PRIOR_ACCEPTED, PRIOR_JUDGED = 3.0, 4.0
+    PRIOR_ACCEPTED, PRIOR_JUDGED = 1.05, 1.5
 
     def __init__(self) -> None:
         self._accepted, self._judged = self.PRIOR_ACCEPTED, self.PRIOR_JUDGED

@@ -133,13 +133,19 @@ class Scheduler:
         return left < self._chunk
 
     def _prefill(self, most: int) -> int | None:
-        """Compute at most so many tokens of one prompt; how many it were, None if no prompt can be worked on."""
+        """Compute the next chunk of one prompt; how many tokens it were, None if there is none of at most `most`.
+
+        A prompt is cut every so many tokens from where it begins, whatever else is computed in this turn: products of
+        other sizes would round otherwise, and its answer depend on its neighbours.
+        """
         if self.prefilling is None and not self._admit():
             return None
         request = self.prefilling
         assert request is not None
         ids = request.known_ids
-        chunk = ids[request.prefilled : request.prefilled + most]
+        chunk = ids[request.prefilled : request.prefilled + self._chunk]
+        if len(chunk) > most:
+            return None
         if chunk:
             self._device.prefill(chunk, request.prefilled, request.pages)
             request.prefilled += len(chunk)

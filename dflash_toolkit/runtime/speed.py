@@ -34,7 +34,7 @@ class BlockChooser:
 
     GAIN = 1.02
     PROBE = 4  # tokens of the block that is tried
-    FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
+    FIRST_PROBE, LAST_PROBE = 16, 128  # plain steps between two probes, doubling
 
     def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket

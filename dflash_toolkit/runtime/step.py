@@ -294,9 +294,7 @@ class StepRunner:
                 self._place.zero_()  # all of it goes into the trash page
                 self._prefill_graph(size)
                 return True
-        shapes = itertools.product(
-            (Mode.GREEDY, Mode.SAMPLED), buckets_up_to(self.max_batch), sorted(blocks, reverse=True)
-        )
+        shapes = itertools.product(Mode, buckets_up_to(self.max_batch), sorted(blocks, reverse=True))
         for mode, rows, block in shapes:
             if (rows, block, mode) not in self._graphs:
                 self.graph(rows, block, mode)

@@ -1,0 +1,140 @@
+"""What does not fit into a GPU is said in one line that says how much is missing, and which knob helps."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_target
+
+from dflash_toolkit import UserError
+from dflash_toolkit.runtime import EngineOptions, memory
+from dflash_toolkit.runtime import engine as engine_module
+from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, page_count
+from dflash_toolkit.runtime.model import ModelSpec, TargetWeights
+
+TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
+OPTIONS = EngineOptions(max_batch=4, max_context=1000)
+SPEC: Any = SimpleNamespace(kv_values_per_token=1 << 16)  # 128 KiB a token in 16 bits
+PAGE_BYTES = 64 * (1 << 17)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 24 GiB with weights of 16, whose passes take half a GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - WEIGHTS, TOTAL))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(memory, "workspace_of", lambda *_: WORKSPACE)
+
+
+def runner(pages: int) -> Any:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    return SimpleNamespace(device=device, dtype=dtype, lag=1, max_batch=4, max_block=16)
+
+
+def pages_of(options: EngineOptions, spec: Any = SPEC, context: int = 1000) -> int:
+    return page_count(runner, [spec], options, context)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_cache_gets_what_is_left_of_its_share() -> None:
+    left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
+    long = replace(OPTIONS, max_context=20000)
+    assert pages_of(long, context=20000) == int(left // PAGE_BYTES)
+    assert pages_of(OPTIONS) == 1 + 4 * 4 * (-(-(1000 + 3 * 16) // 64)), "and no more than is of use"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
+    left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
+    missing = 50000 * (1 << 17) - left
+    with pytest.raises(
+        UserError, match=r"short of one request of 50000 tokens; lower max_context .*memory_fraction"
+    ) as e:
+        pages_of(OPTIONS, context=50000)
+    assert float(str(e.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_cache_that_is_asked_for_may_take_all_of_the_memory_but_no_more() -> None:
+    room = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES) // PAGE_BYTES) - 1
+    assert pages_of(replace(OPTIONS, cache_tokens=64 * room)) == room + 1
+    with pytest.raises(UserError, match=r"0\.\d GiB short of a cache of \d+ tokens; lower cache_tokens or max_batch"):
+        pages_of(replace(OPTIONS, cache_tokens=64 * room + 1))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_that_does_not_fit_names_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x")
+
+    monkeypatch.setattr(memory, "workspace_of", full)
+    with pytest.raises(UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_batch, block"):
+        pages_of(OPTIONS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ModelSpec.of_target(make_target(tied=False).config)
+    needed = sum(
+        view.nbytes for view in TargetWeights.empty(spec, torch.device("cpu"), torch.float32).places().values()
+    )
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
+        if fits:
+            check_weights("T", spec, torch.device("cuda"), torch.float32)
+            continue
+        with pytest.raises(UserError, match=r"target T: its weights take .* of 24.0 GiB free.*take a smaller target"):
+            check_weights("T", spec, torch.device("cuda"), torch.float32)
+
+
+# ---- GPUs that cannot run the kernels ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the GPU says of itself."""
+    facts = {"capability": (9, 0), "shared": 227 << 10}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: facts["capability"])
+    properties = lambda *_: SimpleNamespace(shared_memory_per_block_optin=facts["shared"])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "line"),
+    [
+        ((7, 5), 64, "Some GPU is too old for the runtime: it needs capability 8.0 or more"),
+        ((8, 9), 99, "Some GPU has 99 KiB of shared memory for a thread block and the runtime's kernels need 160"),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_kernels_is_refused(
+    capability: tuple[int, int], shared: int, line: str, named: dict[str, Any]
+) -> None:
+    pytest.importorskip("triton")
+    named.update(capability=capability, shared=shared << 10)
+    with pytest.raises(UserError, match=line):
+        engine_module.operations(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("named")
+def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(engine_module.importlib, "import_module", missing)
+    with pytest.raises(
+        UserError, match=r"triton is not installed; install it with: pip install 'dflash-toolkit\[gpu\]'"
+    ):
+        engine_module.operations(torch.device("cuda"))
+
+
+def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
+    spec = ModelSpec.of_target(make_target().config)
+    options = EngineOptions(draft_dtype="fp8", max_context=100)
+    options.fitted(spec, None, torch.device("cuda"))
+    named["capability"] = (8, 0)
+    with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto"):
+        options.fitted(spec, None, torch.device("cuda"))
