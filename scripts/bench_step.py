@@ -4,7 +4,8 @@
 
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
-Acceptance is synthetic (each position with the given conditional probability); the work is not.
+Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
+work is not.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
 
+ACCEPT = 0.865
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 
@@ -93,11 +96,24 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, block: int
     return total
 
 
+GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
 PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the products
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
-    "products": ("layer_kernel", "_linear_kernel", "nvjet", "cutlass", "gemm", "splitK", "_swiglu", "add_rms_norm"),
+    "products": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm"),
 }
 END, CONTEXT, ARGMAX = "_accept_kernel", "_context_write_kernel", "reduce_kernel"  # ours and PyTorch's
+
+
+def _part(name: str) -> str:
+    return next((part for part, keys in PARTS.items() if any(key in name for key in keys)), "rest")
+
+
+def _head_start(kernels: list[tuple[float, str]], argmax: int, before: int) -> int:
+    """The first kernel of the head that ends with an argmax, in a step that begins behind `before`."""
+    names = [name for _, name in kernels]
+    parted = (i for i in range(argmax - 1, before, -1) if _part(names[i]) != "rest" and "splitKreduce" not in names[i])
+    last = next(parted, before)  # of a part: a layer's norm, or the head's own GEMM
+    return last if any(key in names[last] for key in GEMM) else last + 1
 
 
 def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
@@ -106,6 +122,7 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
     Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
     end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
     and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
+    A head is what comes behind the last layer, up to an argmax: our own kernels, or a GEMM and PyTorch's argmax of it.
     """
     ends = [i for i, (_, name) in enumerate(kernels) if END in name]
     found: dict[str, float] = {}
@@ -113,10 +130,11 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
         step = range(before + 1, end + 1)
         chosen = [i for i in step if ARGMAX in kernels[i][1] and "splitK" not in kernels[i][1]]
         written = next((i for i in step if CONTEXT in kernels[i][1]), before)
+        heads = {j for i in chosen for j in range(_head_start(kernels, i, before), i + 1)}
         drafted = chosen[0] if len(chosen) > 1 else before
         for i in step:
-            part = next((part for part, keys in PARTS.items() if any(key in kernels[i][1] for key in keys)), "rest")
-            if i in chosen or i + 1 in chosen:
+            part = _part(kernels[i][1])
+            if i in heads:
                 part = "head"
             elif i <= written:
                 part = "context"
@@ -151,13 +169,16 @@ def fill(engine: Engine, rows: int, context: int) -> None:
         runner.lengths[:rows] = context
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, SyntheticAcceptance]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--block", type=int, nargs="+", default=[1, 16], help="1 is plain; 0 lets the engine choose")
     parser.add_argument("--prompt", type=int, nargs="+", default=[512])
-    parser.add_argument("--accept", type=float, default=0.865, help="conditional probability of every position")
+    acceptance = parser.add_mutually_exclusive_group()
+    acceptance.add_argument("--accept", type=float, help=f"conditional probability of every position ({ACCEPT})")
+    acceptance.add_argument("--mean-length", type=float, help="instead: tokens of a step on average, bonus included")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic acceptance")
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
@@ -167,7 +188,17 @@ def main() -> None:
     parser.add_argument("--draft-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.accept is None and args.mean_length is None:
+        args.accept = ACCEPT
+    try:
+        return args, SyntheticAcceptance(rate=args.accept, mean_length=args.mean_length, seed=args.seed)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main() -> None:
+    args, synthetic = parse()
     device, dtype = torch.device("cuda"), torch.bfloat16
     config = named_shape(args.shape)
     began = time.perf_counter()
@@ -178,6 +209,8 @@ def main() -> None:
         **setting("bench_step.py"),
         "shape": args.shape,
         "accept": args.accept,
+        "mean_length": args.mean_length,
+        "seed": args.seed,
         "draft_dtype": args.draft_dtype,
         "weights_s": time.perf_counter() - began,
         "rows": [],
@@ -191,7 +224,7 @@ def main() -> None:
                 block_size=block or None,
                 draft_dtype=args.draft_dtype,
                 prefix_cache=False,
-                synthetic=SyntheticAcceptance(rate=args.accept),
+                synthetic=synthetic,
             )
             engine = Engine(target, drafter, (), options)
             start_s = time.perf_counter() - began

@@ -332,47 +332,55 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float
     return float(((observed - expected) ** 2 / expected).sum()), chi_square_limit(len(expected) - 1)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.85, "top_k": 6}],
-    ids=["plain", "filtered"],
-)
-def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling: dict[str, float]) -> None:
-    size, answers = 8, 400
-    target, drafter = small_vocabulary_pair(size)
-    prompt = [1, 5, 2]
+SMALL_PROMPT = [1, 5, 2]
+SMALL_SAMPLINGS = [
+    pytest.param({"temperature": 1.0}, id="plain"),
+    pytest.param({"temperature": 0.7, "top_p": 0.85, "top_k": 6}, id="filtered"),
+]
 
-    def distribution(prefixes: list[list[int]], **filters: float) -> torch.Tensor:
-        logits = target.forward(torch.tensor([prompt + p for p in prefixes]), logits="last").logits
+
+def exact_answers(target: Target, **filters: float) -> torch.Tensor:
+    """p(a, b, c) over the first three tokens behind SMALL_PROMPT, by enumeration: fp64 [V, V, V]."""
+    size = target.config.vocab_size
+    singles, pairs = [[a] for a in range(size)], [[a, b] for a in range(size) for b in range(size)]
+
+    def distribution(prefixes: list[list[int]]) -> torch.Tensor:
+        logits = target.forward(torch.tensor([SMALL_PROMPT + p for p in prefixes]), logits="last").logits
         assert logits is not None
         return filtered_probabilities(logits[:, 0], **filters).double()
 
-    def exact(**filters: float) -> torch.Tensor:
-        """p(a, b, c) over the first three tokens, by enumeration."""
-        singles, pairs = [[a] for a in range(size)], [[a, b] for a in range(size) for b in range(size)]
-        first, second, third = (distribution(prefixes, **filters) for prefixes in ([[]], singles, pairs))
-        return first.view(size, 1, 1) * second.view(size, size, 1) * third.view(size, size, size)
+    first, second, third = (distribution(prefixes) for prefixes in ([[]], singles, pairs))
+    return first.view(size, 1, 1) * second.view(size, size, 1) * third.view(size, size, size)
 
-    counts = torch.zeros(size, size, size, dtype=torch.long)
-    accepted = drafted = 0
-    # drafting likely values of the second and third token accepts some and rejects some
-    joint = exact(**sampling)
-    likely = {4: int(joint.sum((0, 2)).argmax()), 5: int(joint.sum((0, 1)).topk(2).indices[1])}
-    with drafting(lambda position: likely.get(position, 0)):
-        for seed in range(answers):
-            params = SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling)
-            generation = generate(target, drafter, prompt, params)
-            counts[tuple(generation.tokens[:3])] += 1
-            accepted += sum(step.accepted for step in generation.steps)
-            drafted += sum(step.drafted for step in generation.steps)
+
+def likely_draft(joint: torch.Tensor) -> Callable[[int], int]:
+    """By position, likely values of the second and third token: some are accepted and some rejected."""
+    likely = {1: int(joint.sum((0, 2)).argmax()), 2: int(joint.sum((0, 1)).topk(2).indices[1])}
+    return lambda position: likely.get(position - len(SMALL_PROMPT), 0)
+
+
+def check_answers(answers: list[Generation], joint: torch.Tensor, wrong: torch.Tensor) -> None:
+    """The first three tokens of all answers follow `joint`, and not the distribution `wrong`."""
+    accepted, drafted = (sum(getattr(s, f) for a in answers for s in a.steps) for f in ("accepted", "drafted"))
     assert 0.1 * drafted < accepted < 0.9 * drafted, "both branches of the rule must have run"
-
+    counts = torch.zeros(joint.shape, dtype=torch.long)
+    for answer in answers:
+        counts[tuple(answer.tokens[:3])] += 1
     for axes in ((1, 2), (0, 2), (0, 1), (2,), (0,)):  # each token alone, and neighbouring pairs
         statistic, limit = chi_square(counts.sum(axes).flatten(), joint.sum(axes).flatten())
         assert statistic < limit
-    wrong = exact(temperature=2 * sampling["temperature"])
     statistic, limit = chi_square(counts.sum((1, 2)), wrong.sum((1, 2)))
     assert statistic > limit, "the statistic must tell another temperature apart"
+
+
+@pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
+def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling: dict[str, float]) -> None:
+    target, drafter = small_vocabulary_pair(8)
+    joint = exact_answers(target, **sampling)
+    params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    with drafting(likely_draft(joint)):
+        answers = [generate(target, drafter, SMALL_PROMPT, each) for each in params]
+    check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))
 
 
 @pytest.mark.parametrize("bias", [math.inf, math.nan])

@@ -18,6 +18,7 @@ from dflash_toolkit.evaluation import EncodedPrompt, EngineRuntime, ReferenceRun
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import measure
 from dflash_toolkit.evaluation.runtimes import Runtime
+from dflash_toolkit.kernels.scaled import ScaledMatrix
 from dflash_toolkit.runtime.step import StepRunner
 
 MAKERS = [pytest.param(EngineRuntime.of_modules, id="engine"), pytest.param(ReferenceRuntime, id="reference")]
@@ -98,6 +99,33 @@ def test_the_commands_report_is_the_same_on_both(target_dir: Path, drafter_dir: 
     assert ours["arguments"]["block_size"] == 5
 
 
+def test_drafting_in_eight_bits_is_measured_and_reported(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[str] = []  # of every engine that is made
+    real = StepRunner.__init__
+
+    def noted(runner: StepRunner, target: Any, drafter: Any, *rest: Any, **more: Any) -> None:
+        real(runner, target, drafter, *rest, **more)
+        rounded = drafter is not None and isinstance(drafter.head, ScaledMatrix)
+        drafts.append("none" if drafter is None else "fp8" if rounded else "auto")
+
+    monkeypatch.setattr(StepRunner, "__init__", noted)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
+    command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu"]
+    command += ["--max-new-tokens", "20", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    assert main([*command, "--draft-dtype", "fp8"]) == 0
+    report = load(tmp_path / "report")
+    assert sorted(set(drafts)) == ["fp8", "none"]
+    assert report["arguments"]["draft_dtype"] == "fp8"
+    assert report["overall"]["identical_to_plain"] == 1.0
+    assert "| draft\\_dtype | fp8 |" in (tmp_path / "report" / "report.md").read_text()
+    drafts.clear()
+    assert main(command) == 0
+    assert sorted(set(drafts)) == ["auto", "none"]
+    assert load(tmp_path / "report")["arguments"]["draft_dtype"] == "auto"
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Drafter, make: Maker) -> None:
     seen: list[int] = []
@@ -156,12 +184,13 @@ def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: 
         assert evaluate(runtime, {"s": [prompt]}, params).overall.drafted.tokens == length
 
 
-def test_another_runtime_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
+def test_another_runtime_or_draft_dtype_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
     partial, fingerprints = tmp_path / "partial.jsonl", []
-    for runtime in (EngineRuntime.of_modules(target, drafter), ReferenceRuntime(target, drafter)):
+    engines = [EngineRuntime.of_modules(target, drafter, draft_dtype) for draft_dtype in ("auto", "fp8")]
+    for runtime in (*engines, ReferenceRuntime(target, drafter)):
         evaluate(runtime, {"s": [SKY]}, SamplingParams(max_new_tokens=4), partial=partial)
         fingerprints.append(json.loads(partial.read_text().splitlines()[0])["fingerprint"])
-    assert len(set(fingerprints)) == 2
+    assert len(set(fingerprints)) == 3
 
 
 def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target: Target, drafter: Drafter) -> None:
@@ -223,3 +252,10 @@ def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, m
     monkeypatch.setattr("dflash_toolkit.runtime.engine.page_count", short)
     with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_new_tokens"):
         evaluate(EngineRuntime.of_modules(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+    with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype auto$"):
+        evaluate(EngineRuntime.of_modules(target, drafter, "fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+
+
+def test_an_unknown_draft_dtype_is_refused_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
+    with pytest.raises(ValueError, match="draft_dtype is 'int4'; it must be auto or fp8"):
+        EngineRuntime.of_modules(target, drafter, "int4")

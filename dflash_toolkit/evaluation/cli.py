@@ -51,6 +51,7 @@ class EvalConfig:
     seed: int = knob(0, "of the sampler; the same for every prompt")
     thinking: bool | None = knob(None, "for templates with a thinking mode (default: the template's own)")
     block_size: int | None = knob(None, "draft blocks of this size instead of the drafter's own")
+    draft_dtype: str = knob("auto", "fp8: draft in eight bits; the answers stay the same", choices=("auto", "fp8"))
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
 
@@ -59,6 +60,8 @@ class EvalConfig:
             raise ValueError(f"limit is {self.limit}; it must be >= 1")
         if not self.prompts:
             raise ValueError("prompts is empty; give at least one NAME=FILE")
+        if self.runtime == "reference" and self.draft_dtype != "auto":
+            raise ValueError(f"draft_dtype is {self.draft_dtype!r}; only --runtime engine can draft in it")
         parse_prompt_sets(self.prompts)  # raises for another form
         _ = self.sampling  # raises for a value outside its range
 
@@ -133,7 +136,7 @@ def _load(config: EvalConfig) -> Runtime:
             raise UserError(str(error)) from error
     if config.runtime == "reference":
         return ReferenceRuntime(Target.load(config.target, config.device, config.dtype), drafter)
-    return EngineRuntime.load(config.target, drafter, config.device, config.dtype)
+    return EngineRuntime.load(config.target, drafter, config.device, config.dtype, config.draft_dtype)
 
 
 def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> EncodedPrompt:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +63,8 @@ class ReferenceRuntime:
         self.context_limit, self.block_size = target.context_limit, drafter.config.block_size
         self.vocabulary = target.embedding.num_embeddings
         tensors = target.model.named_parameters()
-        self.facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
+        facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
+        self.facts = {**facts, "draft_dtype": "auto"}  # the only one it has
 
     def make_room(self, tokens: int) -> None:
         """Its caches grow by themselves."""
@@ -91,6 +93,9 @@ class EngineRuntime:
     """Two engines over the same target weights: one drafts a full block every step, one has no drafter.
 
     Each is made when it is first needed, with room for one prompt and its answer.
+
+    Raises:
+        ValueError: a `draft_dtype` other than auto and fp8.
     """
 
     name = "engine"
@@ -102,9 +107,11 @@ class EngineRuntime:
         stop_ids: Sequence[int],
         tokenizer: Any,
         facts: dict[str, Any],
+        draft_dtype: str = "auto",
     ) -> None:
         self._target, self._drafter, self._stop_ids = target, drafter, stop_ids
-        self.tokenizer, self.facts = tokenizer, facts
+        self._options = EngineOptions(max_batch=1, prefix_cache=False, draft_dtype=draft_dtype)
+        self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": draft_dtype}
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
@@ -112,7 +119,9 @@ class EngineRuntime:
         self._engines: dict[bool, Engine] = {}  # by whether it drafts
 
     @classmethod
-    def load(cls, target: str, drafter: Drafter, device: str = "auto", dtype: str = "auto") -> "EngineRuntime":
+    def load(
+        cls, target: str, drafter: Drafter, device: str = "auto", dtype: str = "auto", draft_dtype: str = "auto"
+    ) -> "EngineRuntime":
         """Load a target's safetensors straight to the device; `drafter` must fit it, and moves there too.
 
         Raises:
@@ -128,16 +137,17 @@ class EngineRuntime:
         with _way_out():
             weights, stop_ids = load_target(target, config, spec, where, precision)
         facts = _facts(target, config, tokenizer, weights.places().items(), drafter)
-        return cls(weights, DrafterWeights.of_module(drafter.to(where, precision)), stop_ids, tokenizer, facts)
+        draft = DrafterWeights.of_module(drafter.to(where, precision))
+        return cls(weights, draft, stop_ids, tokenizer, facts, draft_dtype)
 
     @classmethod
-    def of_modules(cls, target: Target, drafter: Drafter) -> "EngineRuntime":
+    def of_modules(cls, target: Target, drafter: Drafter, draft_dtype: str = "auto") -> "EngineRuntime":
         """Copy the weights of loaded modules, on the target's device and in its dtype. Raises UserError."""
         with _way_out():
             weights = TargetWeights.of_module(target.model, ModelSpec.of_target(target.config))
         facts = _facts(target.name, target.config, target.tokenizer, weights.places().items(), drafter)
         draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype))
-        return cls(weights, draft, target.stop_token_ids, target.tokenizer, facts)
+        return cls(weights, draft, target.stop_token_ids, target.tokenizer, facts, draft_dtype)
 
     def make_room(self, tokens: int) -> None:
         self._context = min(tokens, self.context_limit)
@@ -168,18 +178,19 @@ class EngineRuntime:
 
     def _engine(self, draft: bool) -> Engine:
         if draft not in self._engines:
-            options = EngineOptions(
-                max_batch=1,
+            options = replace(
+                self._options,
                 max_context=self._context,
                 block_size=self.block_size if draft else 1,  # a report is about whole blocks: nothing is chosen
-                prefix_cache=False,
             )
             try:
                 engine = Engine(self._target, self._drafter if draft else None, self._stop_ids, options)
             except UserError as error:
+                # the reference does not draft in fp8; and without its copy of the head there is more room
+                way = "--runtime reference" if options.draft_dtype == "auto" else "--draft-dtype auto"
                 raise UserError(
                     f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
-                    f"lower max_new_tokens or use --runtime reference"
+                    f"lower max_new_tokens or use {way}"
                 ) from error
             self._engines[draft] = engine
         return self._engines[draft]
