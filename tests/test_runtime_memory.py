@@ -1,18 +1,23 @@
 """What does not fit into a GPU is said in one line that says how much is missing, and which knob helps."""
 
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import make_drafter, make_target
 
-from dflash_toolkit import UserError
-from dflash_toolkit.runtime import EngineOptions, memory
+from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit.runtime import Engine, EngineOptions, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, page_count
 from dflash_toolkit.runtime.model import ModelSpec, TargetWeights
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.sampling import Mode
+from dflash_toolkit.runtime.step import StepRunner
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
 OPTIONS = EngineOptions(max_batch=4, max_context=1000)
@@ -138,3 +143,33 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
     named["capability"] = (8, 0)
     with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto"):
         options.fitted(spec, None, torch.device("cuda"))
+
+
+def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step runs before it is captured; were it to count, the device would be ahead of the host's pages."""
+    target = make_target()
+    options = EngineOptions(max_batch=2, max_context=100, page_size=16, block_size=8, cache_tokens=600)
+    engine = Engine.of_modules(target, make_drafter(target), options)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    expected = engine.generate([[1, 2, 3]], params)[0].tokens
+    runner, failures = engine.runner, 3
+
+    def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
+        nonlocal failures
+        result = run()
+        if failures:
+            failures -= 1
+            raise torch.OutOfMemoryError("no room for the graph")
+        return None, result
+
+    def decode(requests: Sequence[Request], block: int) -> Any:  # as on a GPU
+        runner.graph(runner.bucket(len(requests)), block, Mode.GREEDY)
+        return StepRunner.decode(runner, requests, block)
+
+    monkeypatch.setattr(runner, "_captured", captured)
+    monkeypatch.setattr(runner, "decode", decode)
+    request = engine.submit([1, 2, 3], params)
+    while not request.finished:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            engine.step()
+    assert failures == 0 and request.tokens == expected

@@ -6,18 +6,16 @@ and reads its results from pinned memory when it likes. Shapes are fixed: rows t
 have length 0 and write to the trash page.
 """
 
-import contextlib
-import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .capture import Captures
 from .decoder import Decoder, Rows
 from .model import DrafterWeights, TargetWeights
 from .request import Committed, Request
@@ -26,18 +24,6 @@ from .sampling import Mode, Sampler, mode_of, unpack_logprobs
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # tokens that a chunk of a prompt is padded to; of longer ones the device has more to do than the host has to launch
 PREFILL_SIZES = tuple(range(64, 513, 64))
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Rubbish stays for a while: it may hold graphs of another engine, and freeing one would void a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def buckets_up_to(max_batch: int) -> list[int]:
@@ -106,8 +92,7 @@ class StepRunner:
         self._verifier = decoder(target)
         self._proposer = decoder(drafter) if drafter else None
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
-        self._pool: Any = None  # memory of the graphs, shared: they never run at the same time
-        self._side: torch.cuda.Stream | None = None  # that they are captured on
+        self._captured = Captures(self.device)
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
         # what a captured prefill reads: tokens, and where they stand: start, count, pages
         self._reach = reach
@@ -263,27 +248,13 @@ class StepRunner:
         if key not in self._graphs:
             self.sampler.reserve(mode)
             saved = [field.clone() for field in self._mutable()]
-            graph, (tokens, logprobs) = self._captured(lambda: self._step(rows, block, mode))
-            for field, value in zip(self._mutable(), saved, strict=True):
-                field.copy_(value)
+            try:
+                graph, (tokens, logprobs) = self._captured(lambda: self._step(rows, block, mode))
+            finally:  # a step has run, also where its capture failed
+                for field, value in zip(self._mutable(), saved, strict=True):
+                    field.copy_(value)
             self._graphs[key] = (graph, tokens, logprobs)
         return self._graphs[key]
-
-    def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """A graph of what `run` launches, and what it returns; runs it once."""
-        # always the same one: cuBLAS keeps a workspace of 32 MiB for every stream that it has met
-        stream = self._side = self._side or torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and creates handles, which a capture must not
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # what other threads do with the device meanwhile is no part of the graph, and no error
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
-        with _no_collection(), capture:
-            result = run()
-        self._pool = self._pool or graph.pool()
-        return graph, result
 
     def prepare(self, blocks: Sequence[int]) -> bool:
         """Capture the next prefill or step, greedy ones first, that is not there for these blocks; False if none."""
