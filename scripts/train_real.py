@@ -154,7 +154,7 @@ def regenerated(args: argparse.Namespace, config: TrainConfig) -> list[str]:
     with open(prompts, "w", encoding="utf-8") as handle:
         for name, rows in read_prompt_sets(args.prompts_train).items():
             for place, row in enumerate(rows):
-                handle.write(json.dumps({"id": f"{name}/{place}", "messages": row.messages}) + "\n")
+                handle.write(json.dumps({"id": f"{name}/{place}", "messages": row.messages, "tools": row.tools}) + "\n")
     several = args.samples > 1
     sampler = {"samples": args.samples, "greedy_first": several, "temperature": args.temperature if several else 0.0}
     asked = {
@@ -348,7 +348,7 @@ def run(args: argparse.Namespace) -> None:
     with timed(seconds, "load"):
         target = Target.load(args.target, config.run.device, config.run.dtype)
         sets = {
-            name: [EncodedPrompt(prompt.id, encode_chat(target.tokenizer, prompt.messages)) for prompt in prompts]
+            name: [EncodedPrompt(p.id, encode_chat(target.tokenizer, p.messages, tools=p.tools)) for p in prompts]
             for name, prompts in asked.items()
         }
         forbidden = {tuple(prompt.token_ids) for prompts in sets.values() for prompt in prompts}

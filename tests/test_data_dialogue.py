@@ -1,15 +1,17 @@
 """Conversations of several turns: what is asked next, what becomes one row, and when it ends."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.prompts import Conversation, encode_chat
+from dflash_toolkit.prompts import encode_chat
 from train.answers import Row, converse, seed_of
 from train.backends import Answer
 from train.dialogue import ChatDialogue
+from train.shapes import Conversation
 
 PARAMS = SamplingParams(max_new_tokens=30)
 WORDS = make_tokenizer()
@@ -19,7 +21,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -107,6 +109,33 @@ def test_answers_without_an_anchor_or_of_unknown_tokens_leave_no_row() -> None:
         talk = dialogue("one")
         answer(talk, tokens)
         assert talk.question is None and talk.parts == [] and talk.dropped == reason
+
+
+def test_what_is_left_out_of_a_conversation_that_survives_is_said() -> None:
+    first = len(encode_chat(WORDS, [user("one")]))
+    tight = dialogue("one", "two", max_length=first + 6)
+    answer(tight, said("yes"))
+    assert tight.dropped is None and tight.left_out == ["later turns too long"]
+    picky = make_tokenizer()
+    picky.chat_template = "{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    refused = dialogue("one", "two", tokenizer=picky)
+    answer(refused, said("yes"))
+    assert refused.dropped is None and refused.left_out == ["later turns refused by the chat template"]
+    cut = dialogue("one", "two")
+    answer(cut, said("yes")[:-1], "length")
+    assert cut.left_out == ["later turns after an answer that was cut or empty"]
+    forgetful = make_tokenizer()
+    forgetful.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('|')[-1] }}")
+    parted = dialogue("one", "two", tokenizer=forgetful)
+    answer(parted, said("think|yes"))
+    answer(parted, [EOS])
+    assert len(parted.parts) == 1 and parted.left_out == ["parts shorter than two tokens"]
+    short = dialogue("one", "two")
+    answer(short, [EOS])
+    assert short.dropped == "shorter than two tokens" and short.left_out == []
+    whole = dialogue("one")
+    answer(whole, said("yes")[:-1], "length")
+    assert whole.left_out == [] and tight.parts[0].row.answer_tokens == 4
 
 
 def test_messages_that_the_template_refuses_are_dropped_with_their_reason() -> None:

@@ -279,3 +279,28 @@ def test_an_answer_that_was_broken_off_is_asked_for_again(fake: Fake, reason: st
     fake.reply = lambda body, number: reply(body, 1)
     with pytest.raises(UserError, match="broken off"):
         ask(fake, retries=1)
+
+
+def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {})
+    output, record = tmp_path / "a.jsonl", tmp_path / "a.run.json"
+    local = argv(target_dir, prompts, output)
+    there = [*local, "--endpoint", fake.url, "--batch", "1"]
+    assert main(there) == 2
+    written = json.loads(record.read_text())
+    assert (written["runtime"], written["model"]) == ("endpoint", "tiny")
+    fake.models = ["other"]
+    fake.reply = lambda body, number: (200, whole("fine"))
+    for command, difference in ((there, "model: 'tiny', now 'other'"), (local, "runtime: 'endpoint', now 'engine'")):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert f"holds answers of another run ({difference})" in capsys.readouterr().err.splitlines()[-1]
+        assert len(answers(output)) == 5 and json.loads(record.read_text()) == written
+    # a record of before either was written down
+    record.write_text(json.dumps({k: v for k, v in written.items() if k not in ("runtime", "model")}))
+    assert main(there) == 0 and len(answers(output)) == 9
+    written = json.loads(record.read_text())
+    assert written["model"] == "other" and "9 answers" in written["finished"]
+    assert main(local) == 0, "nothing is left to answer"

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
-from dflash_toolkit.prompts import REASONING, Conversation, conversation
+from dflash_toolkit.prompts import REASONING
 from train import dedup
 from train.dedup import Duplicates, shingles, similarity
+from train.shapes import Conversation, conversation
 from train.sources import Malformed, Source
 
 
@@ -23,15 +24,18 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
+CALL = assistant("") | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "1"}
+
 # ---- rows ------------------------------------------------------------------------------------------------------
 
-SHAPES: dict[str, tuple[Any, list[list[dict[str, str]]]]] = {
+SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]]]] = {
     "messages": ({"messages": [SYSTEM, user("a"), assistant("b"), user("c")]}, [[SYSTEM, user("a")], [user("c")]]),
     "messages that end with an answer": ({"messages": [user("a"), assistant("b")]}, [[user("a")]]),
     "two questions before an answer": ({"messages": [user("a"), user("b"), assistant("c")]}, [[user("a"), user("b")]]),
@@ -44,6 +48,20 @@ SHAPES: dict[str, tuple[Any, list[list[dict[str, str]]]]] = {
         {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a"}]},
         [[SYSTEM, user("a")]],
     ),
+    "ShareGPT with a system column": (
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        [[SYSTEM, user("a")]],
+    ),
+    "a system column": ({"prompt": "a", "system": "Be brief.", "response": 3}, [[SYSTEM, user("a")]]),
+    "a system column and turns": ({"turns": ["a", "b"], "system": "Be brief."}, [[SYSTEM, user("a")], [user("b")]]),
+    "a developer": ({"messages": [SYSTEM | {"role": "developer"}, user("a")]}, [[SYSTEM, user("a")]]),
+    "query and response": ({"query": "a", "response": "b"}, [[user("a")]]),
+    "input and output": ({"input": "a", "output": "b"}, [[user("a")]]),
+    "a recorded call": (
+        {"messages": [user("a"), CALL, RESULT, assistant("b"), user("c"), CALL]},
+        [[user("a")], [CALL, RESULT], [user("c")]],
+    ),
+    "a call whose result waits for an answer": ({"messages": [user("a"), CALL, RESULT]}, [[user("a")], [CALL, RESULT]]),
     "turns": ({"turns": ["a ", "b"]}, [[user("a")], [user("b")]]),
     "prompt and response": ({"prompt": "a", "response": "b"}, [[user("a")]]),
     "prompt as messages": ({"prompt": [user("a")], "chosen": [assistant("b")]}, [[user("a")]]),
@@ -69,7 +87,11 @@ def test_every_shape_becomes_the_turns_that_ask(row: Any, turns: list[list[dict[
         ({"messages": [assistant("a"), user("b")]}, "a turn asks nothing"),
         ({"messages": [user(" ")]}, "a turn asks nothing"),
         ({"messages": [SYSTEM]}, "a turn asks nothing"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "role 'tool'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "a turn asks nothing"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "role 'critic'"),
+        ({"messages": "a"}, "messages must be a list"),
+        ({"prompt": "a", "system": 3}, "system must be text"),
+        ({"prompt": "a", "tools": "none"}, "must be JSON, not 'none'"),
         ({"messages": [{"role": "user"}]}, "malformed"),
         ({"messages": [user("a") | {"content": 3}]}, "content must be text"),
         ({"messages": ["a"]}, "malformed"),
@@ -84,6 +106,17 @@ def test_every_shape_becomes_the_turns_that_ask(row: Any, turns: list[list[dict[
 def test_a_row_that_asks_nothing_says_what_is_wrong(row: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         conversation(row, "x")
+
+
+def test_the_same_question_with_other_tools_is_another_prompt() -> None:
+    duplicates = Duplicates(0.8)
+    plain, one, other = (
+        conversation({"prompt": LONG, "tools": tools}, "x") for tools in (None, [{"name": "f"}], '[{"name": "g"}]')
+    )
+    assert other.tools == ({"type": "function", "function": {"name": "g"}},)
+    for found in (plain, one, other):
+        assert not duplicates.seen(found.asked, under=found.instructions)
+        assert duplicates.seen(found.asked, under=found.instructions)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------

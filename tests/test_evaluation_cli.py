@@ -162,7 +162,7 @@ def test_answers_of_one_token(arguments: list[str], tmp_path: Path) -> None:
 def test_thinking_reaches_the_template(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool | None] = []
 
-    def encode(tokenizer: Any, messages: Any, thinking: bool | None) -> list[int]:
+    def encode(tokenizer: Any, messages: Any, thinking: bool | None, tools: Any) -> list[int]:
         seen.append(thinking)
         return [65, 66]
 

@@ -66,6 +66,20 @@ SHAPES = {
     "text": ({"text": "Write f."}, [user("Write f.")], None),
     "instruction": ({"instruction": "Add", "output": "3"}, [user("Add")], "3"),
     "instruction with input": ({"instruction": "Add", "input": "1, 2"}, [user("Add\n1, 2")], None),
+    "a system column": ({"prompt": "Hi", "system": "Be brief."}, [SYSTEM, user("Hi")], None),
+    "a system column beside a system message": (
+        {"messages": [SYSTEM, user("Hi")], "system": "x"},
+        [SYSTEM, user("Hi")],
+        None,
+    ),
+    "an empty system column": ({"prompt": "Hi", "system": " "}, [user("Hi")], None),
+    "query": ({"query": "Add", "response": "3"}, [user("Add")], "3"),
+    "input and output": ({"input": "Add", "output": "3"}, [user("Add")], "3"),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "system": "Be brief."},
+        [SYSTEM, user("Hi")],
+        "Ho",
+    ),
     "instruction with empty input": ({"instruction": "Add", "input": ""}, [user("Add")], None),
 }
 
@@ -202,7 +216,7 @@ def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -
     [
         ("{half", "not valid JSON"),
         ("[1]", "expected a JSON object, got list"),
-        ({"answer": "a"}, "none of messages, turns, question, prompt, text, instruction"),
+        ({"answer": "a"}, "none of messages, conversations, turns, question, prompt, text, "),
         ({"prompt": None}, "none of messages"),
         ({"prompt": 5}, "malformed row"),
         ({"text": 5}, "malformed row"),
@@ -215,9 +229,15 @@ def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -
         ({"turns": "abc"}, "malformed row"),
         ({"turns": [None]}, "malformed row"),
         ({"messages": "abc"}, "malformed row"),
-        ({"messages": None}, "malformed row"),
+        ({"messages": None}, "none of messages"),
         ({"messages": [{"role": "user"}]}, "malformed row"),
         ({"messages": [user("a") | {"content": [{"type": "text"}]}]}, "malformed row"),
+        ({"prompt": "a", "system": 3}, "malformed row"),
+        ({"prompt": "a", "tools": "search"}, "tools and tool calls must be JSON, not 'search'"),
+        ({"prompt": "a", "tools": [3]}, "tools must be a list of JSON objects"),
+        ({"prompt": "a", "tools": [{"type": "web_search"}]}, "tools must be a list of JSON objects"),
+        ({"messages": [user("a"), {"role": "critic", "content": "b"}]}, "role 'critic' is not one of"),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"name": 3}]}]}, "a tool call needs a name"),
         ({"messages": []}, "the prompt is empty"),
         ({"messages": [assistant("a"), user("b")]}, "the prompt is empty"),
         ({"messages": [user("  ")]}, "the prompt is empty"),
@@ -238,13 +258,14 @@ def test_a_malformed_row_is_named_with_its_line(write: Callable[..., Path], row:
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), inner, max_size=3)
     ),
     max_leaves=5,
 )
 KEYS = [
     "messages", "turns", "question", "prompt", "entry_point", "text", "test_list", "instruction", "input",
-    "output", "response", "id",
+    "output", "response", "id", "conversations", "system", "tools", "query",
 ]  # fmt: skip
 
 
@@ -266,11 +287,9 @@ def test_any_row_is_a_prompt_or_a_user_error(row: dict[str, Any], tmp_path_facto
 
 def test_split_messages_cuts_before_the_first_answer() -> None:
     chat = [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")]
-    assert split_messages(chat) == ([SYSTEM, user("a")], "b")
-    assert split_messages(chat[:2]) == (chat[:2], None)
-    assert split_messages([]) == ([], None)
-    with pytest.raises(TypeError):
-        split_messages([{"role": "user", "content": 5}])
+    assert split_messages(chat) == ([SYSTEM, user("a")], chat[2:])
+    assert split_messages(chat[:2]) == (chat[:2], [])
+    assert split_messages([]) == ([], [])
 
 
 def test_encode_chat_renders_the_template_up_to_the_first_token_of_the_answer() -> None:

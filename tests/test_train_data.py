@@ -54,7 +54,7 @@ def test_a_prompt_is_what_the_chat_template_makes_of_it(config: TrainConfig) -> 
     data = load_prompts(config, make_tokenizer())
     assert [tuple(q.tokens) for q in data.training] == [chat(i) for i in range(20)]
     assert [q.index for q in data.training] == list(range(20))
-    assert data.answers == {i: f"say {i}" for i in range(20)}
+    assert {i: prompt.answer for i, prompt in data.recorded.items()} == {i: f"say {i}" for i in range(20)}
 
 
 def test_every_prompt_is_either_trained_on_or_held_out_never_both(config: TrainConfig) -> None:
@@ -64,7 +64,8 @@ def test_every_prompt_is_either_trained_on_or_held_out_never_both(config: TrainC
     assert training | held_out == {chat(i) for i in range(20)}
     # the answers still belong to their questions after the split
     words = make_tokenizer()
-    assert all(data.answers[q.index].removeprefix("say") in words.decode(q.tokens) for q in data.training)
+    answers = {q.index: data.recorded[q.index].answer or "" for q in data.training}
+    assert all(answers[q.index].removeprefix("say") in words.decode(q.tokens) for q in data.training)
 
 
 def test_the_split_depends_on_the_seed_alone(config: TrainConfig) -> None:
@@ -202,11 +203,12 @@ def test_a_target_without_pad_and_stop_tokens_still_answers(tmp_path: Path) -> N
 
 def test_the_data_s_answers_end_with_the_stop_token_and_are_cut_at_max_length(config: TrainConfig) -> None:
     data = load_prompts(config, make_tokenizer())
-    for row in rows_from_answers(data, make_tokenizer(), EOS, 64):
-        text = data.answers[row.index].encode()
-        assert row.tokens[row.prompt_tokens :] == [*make_tokenizer()(text.decode()).input_ids, EOS]
+    for question, row in zip(data.training, rows_from_answers(data, make_tokenizer(), (EOS,), 64), strict=True):
+        text = data.recorded[question.index].answer
+        assert row.tokens == [*question.tokens, *make_tokenizer()(text).input_ids, EOS]
+        assert row.prompt_tokens == len(question.tokens)
     shortest = min(len(q.tokens) for q in data.training)
-    cut = rows_from_answers(data, make_tokenizer(), EOS, shortest + 3)
+    cut = rows_from_answers(data, make_tokenizer(), (EOS,), shortest + 3)
     assert max(len(row.tokens) for row in cut) == shortest + 3
 
 

@@ -114,7 +114,7 @@ def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
     found = load_prompts(config, target.tokenizer)
     texts = [target.tokenizer.decode(question.tokens) for question in found.training]
     assert texts == [f"<|user|>{kind} {i}<|end|><|assistant|>" for kind in ("say", "part") for i in range(3)]
-    assert list(found.answers.values()) == ["yes"] * 3
+    assert [prompt.answer for prompt in found.recorded.values()] == ["yes"] * 3
 
 
 def test_an_answer_that_is_no_text_and_a_drafter_that_is_gone_are_one_line(

@@ -1,9 +1,9 @@
 """What `dflash-data` writes and `dflash-train --answers` reads: one JSON line an answer, appended, never changed.
 
-`index` (of the prompt), `sample`, `id`, `messages` with the answers, `tokens` (ids of prompt and answers),
-`prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every answer), `part` of `parts` (more than
-one where the turns of a conversation do not continue each other token for token), `finish_reason`, `target`,
-`vocab_size`, `template_hash` and `sampler`.
+`index` (of the prompt), `sample`, `id`, `messages` with the answers, `tools` if there are any, `tokens` (ids of prompt
+and answers), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every answer), `part` of
+`parts` (more than one where the turns of a conversation do not continue each other token for token), `finish_reason`,
+`target`, `vocab_size`, `template_hash` and `sampler`.
 """
 
 import json
@@ -29,6 +29,7 @@ def lines_of(dialogue: ChatDialogue, common: dict[str, Any]) -> list[dict[str, A
             "parts": len(dialogue.parts),
             "id": dialogue.id,
             "messages": part.messages,
+            **({"tools": dialogue.tools} if dialogue.tools else {}),
             "prompt_tokens": part.row.prompt_tokens,
             "tokens": part.row.tokens,
             "spans": part.row.spans,

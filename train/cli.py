@@ -193,8 +193,9 @@ def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) ->
     target = Target.load(config.target, processes.device, config.run.dtype)
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
     if not answered:
-        stop = target.stop_token_ids[0] if target.stop_token_ids else None
-        answered = rows_from_answers(run.data, run.tokenizer, stop, config.prompts.max_length)
+        answered = rows_from_answers(
+            run.data, run.tokenizer, target.stop_token_ids, config.prompts.max_length, config.answers.thinking
+        )
     packed, _ = packing(config, target.device)
     rows = _kept([row.cut(min(packed or sys.maxsize, config.prompts.max_length)) for row in answered])
     if len(rows) < len(answered):

@@ -1,6 +1,8 @@
 """Prompts for a run: from files or a public dataset, rendered by the target's chat template, split for measuring."""
 
 import hashlib
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,12 +10,22 @@ import torch
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.prompts import Prompt, conversation, encode_chat, file_hash, read_prompts, template_hash
+from dflash_toolkit.prompts import (
+    MALFORMED,
+    Prompt,
+    encode_chat,
+    file_hash,
+    read_chat,
+    read_prompts,
+    split_messages,
+    template_hash,
+)
 from dflash_toolkit.target import load_config
 
 from .answer_file import read_training_rows
 from .answers import Question, Row
 from .config import TrainConfig
+from .dialogue import REFUSED, recorded_rows
 from .sources import load_rows
 
 
@@ -22,7 +34,7 @@ class PromptData:
     """Rendered prompts of a run."""
 
     training: list[Question]
-    answers: dict[int, str]  # the data's own answers, by question index; used only without regeneration
+    recorded: dict[int, Prompt]  # with answers of the data's own, by question index; used only without regeneration
     held_out: list[list[int]]
     digest: str  # of everything read
     rows: list[Row] = field(default_factory=list)  # of answers files, which leave nothing to ask
@@ -62,20 +74,24 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
     questions = [Question(i, ids) for i, ids in enumerate(rendered) if ids and tuple(ids) not in kept_out]
     if not questions:
         raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
-    answers = {i: p.answer for i, p in enumerate(prompts) if p.answer is not None}
-    return PromptData(questions, answers, asked, digest)
+    return PromptData(questions, {i: p for i, p in enumerate(prompts) if p.rest}, asked, digest)
 
 
 def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: bool) -> list[list[int]]:
-    """Token ids of every prompt; an empty list for one that does not fit, unless `strict` makes that an error."""
+    """Token ids of every prompt; an empty list for one that does not fit, or that the template refuses, unless `strict`
+    makes that an error."""
     room = config.prompts.max_length - 2
     rendered = []
+    refused = 0
     with Progress("prompts", len(prompts)) as progress:
         for prompt in prompts:
             try:
-                ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking)
+                ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking, prompt.tools)
             except UserError as error:
-                raise UserError(f"prompt {prompt.id}: {error}") from error
+                if strict or not tokenizer.chat_template:
+                    raise UserError(f"prompt {prompt.id}: {error}") from error
+                ids = []
+                refused += 1
             if len(ids) > room and strict:
                 raise UserError(
                     f"prompt {prompt.id} has {len(ids)} tokens, prompts.max_length is {config.prompts.max_length}: "
@@ -83,8 +99,10 @@ def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: 
                 )
             rendered.append(ids if len(ids) <= room else [])
             progress.advance()
-        if dropped := sum(not ids for ids in rendered):
+        if dropped := sum(not ids for ids in rendered) - refused:
             progress.print(f"dropped {dropped} of {len(prompts)} prompts: longer than prompts.max_length allows")
+        if refused:
+            progress.print(f"dropped {refused} of {len(prompts)} prompts: {REFUSED}")
     return rendered
 
 
@@ -124,35 +142,50 @@ def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
 
 
 def _from_row(row: dict[str, Any], index: int) -> Prompt | None:
-    """The first question of a row and its answer; None for a row that has none in a shape that is known."""
+    """The first question of a row and what follows it; None for a row that has none in a shape that is known."""
     try:
-        asked = conversation(row, str(index)).turns[0]
-    except ValueError:
+        messages, tools = read_chat(row)
+    except MALFORMED:
         return None
+    asked, rest = split_messages(messages)
     if [message["role"] for message in asked] not in (["user"], ["system", "user"]):
         return None
-    turns: list[Any] = next((row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)), [])
-    replies = (turn.get("content", turn.get("value")) for turn in turns[len(asked) :])
-    answer = next(replies, None)
-    return Prompt(str(index), asked, answer if isinstance(answer, str) else None)
+    if not isinstance(asked[-1]["content"], str) or not asked[-1]["content"].strip():
+        return None
+    text = all(isinstance(message["content"], str) for message in rest)
+    return Prompt(str(index), tuple(asked), tuple(rest) if text else (), tools)
 
 
-def rows_from_answers(data: PromptData, tokenizer: Any, stop_id: int | None, max_length: int) -> list[Row]:
-    """Rows from the answers the data holds: the rendered prompt, the answer's tokens, the end-of-sequence token.
+def rows_from_answers(
+    data: PromptData, tokenizer: Any, stop_ids: Collection[int], max_length: int, thinking: bool | None = None
+) -> list[Row]:
+    """Rows from the answers the data holds, as the chat template renders them (`recorded_rows`), renumbered.
 
     Raises:
-        UserError: a prompt has no answer, or one that is no text.
+        UserError: a prompt has no answer, or one that is no text, or no answer fits the template.
     """
-    rows = []
-    for question in data.training:
-        if question.index not in data.answers:
-            raise UserError(f"prompt {question.index} has no answer; answers.regenerate=true lets the target write it")
-        try:
-            answer = tokenizer(data.answers[question.index], add_special_tokens=False).input_ids
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair
-            raise UserError(f"the answer to prompt {question.index} is no valid text ({error})") from error
-        tokens = question.tokens + list(answer) + ([] if stop_id is None else [stop_id])
-        rows.append(Row(question.index, len(question.tokens), tokens[:max_length]))
+    rows: list[Row] = []
+    left_out: Counter[str] = Counter()
+    stops = {*stop_ids, tokenizer.eos_token_id}
+    with Progress("answers", len(data.training)) as progress:
+        for question in data.training:
+            prompt = data.recorded.get(question.index)
+            if prompt is None:
+                lacking = f"prompt {question.index} has no answer"
+                raise UserError(f"{lacking}; answers.regenerate=true lets the target write it")
+            try:
+                "".join(message["content"] for message in prompt.rest).encode()
+            except UnicodeError as error:  # half of a surrogate pair
+                raise UserError(f"the answer to prompt {question.index} is no valid text ({error})") from error
+            found, lost = recorded_rows(tokenizer, (*prompt.messages, *prompt.rest), prompt.tools, stops, thinking)
+            rows += [replace(row, index=len(rows) + i).cut(max_length) for i, row in enumerate(found)]
+            left_out += lost
+            progress.advance()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+        if not rows:
+            raise UserError(f"none of the data's answers can be trained on: {reasons}")
+        if reasons:
+            progress.print(f"dropped answers of the data: {reasons}")
     return rows
 
 

@@ -16,20 +16,23 @@ from typing import Any
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.prompts import Conversation, encode_chat, template_hash
+from dflash_toolkit.prompts import encode_chat, template_hash
 from dflash_toolkit.target import context_limit, declared_stop_ids, load_config, load_generation_config, load_tokenizer
 
 from .answer_file import lines_of, resume
 from .answers import append, converse, seed_of
-from .backends import Backend, open_backend
+from .backends import Backend, EngineBackend, open_backend
 from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
 from .dialogue import ChatDialogue
 from .endpoint import EndpointBackend
 from .identity import target_digest
+from .shapes import Conversation
 from .sources import Malformed, Source
 from .state import first_difference
 from .vllm_backend import VllmBackend
+
+ANSWERING = ("runtime", "model")  # keys of the record that are known once something answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,14 +155,24 @@ def run(config: DataConfig) -> None:
     except OSError as error:
         raise UserError(f"output {output}: {output.parent} cannot be created ({error.strerror})") from error
     with _alone(output):
-        if (ended := _begun(output, record)) is not None:
+        begun = _begun(output, record)
+        if ended := begun.get("finished"):
             print(f"{output} holds this run, finished: {ended}", file=sys.stderr)
             return
         prompts = _prompts_file(output)
         if not prompts.exists():
             _choose(config, prompts)
-        write_json(_record_file(output), record)
-        summary = _answer(config, record, tokenizer, target_config, prompts, output, length)
+        write_json(_record_file(output), record | begun)
+        backend = _backend(config, tokenizer, target_config, length)
+        try:
+            answering = _answering(config, backend)
+            if begun and (difference := first_difference(begun, answering)):
+                raise _other(output, difference)
+            record |= answering
+            write_json(_record_file(output), record)
+            summary = _answer(config, record, tokenizer, backend, prompts, output, length)
+        finally:
+            backend.close()
         write_json(_record_file(output), record | {"finished": summary})
     print(f"{output}: {summary}", file=sys.stderr)
 
@@ -175,24 +188,41 @@ def _prompts_file(output: Path) -> Path:
     return output.with_suffix(".prompts.jsonl")
 
 
-def _begun(output: Path, record: dict[str, Any]) -> str | None:
-    """How an earlier run of the same kind ended; None if it did not. Raises UserError if it was of another kind."""
+def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Of an earlier run of the same kind: what answered, and `finished`, how it ended, if it did.
+
+    Raises:
+        UserError: it was of another kind.
+    """
     path = _record_file(output)
     if not path.exists():
         if output.exists() and output.stat().st_size:
             raise UserError(f"{output} exists and {path.name} does not; choose another --output or remove it")
         _prompts_file(output).unlink(missing_ok=True)  # chosen by a run that did not get further
-        return None
+        return {}
     try:
         old = json.loads(path.read_text())
-        finished = old.pop("finished", None)
+        begun = {key: old.pop(key) for key in ("finished", *ANSWERING) if key in old}
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
     if difference := first_difference(old, json.loads(json.dumps(record))):
-        raise UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
-    if finished and not output.stat().st_size:
+        raise _other(output, difference)
+    if begun.get("finished") and not output.stat().st_size:
         raise UserError(f"{path} says that {output} was finished, but that is empty; remove {path.name} to begin again")
-    return finished
+    return begun
+
+
+def _answering(config: DataConfig, backend: Backend) -> dict[str, Any]:
+    """What answers: another model or runtime does not go on with its answers."""
+    if isinstance(backend, EndpointBackend):
+        return {"runtime": "endpoint", "model": ", ".join(sorted(set(backend.models)))}
+    if config.runtime == "vllm":
+        return {"runtime": "vllm"}
+    return {"runtime": "engine" if isinstance(backend, EngineBackend) else "reference"}
+
+
+def _other(output: Path, difference: str) -> UserError:
+    return UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
 
 
 @contextlib.contextmanager
@@ -255,7 +285,8 @@ def _chosen(path: Path) -> Iterator[tuple[int, Conversation]]:
         with open(path, encoding="utf-8") as handle:
             for line in handle:
                 row = json.loads(line)
-                yield row["index"], Conversation(row["id"], tuple(tuple(turn) for turn in row["turns"]))
+                turns = tuple(tuple(turn) for turn in row["turns"])
+                yield row["index"], Conversation(row["id"], turns, tuple(row.get("tools", ())))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); remove it to have the prompts chosen again") from error
 
@@ -267,7 +298,7 @@ def _answer(
     config: DataConfig,
     record: dict[str, Any],
     tokenizer: Any,
-    target_config: Any,
+    backend: Backend,
     prompts: Path,
     output: Path,
     length: int,
@@ -287,23 +318,22 @@ def _answer(
                     yield ChatDialogue(index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking)
 
     dropped: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     common = {key: record[key] for key in ("target", "vocab_size", "template_hash", "sampler")}
-    backend = _backend(config, tokenizer, target_config, length)
-    try:
-        with Progress("answers", total, unit="tok") as progress:
-            progress.advance(len(done), units=0)
-            for dialogue in converse(backend, dialogues()):
-                if dialogue.dropped:
-                    dropped[dialogue.dropped] += 1
-                append(output, lines_of(dialogue, common))
-                rows += len(dialogue.parts)
-                tokens += sum(part.row.answer_tokens for part in dialogue.parts)
-                progress.advance(1, dialogue.answer_tokens, f"{dropped.total()} dropped" if dropped else None)
-    finally:
-        backend.close()
+    with Progress("answers", total, unit="tok") as progress:
+        progress.advance(len(done), units=0)
+        for dialogue in converse(backend, dialogues()):
+            if dialogue.dropped:
+                dropped[dialogue.dropped] += 1
+            left_out.update(dialogue.left_out)
+            append(output, lines_of(dialogue, common))
+            rows += len(dialogue.parts)
+            tokens += sum(part.row.answer_tokens for part in dialogue.parts)
+            progress.advance(1, dialogue.answer_tokens, f"{dropped.total()} dropped" if dropped else None)
     if not rows:
         raise UserError(f"none of {total} answers can be trained on: {_counted(dropped)}")
-    return f"{rows} answers, {tokens} tokens" + (f"; dropped {_counted(dropped)}" if dropped else "")
+    counted = {"dropped": dropped, "left out of others:": left_out}
+    return f"{rows} answers, {tokens} tokens" + "".join(f"; {k} {_counted(v)}" for k, v in counted.items() if v)
 
 
 def _counted(dropped: Counter[str]) -> str:

@@ -43,6 +43,9 @@ class EndpointBackend:
         retries: how often a question is asked again after an error that may pass, with growing pauses.
         pause_s: before the first of them.
 
+    Attributes:
+        models: the name that each server is asked for.
+
     Raises:
         UserError: a server does not answer, or has no such model.
     """
@@ -69,7 +72,7 @@ class EndpointBackend:
         self._closed = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-        self._models = [self._find_model(url, model) for url in self._urls]
+        self.models = [self._find_model(url, model) for url in self._urls]
         for i in range(concurrency):  # daemons: an interrupted run does not wait for answers
             threading.Thread(target=self._work, args=(i % len(self._urls),), name=f"ask-{i}", daemon=True).start()
 
@@ -106,7 +109,7 @@ class EndpointBackend:
         while (item := self._asked.get()) is not None and not self._closed.is_set():
             key, body = item
             try:
-                reply = self._persist(self._urls[server], {"model": self._models[server], **body})
+                reply = self._persist(self._urls[server], {"model": self.models[server], **body})
                 self._answers.put(self._answer(key, reply, body["max_tokens"]))
             except UserError as error:
                 self._answers.put(error)

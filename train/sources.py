@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.prompts import UNREADABLE, Conversation, conversation, file_hash, open_text
+from dflash_toolkit.prompts import UNREADABLE, file_hash, open_text
+
+from .shapes import Conversation, conversation
 
 LINES = (".jsonl", ".ndjson", ".txt")
 FILES = (*LINES, ".json", ".parquet")

@@ -97,7 +97,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     tokenizer = load_tokenizer(config.target)
     case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
     findings = [finding for check in FILE_CHECKS for finding in check(case)]
-    encoded = [encode_chat(tokenizer, prompt.messages, config.thinking) for prompt in prompts]
+    encoded = [encode_chat(tokenizer, prompt.messages, config.thinking, prompt.tools) for prompt in prompts]
     if not case.measurable:
         return findings
 

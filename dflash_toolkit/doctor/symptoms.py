@@ -108,7 +108,7 @@ def check_thinking(
         return [Finding("thinking", "ok", "the template knows no thinking mode")]
 
     def render(mode: bool | None) -> list[list[int]]:
-        return [encode_chat(case.tokenizer, prompt.messages, mode) for prompt in prompts]
+        return [encode_chat(case.tokenizer, prompt.messages, mode, prompt.tools) for prompt in prompts]
 
     here = render(case.thinking)
     modes = [answers["thinking"] for answers in case.answered_by if "thinking" in answers]

@@ -141,6 +141,6 @@ def _load(config: EvalConfig) -> Runtime:
 
 def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> EncodedPrompt:
     try:
-        return EncodedPrompt(prompt.id, encode_chat(tokenizer, prompt.messages, thinking))
+        return EncodedPrompt(prompt.id, encode_chat(tokenizer, prompt.messages, thinking, prompt.tools))
     except UserError as error:
         raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}") from error

@@ -1,0 +1,76 @@
+"""Rows of data as conversations to be answered: what precedes each answer, turn by turn."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_toolkit.prompts import Message, Tool, read_chat
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is asked, turn by turn: the messages before each answer. The recorded answers are left out.
+
+    A recorded tool call is no answer that can be gone on from in other words, for nobody runs the tools: the turn after
+    it begins with the call, and then has its results.
+    """
+
+    id: str
+    turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """What is asked, all turns."""
+        return self._said("user")
+
+    @property
+    def instructions(self) -> str:
+        """The system messages and the tools."""
+        return self._said("system") + (json.dumps(self.tools, sort_keys=True) if self.tools else "")
+
+    def _said(self, role: str) -> str:
+        return "\n".join(message["content"] for turn in self.turns for message in turn if message["role"] == role)
+
+
+def conversation(row: Any, default_id: str) -> Conversation:
+    """A row of any shape that `read_chat` knows, all its turns; every one of `turns`; or a bare string.
+
+    Raises:
+        ValueError: says in a few words what is wrong with the row.
+    """
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    name = next((row[key] for key in ("id", "task_id") if isinstance(row.get(key), str | int)), default_id)
+    try:
+        messages, tools = read_chat(row)
+        turns = _turns(messages)
+        if not any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt")):
+            later = row["turns"][1:] if isinstance(row.get("turns"), list) else []
+            turns += tuple(({"role": "user", "content": turn.strip()},) for turn in later)
+        if not all(isinstance(message["content"], str) for turn in turns for message in turn):
+            raise TypeError("the prompt must be text")
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"malformed row ({error!r})") from error
+    if not turns or not all(_asks(turn, first=i == 0) for i, turn in enumerate(turns)):
+        raise ValueError("a turn asks nothing")
+    return Conversation(str(name), turns, tools)
+
+
+def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            turns[-1].append(message)
+        else:
+            turns.append([message] if "tool_calls" in message else [])
+    ended = all(message["role"] == "assistant" for message in turns[-1])  # with an answer, or a call without a result
+    return tuple(tuple(turn) for turn in (turns[:-1] if ended else turns))
+
+
+def _asks(turn: tuple[Message, ...], first: bool) -> bool:
+    if not first and any(message["role"] == "tool" for message in turn):
+        return True
+    return any(message["role"] == "user" and message["content"].strip() for message in turn)
