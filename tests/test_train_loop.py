@@ -93,7 +93,8 @@ def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() ->
 def lines_without_speed(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        {key: value for key, value in line.items() if not key.endswith(("_per_second", "_share"))} for line in lines
+        {key: value for key, value in line.items() if not key.endswith(("_per_second", "_share", "_resident_gb"))}
+        for line in lines
     ]
 
 

@@ -3,9 +3,12 @@
 import itertools
 import json
 import math
+import resource
+import signal
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ import torch
 from test_train_loop import argv
 
 import train.loop
+import train.metrics
+from dflash_toolkit import UserError
 from train.cli import main
-from train.metrics import Speed, peak_flops
+from train.metrics import MetricsLog, Speed, peak_flops
 from train.schedule import learning_rate_factor
 from train.state import RunState, save_state
 
@@ -31,7 +36,7 @@ def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
 def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak() -> None:
     speed = Speed(torch.device("cpu"))
     assert speed.take(0.0).keys() == {
-        "tokens_per_second", "sequences_per_second", "data_share",
+        "tokens_per_second", "sequences_per_second", "data_share", "peak_resident_gb",
     }  # fmt: skip
     speed.peak = 1e12
     for _ in range(2):
@@ -48,6 +53,18 @@ def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak() -> N
     assert rates["mfu"] == pytest.approx(2 * 5e9 / seconds / 1e12)
     assert 0.05 <= rates["data_share"] * seconds < seconds
     assert speed.take(5e9)["mfu"] == 0, "begun anew"
+
+
+def test_on_a_cpu_memory_is_the_largest_that_was_resident() -> None:
+    speed = Speed(torch.device("cpu"))
+    before = speed.take(0.0)["peak_resident_gb"]
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
+    assert now * 0.99 <= before < 1000
+    held = torch.ones(int(1e9 * (before - now + 0.2)) // 4)
+    after = speed.take(0.0)["peak_resident_gb"]
+    assert before + 0.1 < after < before + 0.4
+    del held
+    assert speed.take(0.0)["peak_resident_gb"] >= after, "a peak, not what is resident now"
 
 
 def test_wsd_stays_at_the_peak_and_falls_to_zero_in_its_share() -> None:
@@ -69,6 +86,27 @@ def test_wsd_goes_by_the_clock_too(target_dir: Path, data: Path, tmp_path: Path)
 
 
 # ---- W&B -------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    wandb = SimpleNamespace(errors=SimpleNamespace(Error=RuntimeError), init=lambda **given: begun.append(given["id"]))
+    monkeypatch.setattr(train.metrics, "import_wandb", lambda: wandb)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(UserError, match=r"wandb_id: cannot be written .*free some space"):
+            MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing that a resumption would believe"
+    for _ in range(2):
+        MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
+    assert len(begun) == 2 and len(set(begun)) == 1 and len(begun[0]) == 8
 
 
 def wandb_records(run: Path) -> list[Any]:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -36,12 +37,14 @@ SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learnin
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
+def _forkserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))  # compile once
         CONTEXT.set_forkserver_preload(["test_train_parallel"])
         multiprocessing.forkserver.ensure_running()
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +364,29 @@ def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
         ended(running)
     assert json.loads((tmp_path / "run/work/deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
     assert ended(start([*arguments, f"run.zero={1 + stage % 3}"], tmp_path / "log")) == [0, 0]
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_the_deepspeed_command_of_a_hostfile_is_one_run(
+    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    """Of two machines that cannot reach each other by ssh: the same line on each, but for its rank."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.device=cpu")
+    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}", "--no_ssh"]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={tmp_path / 'hosts'}", *place,
+             f"--node_rank={rank}", "--module", "train.cli", *arguments],
+            cwd=Path(__file__).parent.parent, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = "".join(launcher.communicate(timeout=240)[0] for launcher in launchers)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert said.count("vllm serve") == said.count("2 processes") == 1, "only the first process speaks"
     assert_same_run(whole, tmp_path / "run")
 
 

@@ -100,6 +100,9 @@ class MemoryStore:
     def refresh(self) -> None:
         """Nobody else writes here."""
 
+    def check(self) -> None:
+        """Nothing can have failed."""
+
 
 class DiskStore:
     """Rows in a directory of safetensors files, read by memory map.
@@ -107,6 +110,9 @@ class DiskStore:
     `index.json` says what the rows are (`fingerprint`). A shard holds `hidden` [T, W], with FP8 `scale` [T], and the
     `rows` and `lengths` it consists of; it has a random name, so that several processes may write side by side, and is
     whole if it is there: it is written under another name first. What a kill can lose is what was not yet a shard.
+
+    Of processes that train together one whose disk fails must not end alone, for the others would wait for it: reading
+    and keeping rows goes on without the disk, until all of them ask at the same place what `check` has to say.
 
     Args:
         fingerprint: JSON values; what must be equal for the rows to be the same.
@@ -128,6 +134,7 @@ class DiskStore:
         self._writing: dict[int, Stored] = {}
         self._writer = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
+        self._mistake: UserError | None = None  # the first; nothing more is kept after it
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._claim(json.loads(json.dumps(fingerprint)))
@@ -137,6 +144,7 @@ class DiskStore:
         except OSError as error:
             raise UserError(f"features {folder}: cannot be written ({error.strerror}); see run.feature_dir") from error
         self.refresh()
+        self.check()
 
     def _claim(self, fingerprint: dict[str, Any]) -> None:
         index = self._folder / "index.json"
@@ -158,15 +166,21 @@ class DiskStore:
             )
 
     def refresh(self) -> None:
-        """Find the shards that others have written. Raises UserError for one that cannot be read."""
+        """Find the shards that others have written. One that cannot be read is for `check` to tell."""
         for path in sorted(self._folder.glob("*.safetensors")):
             if path not in self._shards:
                 try:
                     with safe_open(path, "pt") as shard:
                         rows, lengths = (shard.get_tensor(name).tolist() for name in ("rows", "lengths"))
                 except (OSError, SafetensorError) as error:
-                    raise UserError(f"{path}: not a shard of features ({error}); remove it and run again") from error
+                    self._mistake = UserError(f"{path}: not a shard of features ({error}); remove it and run again")
+                    return
                 self._learn(path, rows, lengths)
+
+    def check(self) -> None:
+        """Raises UserError when a shard could not be written or read."""
+        if self._mistake:
+            raise self._mistake
 
     def _learn(self, path: Path, rows: list[int], lengths: list[int]) -> None:
         self._shards[path] = safe_open(path, "pt")  # a memory map
@@ -202,8 +216,8 @@ class DiskStore:
         return Stored(shard.get_slice("hidden")[start:end], scale)
 
     def add(self, index: int, stored: Stored) -> None:
-        """Keep a row; full shards are written in the background. Raises UserError when an earlier one failed."""
-        if index in self:
+        """Keep a row; full shards are written in the background. After a failure, which `check` tells, nothing is."""
+        if index in self or self._mistake:
             return
         self._buffer[index] = stored.each(Tensor.cpu)
         self._buffered += stored.nbytes
@@ -216,16 +230,21 @@ class DiskStore:
         if self._buffer:
             self._start_writing()
         self._settle()
+        self.check()
 
     def _start_writing(self) -> None:
         self._settle()
+        if self._mistake:
+            return
         self._writing, self._buffer, self._buffered = self._buffer, {}, 0
         self._written = self._writer.submit(self._write, self._writing)
 
     def _settle(self) -> None:
         if self._written is not None:
             self._written.result()
-            self._written, self._writing = None, {}
+            self._written = None
+            if not self._mistake:  # else they are nowhere but here
+                self._writing = {}
 
     def _write(self, held: dict[int, Stored]) -> None:
         path = self._folder / f"{secrets.token_hex(8)}.safetensors"
@@ -243,7 +262,8 @@ class DiskStore:
             os.replace(partial, path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            raise UserError(
+            self._mistake = UserError(
                 f"{path}: cannot be written ({error}); free some space and run again, the shards before it are kept"
-            ) from error
+            )
+            return
         self._learn(path, list(held), lengths)

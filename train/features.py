@@ -133,11 +133,17 @@ class FeatureSource:
             for group in self._together(missing):
                 for index, hidden in self._computed(group).items():
                     self._store.add(index, Stored.of(hidden, self._dtype))
+                self._store.check()
                 progress.advance(sum(map(self._length, group)))
 
     def flush(self) -> None:
         """Write what is computed and not yet written. Raises UserError when a disk fails."""
         self._store.flush()
+
+    def check(self) -> None:
+        """Raises UserError when features could not be written, or not be read, since training began to ask for them.
+        `__call__` itself goes on without what failed, so that processes can stop together."""
+        self._store.check()
 
     @property
     def reads_ahead(self) -> bool:

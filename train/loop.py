@@ -199,7 +199,8 @@ def train(
                     spent = time.perf_counter() - started
                     point = RunState(step, fingerprint, weights, moments, best, spent, micro, average)
                     processes.alone(save_state, point, state_file)
-    source.flush()
+                    processes.together(source.check)  # of one process; behind the save, so that no step is lost
+    processes.together(source.flush)
     return Outcome(step, best, acceptance, time.perf_counter() - started)
 
 

@@ -3,6 +3,9 @@
 import contextlib
 import json
 import math
+import resource
+import secrets
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import UserError
+
+MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; Linux counts in KiB
 
 # dense bf16 FLOP/s, from the makers' data sheets; the first name that is part of the device's counts
 PEAKS = {
@@ -72,6 +77,8 @@ class Speed:
             values["mfu"] = step_flops * self._steps / seconds / self.peak
         if self._device.type == "cuda":
             values["peak_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+        else:  # of this process, since it began: the target's answers, too
+            values["peak_resident_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT / 1e9
         self._restart()
         return values
 
@@ -157,10 +164,13 @@ def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
 
 
 def _run_id(path: Path) -> str:
-    """A resumed run continues the same W&B run."""
-    name = path.with_name("wandb_id")
-    if not name.exists():
-        import secrets
-
-        name.write_text(secrets.token_hex(4))
-    return name.read_text()
+    """A resumed run continues the same W&B run. Raises UserError when the name cannot be kept."""
+    name, partial = path.with_name("wandb_id"), path.with_name("wandb_id.partial")
+    try:
+        if not name.exists():
+            partial.write_text(secrets.token_hex(4))  # a full disk may take the file and not its bytes
+            partial.replace(name)
+        return name.read_text()
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{name}: cannot be written ({error.strerror}); free some space and run again") from error

@@ -1,4 +1,9 @@
-"""A run that starts from a drafter there is: for a fine-tuned or quantised target, or to go on with other data."""
+"""A run that starts from a drafter there is: for a fine-tuned or quantised target, or to go on with other data.
+
+Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's. Sliding or causal layers, a
+reduced vocabulary (d2t, t2d) and a scaled rope (YaRN) are refused: what is trained is full attention over plain RoPE
+with the target's own head.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace

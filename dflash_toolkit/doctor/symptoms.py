@@ -95,7 +95,8 @@ def check_serving(case: Case, answers: Sequence[Answer], scores: Scores, earlier
         found.append(Finding("serving", severity, measured, remedy, figures))
     if isinstance(recorded, int | float) and decoded < RECORDED * recorded:
         words = f"{decoded:.2f} tokens a step here, {recorded:.2f} when it was trained"
-        remedy = "mend the faults named here" if has_fault(earlier) else "these prompts are unlike those of training"
+        named = has_fault([*earlier, *found])
+        remedy = "mend the faults named here" if named else "these prompts are unlike those of training"
         found.append(Finding("serving", "warning", words, remedy, figures))
     return found or [Finding("serving", "ok", measured, figures=figures)]
 

@@ -1,0 +1,107 @@
+"""A disk that is full while features are written during training ends all processes at one place, with one line."""
+
+# ruff: noqa: F811  # fixtures of another file
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_target
+from safetensors.torch import save_file
+from test_train_features import TAPS, rows
+from test_train_loop import argv
+from test_train_parallel import (  # noqa: F401  # fixtures: a run to compare with, its data, what forks processes
+    CONTEXT,
+    SHORT,
+    _forkserver,
+    _one,
+    assert_same_run,
+    data,
+    ended,
+    free_port,
+    whole,
+)
+
+import train.feature_store
+from dflash_toolkit import UserError
+from train.cli import main
+from train.feature_store import DiskStore
+from train.features import FeatureSource
+
+
+def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.write_bytes(b"a part of it")
+    raise OSError(28, "No space left on device")
+
+
+def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, port: int, arguments: list[str], log: Path) -> None:
+    DiskStore.__init__.__defaults__ = (shard_bytes,)
+    if rank == full:
+        train.feature_store.save_file = no_space  # type: ignore[assignment]
+    _one(rank, 2, port, arguments, log, 0)
+
+
+@pytest.mark.parametrize(
+    ("full", "shard_bytes", "settings"),
+    [(0, 1, ["run.save_every=2"]), (1, 1, ["run.save_every=2"]), (1, 1 << 30, ["optim.epochs=1"])],
+    ids=["the first process", "the second", "the second, behind the last step"],
+)
+def test_features_that_one_process_cannot_write_end_all_with_one_line_and_the_run_goes_on(
+    full: int,
+    shard_bytes: int,
+    settings: list[str],
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    whole: Path,
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.features=hybrid", *settings)
+    log, port = tmp_path / "log", free_port()
+    running = [
+        CONTEXT.Process(target=_one_with_a_full_disk, args=(rank, full, shard_bytes, port, arguments, log))
+        for rank in range(2)
+    ]
+    for process in running:
+        process.start()
+    assert ended(running) == [2, 2], log.read_text()
+    said = log.read_text()
+    errors = [line for line in said.splitlines() if "rror" in line]
+    assert len(errors) == 1 and "No space left on device" in errors[0] and "free some space" in errors[0], said
+    assert not list(tmp_path.rglob("*.partial*")) and not (tmp_path / "run/run.json").exists()
+    assert torch.load(tmp_path / "run/work/state.pt")["step"] == 2, "what was computed before is saved"
+    assert main([*arguments, "optim.accumulate=2"]) == 0
+    if "optim.epochs=1" not in settings:
+        assert_same_run(whole, tmp_path / "run")
+
+
+def test_after_a_failed_write_rows_are_still_there_and_no_more_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, texts = make_target(), rows(6)
+    direct = FeatureSource(target, TAPS, 3072)(texts)
+    store = DiskStore(tmp_path, {}, len(texts), shard_bytes=1)
+    source = FeatureSource(target, TAPS, 3072, store=store)
+    source(texts[:2])
+    source.flush()
+    monkeypatch.setattr(train.feature_store, "save_file", no_space)
+    for _ in range(2):
+        assert all(
+            torch.equal(source([row]).hidden[0], direct.hidden[i, : len(row.tokens)]) for i, row in enumerate(texts)
+        )
+    assert [row.index in store for row in texts[:2]] == [True, True] and texts[-1].index not in store
+    for tell in (source.check, source.flush):
+        with pytest.raises(UserError, match="No space left"):
+            tell()
+    monkeypatch.setattr(train.feature_store, "save_file", save_file)
+    assert len(list(tmp_path.iterdir())) == 3, "the index and the two shards before"
+
+
+def test_a_shard_that_another_process_left_unreadable_is_told_when_all_are_asked(tmp_path: Path) -> None:
+    target, texts = make_target(), rows(2)
+    store = DiskStore(tmp_path, {}, len(texts))
+    source = FeatureSource(target, TAPS, 3072, store=store, shared=True)
+    (tmp_path / "torn.safetensors").write_bytes(b"torn")
+    direct = FeatureSource(target, TAPS, 3072)(texts)
+    assert torch.equal(source(texts).hidden, direct.hidden)
+    with pytest.raises(UserError, match=r"torn.safetensors: not a shard"):
+        source.check()
