@@ -223,11 +223,14 @@ def test_a_run_on_a_target_in_four_bits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(target_dir, quantization_config=four, device_map={"": "cpu"})
     path = Path(shutil.copytree(target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
+    config = AutoConfig.from_pretrained(path)
+    config.update({"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})  # rows of whole blocks of 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=four, device_map={"": "cpu"})
     model.save_pretrained(path)
     loaded = Target.load(str(path), "cpu")
     assert type(loaded.layers[0].mlp.up_proj).__name__ == "Linear4bit" and loaded.dtype == torch.float32
@@ -235,6 +238,38 @@ def test_a_run_on_a_target_in_four_bits(
         ModelSpec.of_target(loaded.config)
     assert main(argv(path, data, tmp_path / "run", "optim.steps=2")) == 0
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
+
+
+def test_a_run_on_a_target_in_fp8(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    """A checkpoint as llm-compressor writes it: e4m3 weights with a scale for each row, activations by the token."""
+    pytest.importorskip("compressed_tensors")
+    path = Path(shutil.copytree(target_dir, tmp_path / "target"))
+    tensors = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+            tensors[f"{name}_scale"], weight = scale, (weight / scale).to(torch.float8_e4m3fn)
+        tensors[name] = weight
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"], "weights": {**eight, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+    }  # fmt: skip
+    quantised = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    loaded = Target.load(str(path), "cpu")
+    assert loaded.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn and loaded.dtype == torch.float32
+    ids = torch.arange(20)[None]
+    rounded, exact = (
+        target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), "cpu"))
+    )
+    assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
+    assert main(argv(path, data, tmp_path / "run", "optim.steps=2")) == 0
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])
