@@ -115,6 +115,25 @@ def test_a_gpu_reads_through_pinned_memory_what_was_written(dtype: str, tmp_path
     assert torch.equal(read, again) and torch.equal(read, kept(texts).hidden), "the same groups went through together"
 
 
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_learns_the_same_wherever_its_features_are_kept(tmp_path: Path) -> None:
+    tiny = make_target()
+    target = Target(tiny.model.to("cuda", torch.bfloat16), tiny.tokenizer, tiny.name)
+    curves = {}
+    for mode in ("online", "memory", "disk", "hybrid"):
+        asked = config(features=mode, attention="sdpa", compile="off")
+        asked = replace(asked, optim=replace(asked.optim, pack_tokens=128, pack_blocks=12))
+        folder = tmp_path / mode
+        folder.mkdir()
+        drafter = make_drafter(target).cuda().train()
+        train(asked, target, drafter, rows(10), [], folder, {}, lambda trained, tau: None)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        curves[mode] = [json.loads(line)["loss"] for line in lines]
+    # rows go through the target together, and how many at a time moves the last bit
+    assert len(curves["online"]) >= 6
+    assert all(curve == pytest.approx(curves["online"], rel=2e-2) for curve in curves.values())
+
+
 # ---- FP8 -------------------------------------------------------------------------------------------------------
 
 
