@@ -21,7 +21,7 @@ SEEDS = range(1000, 1900)  # not those of `generate` in test_decode.py: the engi
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
 def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
-    sampling: dict[str, float], prefix_cache: bool
+    sampling: dict[str, float], prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = small_vocabulary_pair(8)
     joint = exact_answers(target, **sampling)
@@ -38,7 +38,7 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
         positions = rows.lengths.tolist()
         return drafts.new_tensor([[draft_at(start + k) for k in range(1, block)] for start in positions])
 
-    engine.runner._propose = likely  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.runner, "_propose", likely)
     params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in SEEDS]
     answers = engine.generate([SMALL_PROMPT] * len(params), params)
     check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))

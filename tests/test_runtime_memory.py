@@ -103,8 +103,9 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     facts = {"capability": (9, 0), "shared": 227 << 10}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: facts["capability"])
-    properties = lambda *_: SimpleNamespace(shared_memory_per_block_optin=facts["shared"])  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(shared_memory_per_block_optin=facts["shared"])
+    )
     return facts
 
 

@@ -167,11 +167,11 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Pat
 
 def test_a_run_by_the_clock_ends_by_the_clock(target_dir: Path, data: Path, tmp_path: Path) -> None:
     began = time.monotonic()
-    clock = ("optim.minutes=0.05", "optim.steps=0", "run.evaluate_every=0")
+    clock = ("optim.minutes=0.1", "optim.steps=0", "run.evaluate_every=0")
     assert main(argv(target_dir, data, tmp_path / "run", *clock)) == 0
     lines = lines_without_speed(tmp_path / "run/work/metrics.jsonl")
     rates = [line["learning_rate"] for line in lines if "loss" in line]
-    assert time.monotonic() - began > 3 and rates[-1] < max(rates) / 20
+    assert time.monotonic() - began > 6 and rates[-1] < max(rates) / 100
 
 
 def test_other_settings_in_the_same_output_are_refused_by_name(

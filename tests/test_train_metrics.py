@@ -78,11 +78,11 @@ def test_wsd_stays_at_the_peak_and_falls_to_zero_in_its_share() -> None:
 
 def test_wsd_goes_by_the_clock_too(target_dir: Path, data: Path, tmp_path: Path) -> None:
     wsd = ("optim.schedule=wsd", "optim.decay=0.5", "run.evaluate_every=0", "optim.learning_rate=1e-3")
-    assert main(argv(target_dir, data, tmp_path, *wsd, "optim.steps=0", "optim.minutes=0.03")) == 0
+    assert main(argv(target_dir, data, tmp_path, *wsd, "optim.steps=0", "optim.minutes=0.1")) == 0
     lines = map(json.loads, (tmp_path / "work/metrics.jsonl").read_text().splitlines())
     rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
     falling = rates[len(rates) - rates[::-1].index(1e-3) :]
-    assert rates.count(1e-3) >= 2 and all(a > b for a, b in itertools.pairwise(falling)) and rates[-1] < 8e-4
+    assert rates.count(1e-3) >= 2 and all(a > b for a, b in itertools.pairwise(falling)) and rates[-1] < 5e-4
 
 
 # ---- W&B -------------------------------------------------------------------------------------------------------
