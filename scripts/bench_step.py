@@ -24,6 +24,7 @@ import torch
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.files import write_json
+from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
@@ -84,14 +85,16 @@ def measure(engine: Engine, prompt: int, batch: int, short: int, long: int, repe
     }
 
 
-def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, block: int) -> int:
+def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
     """Weights that one step must read."""
     layers = sum(t.nbytes for layer in target.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
     total = layers + target.head.nbytes
     if drafter is not None:
         total += drafter.fc.nbytes + drafter.context_kv.nbytes
         if block > 1:
-            total += sum(t.nbytes for layer in drafter.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+            narrow = batch * block <= MAX_ROWS
+            proposing = drafter.layers if narrow or drafter.wide_layers is None else drafter.wide_layers
+            total += sum(t.nbytes for layer in proposing for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
             total += (drafter.head if drafter.head is not None else target.head).nbytes
     return total
 
@@ -99,7 +102,7 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, block: int
 GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
 PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the products
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
-    "products": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm"),
+    "products": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
 END, CONTEXT, ARGMAX = "_accept_kernel", "_context_write_kernel", "reduce_kernel"  # ours and PyTorch's
 
@@ -232,7 +235,7 @@ def main() -> None:
                 row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                 row |= measure(engine, prompt, batch, args.short, args.long, args.repeats)
                 if block:
-                    floor = 1e3 * step_bytes(target, drafter, block) / (args.read_tb_s * 1e12)
+                    floor = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
                     row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}
                 if args.breakdown and block:
                     fill(engine, batch, prompt)

@@ -1,6 +1,6 @@
 """Run the kernels' tests under compute-sanitizer's memcheck: no access outside an allocation, on this GPU.
 
-    python scripts/memcheck.py --jobs 7 --output memcheck.json -- -n 4
+    python scripts/memcheck.py --jobs 10 --output memcheck.json -- -n 4
 
 Only the project's own kernels are watched: the references they are compared with would take hours. Every tensor gets an
 allocation of its own, so that an access just behind it is seen, but for `graphs`, the tests that capture one: there
@@ -24,7 +24,7 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "graphs", "engine")
+TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "fp8", "graphs", "engine")
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 LAST = re.compile(r"^(?!=+ ERROR SUMMARY).* in [\d.]+s", re.MULTILINE)  # what pytest ends with

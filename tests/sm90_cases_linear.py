@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels import best, linear
+from dflash_toolkit.kernels import best, fp8, linear
 
 SHAPES = {"linear": (6144, 4096), "partials": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
 
@@ -37,6 +37,13 @@ CASES = {
 } | {
     "swiglu of a prefill": Case(
         linear._swiglu_kernel, {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"}, {"BLOCK": 512, "PDL": True}
+    ),
+    "rows in fp8": Case(
+        fp8._round_kernel,
+        {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},
+        {"FP8_MAX": 448.0, "BLOCK": 16384, "PDL": True},
+        num_warps=8,
+        ragged=("M",),
     ),
     "best of the tiles": Case(
         best._reduce_kernel,

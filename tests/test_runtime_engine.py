@@ -1,9 +1,7 @@
 """The runtime writes what `decode.py` writes, whatever else it does at the same time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.decode import Generation
-from dflash_toolkit.kernels.scaled import ScaledMatrix
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 
 SAMPLINGS = [
@@ -160,33 +157,6 @@ def test_scaled_rope_is_that_of_hugging_face(scaling: dict[str, Any]) -> None:
     (prompt,) = prompts_of(50)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     assert same(make_engine(target, None).generate([prompt], params)[0], generate(target, None, prompt, params))
-
-
-def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay() -> None:
-    target, drafter = pair("qwen3")
-    engine = make_engine(target, drafter, draft_dtype="fp8")
-    prompts = prompts_of(5, 18)
-    params = SamplingParams(max_new_tokens=20)
-    for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
-        assert got.tokens == generate(target, None, prompt, params).tokens
-    weights = engine.runner.drafter
-    assert weights is not None and isinstance(weights.head, ScaledMatrix)
-    for name, matrix in (("down", weights.layers[1].down), ("o", weights.layers[0].o)):
-        assert isinstance(matrix, ScaledMatrix)
-        exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
-        error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
-        assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
-
-
-def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    engine = make_engine(*pair(), max_batch=1, block_size=None)
-    weights = engine.runner.drafter
-    for kind, files in (("auto", 1), ("fp8", 2), ("fp8", 2), ("auto", 2)):
-        again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))
-        assert len(list(tmp_path.rglob("steps-*.json"))) == files
-        assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind == "auto")
-    assert weights is not None and weights.head is None, "whoever gave them has them as they were"
 
 
 def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:

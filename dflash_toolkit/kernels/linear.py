@@ -3,7 +3,7 @@
 The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
 side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
 alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. More than 128
-rows are compute-bound and go to cuBLAS.
+rows are compute-bound and go to cuBLAS; where the matrix is in fp8, the rows are rounded to it too.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .best import reduce_best
+from .fp8 import multiplies, scaled_linear
 from .launch import MAX_ROWS, padded, pdl
 from .scaled import Matrix, ScaledMatrix, dense
 
@@ -197,10 +198,16 @@ def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
 
 
+def _by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+        return scaled_linear(x, weight, bias)
+    return F.linear(x, dense(weight, x.dtype), bias)
+
+
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, dense(weight, x.dtype), bias)
+        return _by_cublas(x, weight, bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
@@ -209,7 +216,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, dense(weight, x.dtype), bias)[None]
+        return _by_cublas(x, weight, bias)[None]
     tile = _tile("partials", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
@@ -221,7 +228,7 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     width = len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) > MAX_ROWS:
-        product = F.linear(x, dense(weight, x.dtype))
+        product = _by_cublas(x, weight)
         _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
     else:
         launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
@@ -231,7 +238,7 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if len(x) > MAX_ROWS:
-        return F.linear(x, dense(weight, x.dtype)).argmax(-1)
+        return _by_cublas(x, weight).argmax(-1)
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 

@@ -274,6 +274,7 @@ class DrafterWeights:
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
     head: Matrix | None = None  # [V, D], a copy of its own; None: the target's
+    wide_layers: list[LayerWeights] | None = None  # for passes of more than MAX_ROWS rows; None: `layers`
 
     @classmethod
     def of_module(cls, drafter: Drafter) -> "DrafterWeights":
@@ -320,7 +321,10 @@ class DrafterWeights:
         return kv, torch.cat(biases) if biases else None, norms
 
     def rounded(self, head: Tensor) -> "DrafterWeights":
-        """To draft in fp8, with a copy of `head` [V, D] too; the context's projection is shared as it is."""
+        """To draft in fp8, with a copy of `head` [V, D]; the context's projection is shared as it is.
+
+        Up to MAX_ROWS rows the layers stay what they are: one kernel a layer, which knows no fp8, is as fast.
+        """
         found = copy.copy(self)
-        found.layers, found.head = [layer.rounded() for layer in self.layers], ScaledMatrix.of(head)
+        found.wide_layers, found.head = [layer.rounded() for layer in self.layers], ScaledMatrix.of(head)
         return found

@@ -8,13 +8,14 @@ have length 0 and write to the trash page.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.launch import MAX_ROWS
 from .capture import Captures
 from .decoder import Decoder, Rows
 from .model import DrafterWeights, TargetWeights
@@ -90,7 +91,9 @@ class StepRunner:
             return Decoder(spec, weights.layers, weights.norm, rope, new(*shape, dtype=self.dtype), ops)
 
         self._verifier = decoder(target)
-        self._proposer = decoder(drafter) if drafter else None
+        self._proposer = self._wide_proposer = decoder(drafter) if drafter else None
+        if drafter and self._proposer and drafter.wide_layers:
+            self._wide_proposer = replace(self._proposer, layers=drafter.wide_layers)  # the same cache
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device)
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
@@ -299,10 +302,11 @@ class StepRunner:
 
     def _propose(self, last: Tensor, rows: Rows, block: int) -> Tensor:
         """Drafted tokens int64 [B, S - 1] behind `last` [B]: one non-causal pass over the context and the block."""
-        assert self.drafter is not None and self._proposer is not None
+        proposer = self._proposer if len(last) * block <= MAX_ROWS else self._wide_proposer
+        assert self.drafter is not None and proposer is not None
         masks = last.new_full((len(last), block - 1), self.drafter.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
-        hidden = self._proposer.forward(F.embedding(ids.flatten(), self.target.embedding), rows)
+        hidden = proposer.forward(F.embedding(ids.flatten(), self.target.embedding), rows)
         head = self.target.head if self.drafter.head is None else self.drafter.head
         return self.ops.linear_argmax(hidden, head).view(-1, block)[:, 1:]  # slot 0 predicts nothing
 

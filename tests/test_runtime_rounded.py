@@ -1,0 +1,57 @@
+"""Drafting in eight bits: how the engine holds and takes the weights; answers are what they are without."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_engine import make_engine, pair, prompts_of
+from torch import Tensor
+
+from dflash_toolkit import SamplingParams, generate
+from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.runtime import Engine, step
+from dflash_toolkit.runtime.decoder import Decoder
+
+
+@pytest.mark.parametrize("most", [0, 10, 128])
+def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[int, bool]] = []  # of the drafter: rows, and whether in eight bits
+    forward = Decoder.forward
+
+    def noted(decoder: Decoder, x: Tensor, *rest: Any) -> Tensor:
+        if decoder.spec == weights.spec:
+            passes.append((len(x), isinstance(decoder.layers[0].down, ScaledMatrix)))
+        return forward(decoder, x, *rest)
+
+    monkeypatch.setattr(step, "MAX_ROWS", most)
+    monkeypatch.setattr(Decoder, "forward", noted)
+    target, drafter = pair("qwen3")
+    engine = make_engine(target, drafter, draft_dtype="fp8")
+    weights = engine.runner.drafter
+    assert weights is not None and isinstance(weights.head, ScaledMatrix) and weights.wide_layers is not None
+    prompts = prompts_of(5, 18)
+    params = SamplingParams(max_new_tokens=20)
+    for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert got.tokens == generate(target, None, prompt, params).tokens
+    assert passes and all(wide == (rows > most) for rows, wide in passes)
+    assert isinstance(weights.layers[0].down, Tensor)
+    for name, matrix in (("down", weights.wide_layers[1].down), ("o", weights.wide_layers[0].o)):
+        assert isinstance(matrix, ScaledMatrix)
+        exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
+        error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
+        assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
+
+
+def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = make_engine(*pair(), max_batch=1, block_size=None)
+    weights = engine.runner.drafter
+    for kind, files in (("auto", 1), ("fp8", 2), ("fp8", 2), ("auto", 2)):
+        again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))
+        assert len(list(tmp_path.rglob("steps-*.json"))) == files
+        assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind == "auto")
+    assert weights is not None and weights.head is None, "whoever gave them has them as they were"
