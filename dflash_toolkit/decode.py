@@ -5,7 +5,6 @@ token-identical to plain sampling with the same seed, because the draw at a posi
 position alone, never on how many tokens a step committed.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
@@ -18,72 +17,10 @@ from torch import Tensor
 from .config import UserError
 from .drafter import ContextKV, Drafter
 from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
+from .sampling import SamplingParams
 from .target import Target
 
 FinishReason = Literal["stop", "length"]
-MAX_LOGPROBS = 20  # what OpenAI's API allows
-# what fp32 can divide and multiply logits by
-COLDEST, HOTTEST, LEAST_TOP_P, LEAST_PENALTY, MOST_PENALTY = 1e-5, 100.0, 1e-6, 0.01, 100.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How a request picks tokens and when it ends.
-
-    Raises:
-        ValueError: a value outside its range.
-    """
-
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 keeps all
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0  # on tokens of the prompt and the answer (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # once for a token that the answer holds
-    frequency_penalty: float = 0.0  # times its count in the answer
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
-    logprobs: int | None = None  # so many best tokens beside each chosen one; None: no log-probabilities at all
-    max_new_tokens: int = 512
-    stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if not (self.temperature == 0.0 or COLDEST <= self.temperature <= HOTTEST):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 or in [{COLDEST}, {HOTTEST}]")
-        if not LEAST_TOP_P <= self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}; it must be in [{LEAST_TOP_P}, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
-        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
-            raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be in [{LEAST_PENALTY}, {MOST_PENALTY}] "
-                f"(1 is none)"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= MOST_PENALTY:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be in +-{MOST_PENALTY} (0 is none)")
-        if not 0 <= (self.logprobs or 0) <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be in 0..{MAX_LOGPROBS}")
-        for token, bias in self.logit_bias:
-            if not bias < math.inf:  # nor NaN
-                raise ValueError(f"logit_bias of token {token} is {bias}; it must be a number or -inf, which bans it")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
-
-    def check_bias(self, vocabulary: int) -> None:
-        """Raises UserError for a biased token that the target does not have."""
-        for token, _ in self.logit_bias:
-            if not 0 <= token < vocabulary:
-                raise UserError(f"logit_bias names token {token}; the target has tokens 0..{vocabulary - 1}")
-
-    @property
-    def edits_logits(self) -> bool:
-        """Whether the logits depend on more than the context: on counts of tokens or a bias."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)

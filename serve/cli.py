@@ -4,10 +4,9 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import transformers
-
 from dflash_toolkit.config import UserError, knob, parse_cli, run_command
-from dflash_toolkit.runtime import EngineOptions
+from dflash_toolkit.runtime.options import EngineOptions
+from dflash_toolkit.runtime.readahead import read_ahead
 
 PROG = "dflash-serve"
 DESCRIPTION = """\
@@ -65,17 +64,21 @@ class ServeConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    transformers.utils.logging.disable_progress_bar()  # errors are one line
     return run_command(lambda: _run(parse_cli(ServeConfig, argv, PROG, DESCRIPTION)))
 
 
 def _run(config: ServeConfig) -> None:
     _require_extra()
+    read_ahead(config.drafter, config.target)
+    # not above: this imports torch and transformers, seconds in which the disk is to read already
+    import transformers
+
     from .app import create_app
     from .defaults import sampling_defaults
     from .engine import Engine
     from .server import Server, listen, url_of
 
+    transformers.utils.logging.disable_progress_bar()  # errors are one line
     try:
         # what can be wrong is looked at before the target's weights, which take longest
         with listen(config.host, config.port) as listener:

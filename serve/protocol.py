@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from dflash_toolkit.decode import (
+from dflash_toolkit.sampling import (
     COLDEST,
     HOTTEST,
     LEAST_PENALTY,

@@ -1,6 +1,7 @@
 """The shape of the code base: who imports whom, what is packaged, and what an import costs."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -19,8 +20,8 @@ SOURCES = sorted(
 
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
-    {"benchmark", "config", "kernels", "packed", "progress"},
-    {"drafter", "files", "target"},
+    {"benchmark", "config", "kernels", "lazy", "packed", "progress"},
+    {"drafter", "files", "sampling", "target"},
     {"decode", "checkpoint", "prompts"},
     {"acceptance", "runtime", "speculators"},
     {"doctor"},
@@ -171,7 +172,7 @@ def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
 
 
 # how kernels are launched and what several are made of, and attention.py's own for Hopper
-SUPPORT = {"attention_hopper", "best", "grid", "launch", "mix", "ring", "scaled"}
+SUPPORT = {"attention_hopper", "best", "fp8", "grid", "launch", "mix", "ring", "scaled"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
@@ -197,7 +198,7 @@ def test_importing_the_library_loads_nothing_that_is_optional() -> None:
     # torch and transformers go first: what they load by themselves (triton, where it is) is not ours to answer for
     probe = (
         "import sys, torch.nn.attention.flex_attention, transformers.models.qwen3.modeling_qwen3; "
-        "before = set(sys.modules); import dflash_toolkit; "
+        "before = set(sys.modules); from dflash_toolkit import *; "
         "print(*sorted({m.split('.')[0] if not m.startswith('dflash_toolkit') else m "
         "for m in set(sys.modules) - before}))"
     )
@@ -207,6 +208,27 @@ def test_importing_the_library_loads_nothing_that_is_optional() -> None:
     assert loaded & set(OPTIONAL) == set()
     heavier = ("doctor", "evaluation", "runtime", "train", "serve")
     assert [m for m in loaded if m.startswith(tuple(f"dflash_toolkit.{unit}" for unit in heavier))] == []
+
+
+LAZY = ["dflash_toolkit", "dflash_toolkit.evaluation", "dflash_toolkit.runtime"]
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_package_has_the_names_that_a_type_checker_sees(name: str) -> None:
+    """Its table of names says the same as its imports under TYPE_CHECKING, and no name is a module's too."""
+    package = importlib.import_module(name)
+    path = Path(package.__file__ or "")
+    (branch,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
+    imported = {
+        "." * node.level + (node.module or ""): [alias.name for alias in node.names]
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    (call,) = [node for node in ast.walk(branch.orelse[0]) if isinstance(node, ast.Call)]
+    assert ast.literal_eval(call.args[1]) == imported
+    assert sorted(name for names in imported.values() for name in names) == package.__all__
+    assert set(package.__all__) <= set(dir(package))
+    assert set(package.__all__) & {module.stem for module in path.parent.iterdir()} == set()
 
 
 # ---- packaging -------------------------------------------------------------------------------------

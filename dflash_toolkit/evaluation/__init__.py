@@ -5,12 +5,29 @@
 writes them; `cli.py` is `dflash-eval`.
 """
 
-from ..acceptance import Acceptance
-from .files import write_report
-from .measure import EncodedPrompt, held_out_acceptance
-from .report import Report
-from .run import evaluate
-from .runtimes import EngineRuntime, ReferenceRuntime
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ..acceptance import Acceptance
+    from .files import write_report
+    from .measure import EncodedPrompt, held_out_acceptance
+    from .report import Report
+    from .run import evaluate
+    from .runtimes import EngineRuntime, ReferenceRuntime
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "..acceptance": ["Acceptance"],
+            ".files": ["write_report"],
+            ".measure": ["EncodedPrompt", "held_out_acceptance"],
+            ".report": ["Report"],
+            ".run": ["evaluate"],
+            ".runtimes": ["EngineRuntime", "ReferenceRuntime"],
+        },
+    )
 
 __all__ = [
     "Acceptance",

@@ -4,22 +4,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
-
-from ..checkpoint import check_fits, load_drafter
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
-from ..decode import SamplingParams
 from ..files import locked
 from ..prompts import Prompt, encode_chat, file_hash, parse_prompt_sets, read_prompt_sets
-from ..target import Target, load_config
-from .files import write_report
-from .markdown import render_table
-from .measure import EncodedPrompt
-from .run import evaluate
-from .runtimes import EngineRuntime, ReferenceRuntime, Runtime
-from .tables import summary_table
+from ..runtime.readahead import read_ahead
+from ..sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .runtimes import Runtime
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -79,17 +73,27 @@ class EvalConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
     return run_command(lambda: _run(parse_cli(EvalConfig, argv, PROG, DESCRIPTION)))
 
 
 def _run(config: EvalConfig) -> None:
+    read_ahead(config.drafter, config.target)
     # what can be wrong is looked at before the target's weights, which take longest
     prompts = read_prompt_sets(config.prompts, config.limit)
     hashes = {each.name: file_hash([each.file]) for each in parse_prompt_sets(config.prompts)}
+    # not above: this imports torch and transformers, seconds in which the disk is to read already
+    import transformers
+
+    from .files import write_report
+    from .markdown import render_table
+    from .measure import EncodedPrompt
+    from .run import evaluate
+    from .tables import summary_table
+
+    transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
     runtime = _load(config)
     sets = {
-        name: [_encode(runtime.tokenizer, name, prompt, config.thinking) for prompt in rows]
+        name: [EncodedPrompt(row.id, _encode(runtime.tokenizer, name, row, config.thinking)) for row in rows]
         for name, rows in prompts.items()
     }
 
@@ -126,7 +130,11 @@ def _alone(output: Path) -> Iterator[None]:
                 output.rmdir()  # nothing was measured
 
 
-def _load(config: EvalConfig) -> Runtime:
+def _load(config: EvalConfig) -> "Runtime":
+    from ..checkpoint import check_fits, load_drafter
+    from ..target import Target, load_config
+    from .runtimes import EngineRuntime, ReferenceRuntime
+
     drafter = load_drafter(config.drafter)
     check_fits(drafter.config, load_config(config.target))
     if config.block_size is not None:
@@ -139,8 +147,8 @@ def _load(config: EvalConfig) -> Runtime:
     return EngineRuntime.load(config.target, drafter, config.device, config.dtype, config.draft_dtype)
 
 
-def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> EncodedPrompt:
+def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> list[int]:
     try:
-        return EncodedPrompt(prompt.id, encode_chat(tokenizer, prompt.messages, thinking, prompt.tools))
+        return encode_chat(tokenizer, prompt.messages, thinking, prompt.tools)
     except UserError as error:
         raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}") from error

@@ -1,8 +1,24 @@
 """The inference engine: continuous batching, paged caches, and one captured step that drafts, verifies and accepts."""
 
-from .engine import Engine, EngineOptions, EngineStats, SyntheticAcceptance
-from .loading import load_engine
-from .stream import AsyncEngine, EngineClosedError, Progress
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .engine import Engine, EngineStats
+    from .loading import load_engine
+    from .options import EngineOptions, SyntheticAcceptance
+    from .stream import AsyncEngine, EngineClosedError, Progress
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            ".engine": ["Engine", "EngineStats"],
+            ".loading": ["load_engine"],
+            ".options": ["EngineOptions", "SyntheticAcceptance"],
+            ".stream": ["AsyncEngine", "EngineClosedError", "Progress"],
+        },
+    )
 
 __all__ = [
     "AsyncEngine",

@@ -4,11 +4,14 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ..config import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # which is not imported yet where files are read ahead
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -26,7 +29,7 @@ def tensor_files(folder: Path) -> list[Path]:
         raise UserError(f"{index}: not the index of a checkpoint's files; fetch it again") from error
 
 
-def fill_from_files(what: str, places: dict[str, Tensor], files: list[Path]) -> None:
+def fill_from_files(what: str, places: dict[str, "Tensor"], files: list[Path]) -> None:
     """Copy every tensor of `files` to its place, a thread per file (reading and copying overlap).
 
     Raises:
@@ -55,7 +58,7 @@ def fill_from_files(what: str, places: dict[str, Tensor], files: list[Path]) -> 
     check_tied(what, places, spare)
 
 
-def fill(what: str, places: dict[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def fill(what: str, places: dict[str, "Tensor"], state: Mapping[str, "Tensor"]) -> None:
     """Copy every tensor of `state` to its place. Raises UserError as `fill_from_files` does."""
     left, spare = dict(places), {}
     for name, tensor in state.items():
@@ -68,7 +71,7 @@ def fill(what: str, places: dict[str, Tensor], state: Mapping[str, Tensor]) -> N
     check_tied(what, places, spare)
 
 
-def check_tied(what: str, places: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+def check_tied(what: str, places: Mapping[str, "Tensor"], stored: Mapping[str, "Tensor"]) -> None:
     """Refuse a head of its own where the head is to be the embedding: transformers decodes with it.
 
     Raises:
@@ -84,7 +87,7 @@ def check_tied(what: str, places: Mapping[str, Tensor], stored: Mapping[str, Ten
         )
 
 
-def _copy(what: str, name: str, view: Tensor, tensor: Tensor) -> None:
+def _copy(what: str, name: str, view: "Tensor", tensor: "Tensor") -> None:
     if tensor.shape != view.shape:
         raise UserError(f"{what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}")
     view.copy_(tensor)
@@ -98,6 +101,6 @@ def _expendable(what: str, name: str) -> bool:
     return name == HEAD
 
 
-def _check_none_left(what: str, left: Mapping[str, Tensor]) -> None:
+def _check_none_left(what: str, left: Mapping[str, "Tensor"]) -> None:
     if left:
         raise UserError(f"{what}: {len(left)} tensors are missing from its weights, first {min(left)!r}")

@@ -1,18 +1,19 @@
 """An engine from names: checkpoints go from disk to the device without a Hugging Face module in between."""
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from huggingface_hub import snapshot_download
-from transformers import PreTrainedConfig
-
-from ..checkpoint import check_fits, load_drafter
 from ..config import UserError
-from ..target import declared_stop_ids, load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
-from .engine import Engine, EngineOptions, operations
-from .memory import check_weights
-from .model import DrafterWeights, ModelSpec, TargetWeights
+from .options import EngineOptions
+from .readahead import read_ahead
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from .engine import Engine
+    from .model import ModelSpec, TargetWeights
 
 
 def load_engine(
@@ -21,8 +22,8 @@ def load_engine(
     device: str = "auto",
     dtype: str = "auto",
     options: EngineOptions | None = None,
-) -> tuple[Engine, Any]:
-    """Load a target and, unless it is None, its drafter; what is wrong shows before the large files are read.
+) -> "tuple[Engine, Any]":
+    """Load a target and, unless it is None, its drafter; what is wrong shows before the large files are loaded.
 
     Args:
         target, drafter: Hugging Face id or directory.
@@ -35,6 +36,14 @@ def load_engine(
     Raises:
         UserError: one line that says what does not fit, is missing or is not supported.
     """
+    if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
+        read_ahead(drafter, target)
+    # not above: this imports torch and transformers, seconds in which the disk is to read already
+    from ..checkpoint import check_fits, load_drafter
+    from ..target import load_config, load_tokenizer, resolve_dtype, use_device
+    from .engine import Engine, operations
+    from .model import DrafterWeights, ModelSpec
+
     config = load_config(target)
     spec = ModelSpec.of_target(config)
     where = use_device(device)
@@ -52,9 +61,13 @@ def load_engine(
 
 
 def load_target(
-    name: str, config: PreTrainedConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> tuple[TargetWeights, tuple[int, ...]]:
+    name: str, config: "PreTrainedConfig", spec: "ModelSpec", device: "torch.device", dtype: "torch.dtype"
+) -> "tuple[TargetWeights, tuple[int, ...]]":
     """The weights of a target and every end-of-sequence id it declares. Raises UserError."""
+    from ..target import declared_stop_ids, load_generation_config
+    from .memory import check_weights
+    from .model import TargetWeights
+
     folder = _folder(name)
     stop_ids = declared_stop_ids(config, load_generation_config(folder))
     check_weights(name, spec, device, dtype)
@@ -64,6 +77,8 @@ def load_target(
 def _folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:

@@ -6,8 +6,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..decode import MAX_LOGPROBS, SamplingParams, TokenLogprobs, int64_seed
+from ..decode import TokenLogprobs, int64_seed
 from ..kernels.reference import penalized, position_uniform
+from ..sampling import MAX_LOGPROBS, SamplingParams
 
 
 class Mode(IntEnum):
