@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dflash_toolkit.kernels import fp8, linear
+from dflash_toolkit.kernels import fp8, fused, linear
 from dflash_toolkit.kernels.scaled import FP8_MAX, ScaledMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,6 +102,16 @@ def test_a_wide_head_in_fp8_takes_a_nearly_largest_column(kind: str) -> None:
     slack = ROUNDING if kind == "any" else 2.0**-7
     assert (logits.amax(1) - chosen <= 2 * slack * spread.amax(1)).all()
     assert (chosen == logits.amax(1)).float().mean() > 0.7
+
+
+def test_a_head_in_fp8_rounds_the_rows_from_33_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, head = rows_of("in the format", 33, 256), ScaledMatrix.of(torch.randn(2000, 256, device=DEVICE))
+    assert torch.equal(fused.linear_argmax(x, head), fp8.scaled_linear(x, head).argmax(-1))
+    monkeypatch.setattr(fused, "scaled_linear", None)
+    by_tiles = fused.linear_argmax(x[:32].to(torch.float32), head), fused.linear_argmax(x.to(torch.float32), head)
+    assert torch.equal(by_tiles[0], by_tiles[1][:32]), "other types than bf16 never"
+    if DEVICE == "cuda":  # the interpreter's dot does not know bf16
+        assert fused.linear_argmax(x[:32], head).shape == (32,)
 
 
 def test_largest_values_do_not_leave_the_format() -> None:

@@ -202,8 +202,8 @@ def test_synthetic_acceptance_refuses_nonsense(values: dict[str, float]) -> None
 # ---- how long a block ----------------------------------------------------------------------------------------
 
 
-def requests(*rates: float) -> list[Any]:
-    return [SimpleNamespace(acceptance=SimpleNamespace(rate=rate)) for rate in rates]
+def requests(*rates: float, tried: bool = True) -> list[Any]:
+    return [SimpleNamespace(acceptance=SimpleNamespace(rate=rate, tried=tried)) for rate in rates]
 
 
 def chooser(**times: float) -> BlockChooser:
@@ -236,6 +236,17 @@ def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
     assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [16, 48, 112, 240, 368, 496]
     assert choose(requests(0.95)) == 16, "it pays again"
     assert [choose(requests(0.0)) for _ in range(16)] == [1] * 15 + [4], "soon at first, again"
+
+
+@pytest.mark.parametrize(("new", "old", "steps"), [(1, 0, 16), (1, 3, 64), (2, 2, 32), (1, 31, 128)])
+def test_a_plain_batch_tries_sooner_the_more_of_it_is_new(new: int, old: int, steps: int) -> None:
+    choose = chooser(s1=4.0, s4=5.0)
+    for _ in range(500):
+        choose(requests(0.0))
+    while choose(requests(0.0)) == 1:
+        pass
+    batch = [*requests(*[0.0] * new, tried=False), *requests(*[0.0] * old)]
+    assert [choose(batch) for _ in range(steps)] == [1] * (steps - 1) + [4]
 
 
 @pytest.mark.parametrize(
@@ -280,6 +291,24 @@ def test_rolling_acceptance_follows_what_happens() -> None:
     for i in range(400):
         mixed.observe(7, 3 if i % 2 else 4)  # 3 or 4 of 4 or 5 judged
     assert mixed.rate == pytest.approx(3.5 / 4.5, abs=0.02)
+
+
+def test_a_new_request_starts_where_others_lately_were() -> None:
+    target = make_target()
+    engine = Engine.of_modules(target, make_drafter(target), OPTIONS)
+    assert engine.request([1, 2]).acceptance.rate == pytest.approx(0.7)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    for prompt in ([1, 2, 3], [9, 9], [4]):
+        engine.generate([prompt], params)
+    stats = engine.stats
+    assert stats.drafted and stats.accepted < 0.2 * stats.steps, "a random drafter is of little use"
+    new = engine.request([1, 2]).acceptance
+    assert new.rate < 0.3 and not new.tried
+    judged = [step.accepted for step in engine.generate([[7, 7]], params)[0].steps if step.drafted]
+    assert judged and engine.request([1, 2]).acceptance.rate < new.rate
+    plain = Engine.of_modules(target, None, replace(OPTIONS, block_size=1))
+    plain.generate([[1, 2, 3]], params)
+    assert plain.request([1]).acceptance.rate == pytest.approx(0.7), "nothing was judged"
 
 
 def test_block_sizes_end_with_the_drafters_own() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.kernels.scaled import ScaledMatrix
-from dflash_toolkit.runtime import Engine, step
+from dflash_toolkit.runtime import Engine, model, step
 from dflash_toolkit.runtime.decoder import Decoder
 
 
@@ -28,6 +28,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(
         return forward(decoder, x, *rest)
 
     monkeypatch.setattr(step, "MAX_ROWS", most)
+    monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
     monkeypatch.setattr(Decoder, "forward", noted)
     target, drafter = pair("qwen3")
     engine = make_engine(target, drafter, draft_dtype="fp8")
@@ -55,3 +56,8 @@ def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatc
         assert len(list(tmp_path.rglob("steps-*.json"))) == files
         assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind == "auto")
     assert weights is not None and weights.head is None, "whoever gave them has them as they were"
+
+
+def test_layers_of_a_small_model_stay_what_they_are() -> None:
+    weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
+    assert weights is not None and isinstance(weights.head, ScaledMatrix) and weights.wide_layers is None

@@ -16,7 +16,7 @@ from .memory import page_count
 from .model import DrafterWeights, ModelSpec, TargetWeights
 from .options import EngineOptions
 from .pages import PagePool
-from .request import Request
+from .request import Request, RollingAcceptance
 from .scheduler import Scheduler
 from .speed import BlockChooser, block_sizes, cached_times, measure_steps
 from .step import StepRunner
@@ -95,6 +95,8 @@ class Engine:
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         self._stop_ids = frozenset(stop_ids)
+        # of a request that has no blocks of its own yet: what some hundred blocks of others had
+        self._expected = RollingAcceptance(weight=10, decay=0.99)
         longest = drafter.config.block_size if drafter else 1
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
@@ -179,7 +181,8 @@ class Engine:
         params.check_bias(self.vocabulary)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         limit = min(params.max_new_tokens, self.context_limit - len(prompt))
-        request = Request(prompt, params, stop, limit, on_progress)
+        acceptance = RollingAcceptance(self._expected.rate)
+        request = Request(prompt, params, stop, limit, on_progress, acceptance=acceptance)
         needed = self.pool.pages_for(self.scheduler.tokens_needed(request))
         if needed > self.pool.capacity:
             have = self.pool.capacity * self.pool.page_size
@@ -212,6 +215,8 @@ class Engine:
         stats = self.stats
         if step is not None:
             stats.add(step)
+            if step.drafted:
+                self._expected.observe(step.drafted, step.accepted)
         if request.finished:
             stats.requests += 1
             stats.prompt_tokens += len(request.prompt_ids)

@@ -20,6 +20,7 @@ from ..kernels.scaled import Matrix, ScaledMatrix
 from ..target import context_limit
 from .filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
 
+WIDE_IN_FP8 = 4096  # hidden size from which layers gain by fp8 beyond MAX_ROWS rows; 896 loses, none between was tried
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -323,8 +324,11 @@ class DrafterWeights:
     def rounded(self, head: Tensor) -> "DrafterWeights":
         """To draft in fp8, with a copy of `head` [V, D]; the context's projection is shared as it is.
 
-        Up to MAX_ROWS rows the layers stay what they are: one kernel a layer, which knows no fp8, is as fast.
+        Up to MAX_ROWS rows the layers stay what they are: one kernel a layer, which knows no fp8, is as fast. In a
+        small model they always do, as rounding the rows takes longer than fp8 saves.
         """
         found = copy.copy(self)
-        found.wide_layers, found.head = [layer.rounded() for layer in self.layers], ScaledMatrix.of(head)
+        found.head = ScaledMatrix.of(head)
+        if self.spec.hidden_size >= WIDE_IN_FP8:
+            found.wide_layers = [layer.rounded() for layer in self.layers]
         return found

@@ -16,26 +16,33 @@ class Committed:
 
 
 class RollingAcceptance:
-    """A request's recent conditional acceptance: of the drafted tokens that were judged, the share that was taken.
+    """A recent conditional acceptance: of the drafted tokens that were judged, the share that was taken.
 
-    An exponential average over steps, started with a prior so that one bad block does not end drafting, and a light
+    An exponential average over blocks, started with a prior so that one bad block does not end drafting, and a light
     one so that a few do.
+
+    Args:
+        rate: the prior.
+        weight: judged tokens that the prior counts for.
+        decay: of what came before, at every block.
+
+    Attributes:
+        tried: whether a block was judged at all.
     """
 
-    DECAY = 0.9
-    PRIOR_ACCEPTED, PRIOR_JUDGED = 1.05, 1.5
-
-    def __init__(self) -> None:
-        self._accepted, self._judged = self.PRIOR_ACCEPTED, self.PRIOR_JUDGED
+    def __init__(self, rate: float = 0.7, weight: float = 1.5, decay: float = 0.9) -> None:
+        self._accepted, self._judged, self._decay = rate * weight, weight, decay
+        self.tried = False
 
     @property
     def rate(self) -> float:
         return self._accepted / self._judged
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """One step: the accepted tokens were judged and, unless all were accepted, so was the one behind them."""
-        self._accepted = self.DECAY * self._accepted + accepted
-        self._judged = self.DECAY * self._judged + min(accepted + 1, drafted)
+        """One block: the accepted tokens were judged and, unless all were accepted, so was the one behind them."""
+        self.tried = True
+        self._accepted = self._decay * self._accepted + accepted
+        self._judged = self._decay * self._judged + min(accepted + 1, drafted)
 
 
 @dataclass(slots=True, eq=False)
