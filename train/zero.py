@@ -99,8 +99,10 @@ class Zero:
         return self._optimizer.param_groups
 
     def backward(self, weighted_sum: Tensor, last: bool) -> None:
-        """See `parallel.Replicated`; DeepSpeed counts the micro steps itself."""
+        """See `parallel.Replicated`."""
         self._engine.backward(weighted_sum, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()  # this counts micro steps and, before the last of a step, does nothing else
 
     def step(self, weight_sum: Tensor) -> Tensor:
         """See `parallel.Replicated`."""
