@@ -4,8 +4,8 @@
 
 Writes the checkpoint once (an 8B target in bf16 is 16 GB), then starts a fresh process for each case: the first
 compiles every kernel, the second finds them compiled; the third also has to read the files from the disk instead of
-the system's file cache. `load_s` has the imports in it: torch and transformers are imported by load_engine, while the
-files are read ahead.
+the system's file cache. The last two are done with and without reading ahead, which goes on while load_engine imports
+torch and transformers; so `load_s` has the imports in it. `cached_gb` is what the file cache held before the start.
 """
 
 import argparse
@@ -26,14 +26,22 @@ from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime.model import ModelSpec
+from dflash_toolkit.runtime.readahead import cached
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
 
 SHARD = 4 << 30  # bytes
+CASES = [
+    ("nothing compiled", True),
+    *(("compiled", ahead) for ahead in (True, False)),
+    *(("compiled, files not cached", ahead) for ahead in (True, False)),
+]
 CHILD = """
 import json, sys, time
 began = time.perf_counter()
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.runtime import load_engine
+from dflash_toolkit.runtime import load_engine, loading
+if sys.argv[3] == "not ahead":
+    loading.read_ahead = lambda *checkpoints: None
 engine, _ = load_engine(sys.argv[1], sys.argv[2])
 loaded = time.perf_counter()
 answer, = engine.generate([list(range(100, 164))], SamplingParams(max_new_tokens=16, ignore_eos=True))
@@ -80,15 +88,28 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def start(target: Path, drafter: Path, caches: Path) -> dict[str, Any]:
+def cached_gb(folder: Path) -> float:
+    """What the system's file cache seems to hold of the checkpoints, by parts of 64 MiB."""
+    found, part = 0, 64 << 20
+    for path in folder.rglob("*.safetensors"):
+        with open(path, "rb") as handle:
+            size = path.stat().st_size
+            found += sum(
+                min(part, size - at) for at in range(0, size, part) if cached(handle.fileno(), at, min(part, size - at))
+            )
+    return found / 1e9
+
+
+def start(target: Path, drafter: Path, caches: Path, ahead: bool) -> dict[str, Any]:
     """Seconds of a process that keeps what it compiles and measures in `caches`."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(caches / "triton"), "XDG_CACHE_HOME": str(caches)}
-    command = [sys.executable, "-c", CHILD, str(target), str(drafter)]
+    command = [sys.executable, "-c", CHILD, str(target), str(drafter), "ahead" if ahead else "not ahead"]
+    found = {"cached_gb": cached_gb(target.parent)}
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-    return {"process_s": time.perf_counter() - began} | json.loads(done.stdout.splitlines()[-1])
+    return found | {"process_s": time.perf_counter() - began} | json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -104,10 +125,11 @@ def main() -> None:
     print(f"{size / 1e9:.1f} GB written in {time.perf_counter() - began:.0f} s", flush=True)
     rows = {}
     caches = Path(tempfile.mkdtemp(dir=args.folder))
-    for name in ("nothing compiled", "compiled", "compiled, files not cached"):
-        if name.endswith("not cached"):
+    for case, ahead in CASES:
+        if case.endswith("not cached"):
             forget(args.folder)
-        rows[name] = start(target, drafter, caches)
+        name = case if ahead else f"{case}, not read ahead"
+        rows[name] = start(target, drafter, caches, ahead)
         print(name, {k: round(v, 2) for k, v in rows[name].items()}, flush=True)
     if args.output:
         result = {

@@ -26,7 +26,9 @@ from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.engine import draft_dtype
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
+from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
 
 ACCEPT = 0.865
@@ -188,7 +190,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
-    parser.add_argument("--draft-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
@@ -214,7 +216,7 @@ def main() -> None:
         "accept": args.accept,
         "mean_length": args.mean_length,
         "seed": args.seed,
-        "draft_dtype": args.draft_dtype,
+        "draft_dtype": draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_toolkit.config import UserError, knob, parse_cli, run_command
-from dflash_toolkit.runtime.options import EngineOptions
+from dflash_toolkit.runtime.options import DRAFT_DTYPES, EngineOptions
 from dflash_toolkit.runtime.readahead import read_ahead
 
 PROG = "dflash-serve"
@@ -28,7 +28,9 @@ class ServeConfig:
     max_batch: int | None = knob(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
     max_context: int | None = knob(None, "tokens of prompt and answer (default: what the target was made for)")
     block_size: int | None = knob(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
-    draft_dtype: str = knob("auto", "fp8: draft in eight bits; the answers stay the same", choices=("auto", "fp8"))
+    draft_dtype: str = knob(
+        "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
+    )
     memory_fraction: float = knob(0.9, "of the GPU's memory, for weights, caches and all")
     api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
     sampling_defaults: str = knob(

@@ -345,7 +345,7 @@ def test_a_full_disk_while_decoding_is_one_line(
         pytest.param(["--drafter", "/no/such"], "drafter /no/such: no such directory", id="drafter"),
         pytest.param(["--runtime", "vllm"], "'vllm' is not one of engine, reference", id="runtime"),
         pytest.param(["--runtime", "reference", "draft_dtype=fp8"], "only --runtime engine", id="draft dtype"),
-        pytest.param(["--draft-dtype", "int4"], "'int4' is not one of auto, fp8", id="another draft dtype"),
+        pytest.param(["--draft-dtype", "int4"], "'int4' is not one of auto, fp8, full", id="another draft dtype"),
         pytest.param(["--device", "cuda:77"], "cuda:77", id="device"),
         pytest.param(["tempersture=1"], "did you mean `temperature`", id="typo"),
     ],

@@ -108,7 +108,7 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
     def noted(runner: StepRunner, target: Any, drafter: Any, *rest: Any, **more: Any) -> None:
         real(runner, target, drafter, *rest, **more)
         rounded = drafter is not None and isinstance(drafter.head, ScaledMatrix)
-        drafts.append("none" if drafter is None else "fp8" if rounded else "auto")
+        drafts.append("none" if drafter is None else "fp8" if rounded else "full")
 
     monkeypatch.setattr(StepRunner, "__init__", noted)
     prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
@@ -122,8 +122,8 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
     assert "| draft\\_dtype | fp8 |" in (tmp_path / "report" / "report.md").read_text()
     drafts.clear()
     assert main(command) == 0
-    assert sorted(set(drafts)) == ["auto", "none"]
-    assert load(tmp_path / "report")["arguments"]["draft_dtype"] == "auto"
+    assert sorted(set(drafts)) == ["full", "none"]
+    assert load(tmp_path / "report")["arguments"]["draft_dtype"] == "full", "auto, on a CPU"
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -252,10 +252,10 @@ def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, m
     monkeypatch.setattr("dflash_toolkit.runtime.engine.page_count", short)
     with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_new_tokens"):
         evaluate(EngineRuntime.of_modules(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
-    with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype auto$"):
+    with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):
         evaluate(EngineRuntime.of_modules(target, drafter, "fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
 
 
 def test_an_unknown_draft_dtype_is_refused_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
-    with pytest.raises(ValueError, match="draft_dtype is 'int4'; it must be auto or fp8"):
+    with pytest.raises(ValueError, match="draft_dtype is 'int4'; it must be one of auto, fp8, full"):
         EngineRuntime.of_modules(target, drafter, "int4")

@@ -142,8 +142,27 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
     options = EngineOptions(draft_dtype="fp8", max_context=100)
     options.fitted(spec, None, torch.device("cuda"))
     named["capability"] = (8, 0)
-    with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto"):
+    with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto or full"):
         options.fitted(spec, None, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "dtype", "found"),
+    [
+        ("auto", (9, 0), torch.bfloat16, "fp8"),
+        ("auto", (9, 0), torch.float16, "full"),
+        ("auto", (10, 0), torch.bfloat16, "full"),  # where nothing was measured
+        ("auto", (8, 9), torch.bfloat16, "full"),
+        ("full", (9, 0), torch.bfloat16, "full"),
+        ("fp8", (8, 9), torch.float16, "fp8"),
+    ],
+)
+def test_drafts_are_in_fp8_where_that_is_faster(
+    asked: str, capability: tuple[int, int], dtype: torch.dtype, found: str, named: dict[str, Any]
+) -> None:
+    named["capability"] = capability
+    assert engine_module.draft_dtype(asked, torch.device("cuda"), dtype) == found
+    assert engine_module.draft_dtype("auto", torch.device("cpu"), dtype) == "full"
 
 
 def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

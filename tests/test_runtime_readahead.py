@@ -1,6 +1,7 @@
 """Reading ahead: what is read and what not, and that it begins before torch and transformers are imported."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import dflash_toolkit
 import dflash_toolkit.evaluation
 import dflash_toolkit.runtime
 from dflash_toolkit.runtime import readahead
-from dflash_toolkit.runtime.readahead import read_ahead
+from dflash_toolkit.runtime.readahead import cached, read_ahead
 
 ROOT = Path(__file__).parent.parent
 LAZY = (dflash_toolkit, dflash_toolkit.runtime, dflash_toolkit.evaluation)
@@ -31,6 +32,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small files have several parts, and the memory is the tests' own, whatever the machine's."""
     monkeypatch.setattr(readahead, "PART", PART)
     monkeypatch.setattr(readahead, "READ", PART // 4)
+    monkeypatch.setattr(readahead, "cached", lambda *_: False)  # the tests have just written them
     (tmp_path / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   1048576 kB\nBuffers: 1 kB\n")
     monkeypatch.setattr(readahead, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(readahead, "CONTAINER", (tmp_path / "memory.max",))
@@ -95,6 +97,32 @@ def test_a_file_that_goes_away_ends_the_reading(tmp_path: Path) -> None:
     reading = readahead.ReadAhead([(tmp_path / "gone", 9 * PART)])
     reading.join()
     assert reading.bytes == 0
+
+
+def test_what_is_in_the_file_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checkpoint(tmp_path / "target", a=3 * PART, b=10)
+    asked: list[int] = []
+
+    def known(_: int, start: int, size: int) -> bool:
+        asked.append(start)
+        return start == PART
+
+    monkeypatch.setattr(readahead, "cached", known)
+    assert bytes_read(target) == 2 * PART + 10 and sorted(asked) == [0, 0, PART, 2 * PART]
+
+
+def test_a_file_says_whether_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    with path.open("rb") as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except (OSError, AttributeError):
+            pytest.skip("nobody can tell, on this system")
+        assert cached(file.fileno(), 0, 1 << 20) and cached(file.fileno(), 2 << 20, 2 << 20)
+        assert not cached(file.fileno(), 4 << 20, 1 << 20), "behind the end there is nothing"
+        monkeypatch.delattr(os, "RWF_NOWAIT")
+        assert not cached(file.fileno(), 0, 1 << 20)
 
 
 # ---- what fits ----------------------------------------------------------------------------------------

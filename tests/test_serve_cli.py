@@ -38,7 +38,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "x", "--api-key", ""], "api_key is empty"),
         (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
-        (["--target", "x", "--draft-dtype", "int4"], "draft_dtype: 'int4' is not one of auto, fp8"),
+        (["--target", "x", "--draft-dtype", "int4"], "draft_dtype: 'int4' is not one of auto, fp8, full"),
         (["--target", "x", "--draft-dtype", "fp8", "prot=1"], "did you mean `port`?"),
     ],
 )

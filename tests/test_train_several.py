@@ -126,4 +126,7 @@ def test_gpus_learn_what_one_learns(
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         curves.append(losses(output / "work/metrics.jsonl"))
-    assert len(curves[0]) == 8 and curves[0] == pytest.approx(curves[1], rel=tolerance)
+    # sums have another order, and every update adds to what the ones before it made of that
+    assert len(curves[0]) == 8
+    for step, (one, several) in enumerate(zip(*curves, strict=True)):
+        assert several == pytest.approx(one, rel=tolerance * max(step, 1))

@@ -78,6 +78,7 @@ class HeldOut:
             page_size=PAGE,
             cache_tokens=sum(room),
             prefix_cache=False,  # its pages would hold keys and values of an older drafter
+            draft_dtype="full",  # rounded copies would not follow the weights
         )
         drafter = DrafterWeights.of_module(Drafter.fresh(shape, 0).to(target.device, target.dtype))
         weights = TargetWeights.shared_with(target.model, spec)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
 from ..files import locked
 from ..prompts import Prompt, encode_chat, file_hash, parse_prompt_sets, read_prompt_sets
+from ..runtime.options import DRAFT_DTYPES
 from ..runtime.readahead import read_ahead
 from ..sampling import SamplingParams
 
@@ -45,7 +46,9 @@ class EvalConfig:
     seed: int = knob(0, "of the sampler; the same for every prompt")
     thinking: bool | None = knob(None, "for templates with a thinking mode (default: the template's own)")
     block_size: int | None = knob(None, "draft blocks of this size instead of the drafter's own")
-    draft_dtype: str = knob("auto", "fp8: draft in eight bits; the answers stay the same", choices=("auto", "fp8"))
+    draft_dtype: str = knob(
+        "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
+    )
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
 
@@ -54,7 +57,7 @@ class EvalConfig:
             raise ValueError(f"limit is {self.limit}; it must be >= 1")
         if not self.prompts:
             raise ValueError("prompts is empty; give at least one NAME=FILE")
-        if self.runtime == "reference" and self.draft_dtype != "auto":
+        if self.runtime == "reference" and self.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft_dtype!r}; only --runtime engine can draft in it")
         parse_prompt_sets(self.prompts)  # raises for another form
         _ = self.sampling  # raises for a value outside its range

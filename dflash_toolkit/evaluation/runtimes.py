@@ -15,6 +15,7 @@ from ..decode import Generation, SamplingParams, stream
 from ..drafter import Drafter, weights_hash
 from ..prompts import template_hash
 from ..runtime import Engine, EngineOptions
+from ..runtime.engine import draft_dtype as resolved_draft_dtype
 from ..runtime.engine import operations
 from ..runtime.loading import load_target
 from ..runtime.model import DrafterWeights, ModelSpec, TargetWeights
@@ -64,7 +65,7 @@ class ReferenceRuntime:
         self.vocabulary = target.embedding.num_embeddings
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
-        self.facts = {**facts, "draft_dtype": "auto"}  # the only one it has
+        self.facts = {**facts, "draft_dtype": "full"}  # the only one it has
 
     def make_room(self, tokens: int) -> None:
         """Its caches grow by themselves."""
@@ -95,7 +96,7 @@ class EngineRuntime:
     Each is made when it is first needed, with room for one prompt and its answer.
 
     Raises:
-        ValueError: a `draft_dtype` other than auto and fp8.
+        ValueError: a `draft_dtype` that the engine does not know.
     """
 
     name = "engine"
@@ -110,9 +111,10 @@ class EngineRuntime:
         draft_dtype: str = "auto",
     ) -> None:
         self._target, self._drafter, self._stop_ids = target, drafter, stop_ids
-        self._options = EngineOptions(max_batch=1, prefix_cache=False, draft_dtype=draft_dtype)
-        self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": draft_dtype}
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
+        options = EngineOptions(max_batch=1, prefix_cache=False, draft_dtype=draft_dtype)
+        self._options = replace(options, draft_dtype=resolved_draft_dtype(draft_dtype, self.device, self.dtype))
+        self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": self._options.draft_dtype}
         self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
@@ -187,7 +189,7 @@ class EngineRuntime:
                 engine = Engine(self._target, self._drafter if draft else None, self._stop_ids, options)
             except UserError as error:
                 # the reference does not draft in fp8; and without its copy of the head there is more room
-                way = "--runtime reference" if options.draft_dtype == "auto" else "--draft-dtype auto"
+                way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
                 raise UserError(
                     f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
                     f"lower max_new_tokens or use {way}"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+ROWS = 8192  # rounded at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,10 @@ class ScaledMatrix:
     def of(cls, matrix: Tensor) -> "ScaledMatrix":
         """Round a matrix [N, K] so that the largest value of each row is the largest of the format."""
         scale = matrix.abs().amax(1).float().clamp(min=1e-12) / FP8_MAX
-        return cls((matrix.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
+        data = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
+        for rows, source, s in zip(data.split(ROWS), matrix.split(ROWS), scale.split(ROWS), strict=True):
+            rows.copy_(source.float() / s[:, None])  # some at a time: a head in fp32 is gigabytes
+        return cls(data, scale)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The values in another format."""

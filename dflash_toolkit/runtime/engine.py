@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +48,14 @@ class EngineStats:
             self.accepted_per_position[k] += 1
 
 
+def draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What drafts are computed in, fp8 or full; auto is fp8 where that was measured to be faster: Hopper, bf16."""
+    if asked != "auto":
+        return asked
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return "fp8" if hopper and dtype == torch.bfloat16 else "full"
+
+
 def operations(device: torch.device) -> ModuleType:
     """The kernels for a device: Triton on a GPU, their definitions in torch elsewhere. Raises UserError."""
     if device.type != "cuda":
@@ -89,7 +97,9 @@ class Engine:
     ) -> None:
         device = target.embedding.device
         config = drafter.config if drafter else None
-        self.options = options = (options or EngineOptions()).fitted(target.spec, config, device)
+        options = (options or EngineOptions()).fitted(target.spec, config, device)
+        options = replace(options, draft_dtype=draft_dtype(options.draft_dtype, device, target.embedding.dtype))
+        self.options = options
         assert options.max_batch is not None and options.max_context is not None
         max_batch, self.context_limit = options.max_batch, options.max_context
         self.vocabulary = target.spec.vocab_size

@@ -50,6 +50,9 @@ class SyntheticAcceptance:
         return torch.tensor([[accepted() for _ in range(rows)] for _ in range(steps)], dtype=torch.int32)
 
 
+DRAFT_DTYPES = ("auto", "fp8", "full")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """The knobs of the engine.
@@ -66,12 +69,12 @@ class EngineOptions:
     cache_tokens: int | None = None  # room for so many tokens; None: what memory allows
     memory_fraction: float = 0.9  # of the GPU's memory, for everything
     prefix_cache: bool = True
-    draft_dtype: str = "auto"  # auto or fp8: the drafter and a copy of the head for it; output unchanged
+    draft_dtype: str = "auto"  # of drafts, the output is the same: fp8, full (as loaded), auto (what is faster here)
     synthetic: SyntheticAcceptance | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_dtype not in ("auto", "fp8"):
-            raise ValueError(f"draft_dtype is {self.draft_dtype!r}; it must be auto or fp8")
+        if self.draft_dtype not in DRAFT_DTYPES:
+            raise ValueError(f"draft_dtype is {self.draft_dtype!r}; it must be one of {', '.join(DRAFT_DTYPES)}")
         for name in ("prefill_chunk", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
@@ -95,7 +98,7 @@ class EngineOptions:
         if on_gpu and self.page_size < 16:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
         if on_gpu and self.draft_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise UserError(f"{torch.cuda.get_device_name(device)} does not know draft_dtype=fp8; use auto")
+            raise UserError(f"{torch.cuda.get_device_name(device)} does not know draft_dtype=fp8; use auto or full")
         if (self.max_context or 0) > target.context_limit:
             raise UserError(f"max_context is {self.max_context}; the target was made for {target.context_limit}")
         longest = drafter.block_size if drafter else 1

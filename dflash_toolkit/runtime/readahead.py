@@ -5,6 +5,7 @@ Importing torch and transformers takes seconds in which the disk has little to d
 follows finds it. What that saves is to be measured (`scripts/bench_start.py`). Nothing here imports torch.
 """
 
+import os
 import re
 import threading
 from collections import deque
@@ -54,6 +55,8 @@ class ReadAhead:
                 path, start = self._left.popleft()
             try:
                 with open(path, "rb", buffering=0) as file:  # unbuffered: a read is one system call without the GIL
+                    if cached(file.fileno(), start, PART):
+                        continue
                     file.seek(start)
                     for _ in range(PART // READ):
                         count = file.readinto(buffer) or 0
@@ -61,6 +64,18 @@ class ReadAhead:
                             self.bytes += count
             except OSError:
                 return  # the loader meets the same and says which file it is
+
+
+def cached(file: int, start: int, size: int) -> bool:
+    """Whether a part of a file seems to be in the file cache: its first byte and its middle one are.
+
+    Copying what is there already would only take time from the imports.
+    """
+    byte = [bytearray(1)]
+    try:
+        return all(os.preadv(file, byte, start + at, os.RWF_NOWAIT) for at in (0, size // 2))
+    except (OSError, AttributeError):
+        return False  # not there, or nobody can tell: a file system or system without this kind of read
 
 
 def read_ahead(*checkpoints: str | None) -> ReadAhead:
