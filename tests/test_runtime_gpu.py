@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
 from dflash_toolkit.drafter import default_target_layer_ids
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.decoder import Rows
 from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.sampling import Mode
@@ -107,17 +108,40 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str) -> N
         engine.pool.check()
 
 
-def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket() -> None:
+@pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
+def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str) -> None:
     target, drafter = pair()
     prompts = prompts_of(40, seed=2)
     params = [SamplingParams(max_new_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
-    engine = make_engine(target, drafter, prefix_cache=True)
+    engine = make_engine(target, drafter, prefix_cache=True, draft_dtype=draft_dtype)
+    assert engine.options.draft_dtype == draft_dtype and make_engine(target, drafter).options.draft_dtype == "fp8"
     assert [g.tokens for g in engine.generate(prompts, params)] == plain
     assert len(engine.runner._graphs) >= 4, "the batch grew and shrank through its buckets"
     again = engine.generate(prompts, params)  # now with prefix hits: a prefill cut elsewhere resolves ties otherwise
     assert engine.stats.cached_prompt_tokens > 1000
     assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 28
+
+
+@pytest.mark.parametrize("block", [2, 4, 16])  # of 16 requests: the head by tiles, by cuBLAS, and the layers in fp8 too
+def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_toolkit.runtime.model.WIDE_IN_FP8", 0)
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_batch=16, block_size=block, draft_dtype="fp8")
+    for prompt in prompts_of(16, seed=4):
+        engine.submit(prompt, SamplingParams(max_new_tokens=300, ignore_eos=True))
+    for _ in range(60):
+        engine.step()
+    runner = engine.runner
+    assert runner.active.all() and runner.drafter is not None and runner.drafter.wide_layers is not None
+    rows = Rows(runner.lengths.clone(), runner.page_table, runner.page_size)
+    with torch.inference_mode():
+        rounded = runner._propose(runner.last_token, rows, block)
+        monkeypatch.setattr(runner.drafter, "head", None)
+        monkeypatch.setattr(runner, "_wide_proposer", runner._proposer)
+        full = runner._propose(runner.last_token, rows, block)
+    same = (rounded == full).float().mean()
+    assert same > 0.5, f"{same:.2f} of the drafts are the same; by chance one of {VOCAB} were"
 
 
 def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
