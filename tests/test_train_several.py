@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_loop import argv, losses
-from test_train_parallel import (
-    CONTEXT,
-    SHORT,
-    _forkserver,  # noqa: F401  # starts what forks
-    assert_same_run,
-    ended,
-    free_port,
-    start,
-    whole,  # noqa: F401  # what others are compared with
-)
+from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: F401  # the fixture starts what forks
 from torch import Tensor, nn
 
 from train.config import OptimKnobs
@@ -97,14 +87,6 @@ def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs
     assert sorted(i for owners in rounds for i in owners.values()) == list(range(len(costs)))
     loads = [sum(costs[owners[rank]] for owners in rounds if rank in owners) for rank in range(world)]
     assert max(loads) - min(loads) <= max(costs)
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its collectives for CPUs")
-@pytest.mark.parametrize("stage", [2, 3])  # 1 runs the code of 2
-def test_zero_accumulates_micro_steps(stage: int, target_dir: Path, data: Path, tmp_path: Path, whole: Path) -> None:  # noqa: F811
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "optim.accumulate=2", f"run.zero={stage}")
-    assert ended(start(arguments, tmp_path / "log", 1)) == [0], (tmp_path / "log").read_text()
-    assert_same_run(whole, tmp_path / "run")
 
 
 @pytest.mark.gpu

@@ -166,8 +166,8 @@ class Zero:
         context = torch.zeros(1, 1, dtype=torch.long, device=device)
         positions = torch.arange(drafter.block_size, device=device)[None]
         mask = torch.ones(1, 1, drafter.block_size, drafter.block_size + 1, dtype=torch.bool, device=device)
-        for _ in range(config.optim.accumulate):
-            self.backward((self._engine(features, context, block, positions, mask) * 0).sum(), last=False)
+        for left in reversed(range(config.optim.accumulate)):
+            self.backward((self._engine(features, context, block, positions, mask) * 0).sum(), last=not left)
         self.step(torch.ones(()))
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
