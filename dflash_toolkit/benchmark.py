@@ -1,9 +1,10 @@
-"""What the programs under scripts/ say of themselves in every result file: machine, versions, command."""
+"""What the programs under scripts/ share: what every result file says of machine, versions and command, and graphs."""
 
 import importlib.metadata
 import platform
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,24 @@ def without_output(argv: Sequence[str]) -> list[str]:
         at = kept.index("--output")
         del kept[at : at + 2]
     return kept
+
+
+def without_folders(argument: str) -> str:
+    """The command as others may read it: absolute paths are cut to their last part."""
+    return re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", argument)
+
+
+def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
+    """`work(*args)` as a CUDA graph that has run once."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work(*args)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work(*args)
+    graph.replay()
+    return graph
 
 
 def _installed(name: str) -> bool:

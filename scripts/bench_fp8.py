@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_toolkit.benchmark import setting
+from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import fused, linear
 from dflash_toolkit.kernels.fp8 import scaled_linear
@@ -30,18 +30,6 @@ REPEATS = 20
 def chain(layers: list[list[Matrix]], norm: Tensor, x: Tensor, a: Tensor) -> None:
     for o, gate_up, down, qkv in layers:
         x, _, _ = fused.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, 1e-6)
-
-
-def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work(*args)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work(*args)
-    graph.replay()
-    return graph
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ More rows than the kernels take have cuBLAS's time alone.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_toolkit.benchmark import setting
+from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import fused, linear
 from dflash_toolkit.kernels.launch import MAX_ROWS
@@ -45,18 +44,6 @@ def chain_of_cublas(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tens
 
 def head_of_cublas(x: Tensor, head: Tensor) -> None:
     F.linear(x, head).argmax(-1)
-
-
-def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work(*args)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work(*args)
-    graph.replay()
-    return graph
 
 
 def phases(traces: Tensor) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ import hashlib
 import importlib.util
 import json
 import multiprocessing
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_toolkit.acceptance import ratio
-from dflash_toolkit.benchmark import setting
+from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.checkpoint import locate, read_config
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.evaluation.markdown import render_table
@@ -258,11 +257,6 @@ def run(args: argparse.Namespace) -> None:
     result |= start | {"sets": {name: figures(of, ours and ours.sets[name]) for name, of in counts.items()}} | plain
     write_json(args.output, result)
     print(f"\n{table(result)}\n\n{args.output}")
-
-
-def without_folders(argument: str) -> str:
-    """The command as others may read it: absolute paths are cut to their last part."""
-    return re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", argument)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,7 +36,7 @@ import torch
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.acceptance import Acceptance
-from dflash_toolkit.benchmark import setting
+from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.checkpoint import tensor_shapes
 from dflash_toolkit.config import from_mapping, parse_cli, run_command
 from dflash_toolkit.evaluation.files import write_report
@@ -310,11 +310,6 @@ def fresh(folder: Path) -> Path:
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------------
-
-
-def without_folders(argument: str) -> str:
-    """The command as others may read it: absolute paths are cut to their last part."""
-    return re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", argument)
 
 
 def table(result: dict[str, Any], sets: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from dflash_toolkit.benchmark import setting, without_output
+from dflash_toolkit.benchmark import setting, without_folders, without_output
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,14 @@ from dflash_toolkit.benchmark import setting, without_output
 )
 def test_where_the_result_went_is_not_in_it(given: list[str], kept: list[str]) -> None:
     assert without_output(given) == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("a=/w/x/a.jsonl[8:]", "a=a.jsonl[8:]"), ("/o/drafter-8m", "drafter-8m"), ("model/part", "model/part")],
+)
+def test_folders_of_this_machine_are_not_in_it(given: str, kept: str) -> None:
+    assert without_folders(given) == kept
 
 
 def test_a_result_names_machine_versions_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
