@@ -10,7 +10,8 @@ drafter too, in an engine of its own. Wants an environment with vllm (0.26 is wh
 Of each set: `seconds` and `tokens_per_second` are of the clock, prefills included; `decode_tokens_per_second` leaves
 prefills and first tokens out, as our reports do. `tau` is by vLLM's counters, 1 + accepted / drafts: they also count
 drafts that were accepted behind an answer's end. `tau_pooled` is what our reports call so, tokens that steps committed
-by steps, and what `tau_of_ours` divides by ours.
+by steps, and what `tau_of_ours` divides by ours. Behind a near tie that rounding decides otherwise the engines write
+different texts, so `same_answers` compares those that are the same in both.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from dflash_toolkit.checkpoint import locate, read_config
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.measure import EncodedPrompt
+from dflash_toolkit.evaluation.report import answer_hash
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.prompts import encode_chat, read_prompt_sets
@@ -52,6 +54,14 @@ class Work(NamedTuple):
     sets: dict[str, list[list[int]]]
 
 
+class Answer(NamedTuple):
+    """One answer, of either side."""
+
+    sha256: str  # as reports have it
+    tokens: int
+    steps: int  # that verified a block
+
+
 class Counts(NamedTuple):
     """What vLLM did with one set."""
 
@@ -61,6 +71,7 @@ class Counts(NamedTuple):
     decode_seconds: float  # from an answer's first token to its last, by the engine's own clock
     drafts: int | None  # steps that verified a block; None without a drafter
     accepted: int | None
+    answers: list[Answer]  # none without a drafter
 
 
 class Ours(NamedTuple):
@@ -68,7 +79,12 @@ class Ours(NamedTuple):
 
     run: str | None  # of train_real.py
     sets: dict[str, dict[str, Any]]
-    arguments: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
+
+    def answers(self, name: str) -> list[Answer]:
+        """Of a set; none if no report has them."""
+        rows = [row for report in self.reports for row in report["sets"].get(name, {}).get("per_request", [])]
+        return [Answer(row["answer_sha256"], row["tokens"], row["steps"]) for row in rows if "answer_sha256" in row]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -95,7 +111,7 @@ def read_ours(path: Path, drafter: str, name: str | None) -> Ours:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if "runs" not in found:
-            return Ours(None, found["sets"], [found["arguments"]])
+            return Ours(None, found["sets"], [{"sets": found["sets"], "arguments": found["arguments"]}])
         runs = {run["name"]: run["sets"] for run in found["runs"]}
         named_after = Path(drafter).name.removeprefix("drafter-")
         name = name or (named_after if named_after in runs else list(runs)[-1])
@@ -104,7 +120,7 @@ def read_ours(path: Path, drafter: str, name: str | None) -> Ours:
         # a set that was decoded plainly as well is in a report of its own
         reports = [path.parent / f"report-{name}{kind}" / "report.json" for kind in ("", "-plain")]
         noted = [json.loads(report.read_text(encoding="utf-8")) for report in reports if report.exists()]
-        return Ours(name, runs[name], [report["arguments"] for report in noted])
+        return Ours(name, runs[name], [{"sets": report["sets"], "arguments": report["arguments"]} for report in noted])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"--ours {path}: no result of train_real.py or dflash-eval ({error!r})") from error
 
@@ -116,7 +132,7 @@ def check_same(ours: Ours, sets: Sets, max_new_tokens: int) -> None:
             raise UserError(f"--ours has no set {name!r}: {', '.join(ours.sets)}")
         if (count := ours.sets[name]["requests"]) != len(prompts):
             raise UserError(f"--ours decoded {count} prompts of {name!r}, not {len(prompts)}; give the --limit it had")
-        for noted in ours.arguments:
+        for noted in (report["arguments"] for report in ours.reports):
             if noted["prompt_tokens_sha256"].get(name, prompts_hash(prompts)) != prompts_hash(prompts):
                 raise UserError(f"--ours decoded other prompts of {name!r}, or by another chat template")
             if noted["max_new_tokens"] != max_new_tokens:
@@ -161,24 +177,31 @@ def decode(work: Work) -> tuple[dict[str, Counts], dict[str, Any]]:
         for prompt in next(iter(work.sets.values()))[:WARM_UP]:
             ask(prompt)
         for name, prompts in work.sets.items():
-            before = counters() if drafts else []
-            began = time.perf_counter()
-            answers = [ask(prompt) for prompt in prompts]
-            seconds = time.perf_counter() - began
-            tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
-            decoding = sum(answer.metrics.last_token_ts - answer.metrics.first_token_ts for answer in answers)
-            since = [b - a for a, b in zip(before, counters(), strict=True)] if drafts else [None, None]
-            found[name] = Counts(len(answers), tokens, seconds, decoding, *since)
+            tokens, seconds, decoding, answers = 0, 0.0, 0.0, []
+            counted = [counters()] if drafts else []
+            for prompt in prompts:
+                began = time.perf_counter()
+                answer = ask(prompt)
+                seconds += time.perf_counter() - began
+                ids = list(answer.outputs[0].token_ids)
+                tokens += len(ids)
+                decoding += answer.metrics.last_token_ts - answer.metrics.first_token_ts
+                if drafts:
+                    counted.append(counters())
+                    answers.append(Answer(answer_hash(ids), len(ids), counted[-1][0] - counted[-2][0]))
+            since = [b - a for a, b in zip(counted[0], counted[-1], strict=True)] if drafts else [None, None]
+            found[name] = Counts(len(prompts), tokens, seconds, decoding, *since, answers)
             print(f"{name}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr, flush=True)
     finally:
         llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
     return found, start
 
 
-def figures(counts: Counts, ours: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the result file has of one set."""
+def figures(counts: Counts, ours: Mapping[str, Any] | None = None, answers: Sequence[Answer] = ()) -> dict[str, Any]:
+    """What the result file has of one set; `ours` and `answers` are what our engine made of it."""
     committed = counts.tokens - counts.requests  # the first token of an answer comes from the prefill
     found: dict[str, Any] = {key: value for key, value in counts._asdict().items() if value is not None}
+    del found["answers"]
     found["tokens_per_second"] = ratio(counts.tokens, counts.seconds)
     found["decode_tokens_per_second"] = ratio(committed, counts.decode_seconds)
     if counts.drafts is not None and counts.accepted is not None:
@@ -188,7 +211,18 @@ def figures(counts: Counts, ours: Mapping[str, Any] | None = None) -> dict[str, 
         found["ours"] = {key: ours[key] for key in COMPARED if ours.get(key) is not None}
         if "tau_pooled" in found and ours.get("tau_pooled"):
             found["tau_of_ours"] = found["tau_pooled"] / ours["tau_pooled"]
+    if answers and len(answers) == len(counts.answers):
+        found["same_answers"] = same_answers(counts.answers, answers)
     return finite({key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()})
+
+
+def same_answers(theirs: Sequence[Answer], ours: Sequence[Answer]) -> dict[str, Any]:
+    """Acceptance length of both over the answers that are the same, token for token."""
+    same = [(a, b) for a, b in zip(theirs, ours, strict=True) if a.sha256 == b.sha256]
+    committed = sum(a.tokens - 1 for a, _ in same)
+    there, here = ratio(committed, sum(a.steps for a, _ in same)), ratio(committed, sum(b.steps for _, b in same))
+    found = {"tau_pooled": there, "ours": here, "tau_of_ours": ratio(there, here)}
+    return {"requests": len(same)} | finite({key: round(value, 4) for key, value in found.items()})
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------------
@@ -254,7 +288,16 @@ def run(args: argparse.Namespace) -> None:
     result["versions"]["vllm"] = start.pop("vllm")
     result |= {"target": Path(args.target).name, "drafter": Path(args.drafter).name, "block_size": block}
     result |= {"run_of_ours": ours.run} if ours else {}
-    result |= start | {"sets": {name: figures(of, ours and ours.sets[name]) for name, of in counts.items()}} | plain
+    result |= (
+        start
+        | {
+            "sets": {
+                name: figures(of, ours.sets[name], ours.answers(name)) if ours else figures(of)
+                for name, of in counts.items()
+            }
+        }
+        | plain
+    )
     write_json(args.output, result)
     print(f"\n{table(result)}\n\n{args.output}")
 

@@ -98,9 +98,10 @@ def test_report_json(finished: Path) -> None:
         assert sum(result["accepted_lengths"]) == result["verify_steps"]
         assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["plain_tokens_per_second"])
     first = report["sets"]["sky"]["per_request"][0]
-    assert first["id"] == "q0"
-    assert first["tokens"] <= 24
+    assert first["id"] == "q0" and first["tokens"] <= 24
     assert first["tau"] == pytest.approx((first["tokens"] - 1) / first["steps"])
+    hashes = [row["answer_sha256"] for row in report["sets"]["sky"]["per_request"]]
+    assert all(re.fullmatch("[0-9a-f]{16}", answer) for answer in hashes) and len(set(hashes)) == len(hashes)
     assert {f.name for f in finished.iterdir()} == REPORT_FILES
 
 

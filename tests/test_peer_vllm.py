@@ -42,7 +42,7 @@ def result(tmp_path: Path) -> Path:
     runs = [{"name": "2m", "minutes": 2.0, "sets": sets(2.0)}, {"name": "8m", "minutes": 8.0, "sets": sets(4.0)}]
     path.write_text(json.dumps({"runs": runs}))
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
-        report = {"arguments": {"max_new_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}}
+        report = {"sets": {}, "arguments": {"max_new_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return path
@@ -56,7 +56,9 @@ def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answe
     stopped = Generation([1, 2, 3, 4, 9], [Step(3, 2, (2, 3, 4)), Step(3, 1, (9,))], "stop", 0.5, 1.0)
     whole = Generation([1, 2, 3, 4], [Step(3, 0, (2,)), Step(3, 1, (3, 4))], "length", 0.5, 2.0)
     ours = Acceptance.of([stopped, whole], 4)
-    counts = program.Counts(requests=2, tokens=9, seconds=4.0, decode_seconds=3.0, drafts=4, accepted=2 + 2 + 0 + 1)
+    counts = program.Counts(
+        requests=2, tokens=9, seconds=4.0, decode_seconds=3.0, drafts=4, accepted=2 + 2 + 0 + 1, answers=[]
+    )
     found = program.figures(counts, {"tau_pooled": ours.tau_pooled, "tokens_per_second": 7.0, "speedup": 2.0})
     assert found["tau_pooled"] == ours.tau_pooled == 7 / 4 and found["tau_of_ours"] == 1
     assert found["tau"] == 1 + 5 / 4
@@ -66,16 +68,28 @@ def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answe
 
 
 def test_without_a_drafter_nothing_is_said_of_drafts(program: ModuleType) -> None:
-    found = program.figures(program.Counts(2, 9, 3.0, 2.0, None, None))
+    found = program.figures(program.Counts(2, 9, 3.0, 2.0, None, None, []))
     assert set(found) == {
         "requests", "tokens", "seconds", "decode_seconds", "tokens_per_second", "decode_tokens_per_second",
     }  # fmt: skip
 
 
 def test_what_could_not_be_measured_is_null(program: ModuleType) -> None:
-    found = program.figures(program.Counts(2, 2, 3.0, 0.0, 0, 0), {"tau_pooled": None, "tokens_per_second": None})
+    found = program.figures(program.Counts(2, 2, 3.0, 0.0, 0, 0, []), {"tau_pooled": None, "tokens_per_second": None})
     assert found["tau"] is None and found["tau_pooled"] is None and found["decode_tokens_per_second"] is None
     assert found["ours"] == {} and "tau_of_ours" not in found
+
+
+def test_answers_that_are_the_same_are_compared_by_themselves(program: ModuleType) -> None:
+    theirs = [program.Answer("x", 9, 4), program.Answer("y", 101, 10), program.Answer("z", 5, 2)]
+    ours = [program.Answer("x", 9, 2), program.Answer("other", 50, 1), program.Answer("z", 5, 2)]
+    counts = program.Counts(3, 115, 4.0, 3.0, 16, 99, theirs)
+    found = program.figures(counts, {"tau_pooled": 9.0}, ours)
+    assert found["same_answers"] == {"requests": 2, "tau_pooled": 2.0, "ours": 3.0, "tau_of_ours": round(2 / 3, 4)}
+    assert "answers" not in found
+    assert "same_answers" not in program.figures(counts, {"tau_pooled": 9.0}, [])
+    none = program.same_answers(theirs[:1], [program.Answer("w", 9, 2)])
+    assert none == {"requests": 0, "tau_pooled": None, "ours": None, "tau_of_ours": None}
 
 
 # ---- what it is compared with ------------------------------------------------------------------------------------
@@ -91,7 +105,7 @@ def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
     ours = program.read_ours(result, drafter, name)
     assert ours.run == chosen
     assert ours.sets["a"]["tau_pooled"] == {"2m": 2.0, "8m": 4.0}[chosen]
-    assert len(ours.arguments) == (2 if chosen == "2m" else 0)
+    assert len(ours.reports) == (2 if chosen == "2m" else 0) and ours.answers("a") == []
 
 
 def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(program: ModuleType, tmp_path: Path) -> None:
@@ -100,6 +114,7 @@ def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(progr
     report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_new_tokens=4), baseline=False).to_json()
     (tmp_path / "report.json").write_text(json.dumps(report))
     ours = program.read_ours(tmp_path / "report.json", "mine", None)
+    assert [answer.tokens for answer in ours.answers("a")] == [4, 4] and len(ours.answers("a")[0].sha256) == 16
     assert ours.run is None and ours.sets["a"]["tau_pooled"] == report["sets"]["a"]["tau_pooled"]
     assert report["arguments"]["prompt_tokens_sha256"]["a"] == program.prompts_hash(PROMPTS)
     program.check_same(ours, {"a": PROMPTS}, 4)

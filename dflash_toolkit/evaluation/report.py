@@ -1,5 +1,7 @@
 """The results of a run, per prompt set and pooled over all, and the form they have in `report.json`."""
 
+import hashlib
+import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -133,6 +135,11 @@ class SetReport:
         }
 
 
+def answer_hash(tokens: Sequence[int]) -> str:
+    """The start of the SHA-256 of an answer's ids: whether two reports have the same answer."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:16]
+
+
 def _request(measurement: Measurement) -> dict[str, Any]:
     drafted, plain = measurement.drafted, measurement.plain
     return {
@@ -142,6 +149,7 @@ def _request(measurement: Measurement) -> dict[str, Any]:
         "steps": len(drafted.steps),
         "tau": drafted.acceptance_length,
         "finish_reason": drafted.finish_reason,
+        "answer_sha256": answer_hash(drafted.tokens),
         "seconds": drafted.prefill_s + drafted.decode_s,
         "plain_seconds": plain.prefill_s + plain.decode_s if plain else None,
     }
