@@ -26,7 +26,7 @@ from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
-from dflash_toolkit.runtime.engine import draft_dtype
+from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
@@ -216,7 +216,7 @@ def main() -> None:
         "accept": args.accept,
         "mean_length": args.mean_length,
         "seed": args.seed,
-        "draft_dtype": draft_dtype(args.draft_dtype, device, dtype),
+        "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],
     }

@@ -1,6 +1,5 @@
 """Rows rounded to fp8 and products with them, on the interpreter where there is no GPU."""
 
-import math
 from unittest.mock import patch
 
 import pytest
@@ -10,22 +9,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from test_kernels_linear import _poisoned_memory  # noqa: F401  # a fixture of every test
+
 from dflash_toolkit.kernels import fp8, fused, linear
 from dflash_toolkit.kernels.scaled import FP8_MAX, ScaledMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        fresh = empty(*args, **kwargs)
-        return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh.random_(1 << 20)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 # Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows hold
@@ -107,7 +97,7 @@ def test_a_wide_head_in_fp8_takes_a_nearly_largest_column(kind: str) -> None:
 def test_a_head_in_fp8_rounds_the_rows_from_33_on(monkeypatch: pytest.MonkeyPatch) -> None:
     x, head = rows_of("in the format", 33, 256), ScaledMatrix.of(torch.randn(2000, 256, device=DEVICE))
     assert torch.equal(fused.linear_argmax(x, head), fp8.scaled_linear(x, head).argmax(-1))
-    monkeypatch.setattr(fused, "scaled_linear", None)
+    monkeypatch.setattr(linear, "scaled_linear", None)
     by_tiles = fused.linear_argmax(x[:32].to(torch.float32), head), fused.linear_argmax(x.to(torch.float32), head)
     assert torch.equal(by_tiles[0], by_tiles[1][:32]), "other types than bf16 never"
     if DEVICE == "cuda":  # the interpreter's dot does not know bf16

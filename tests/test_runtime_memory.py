@@ -161,8 +161,8 @@ def test_drafts_are_in_fp8_where_that_is_faster(
     asked: str, capability: tuple[int, int], dtype: torch.dtype, found: str, named: dict[str, Any]
 ) -> None:
     named["capability"] = capability
-    assert engine_module.draft_dtype(asked, torch.device("cuda"), dtype) == found
-    assert engine_module.draft_dtype("auto", torch.device("cpu"), dtype) == "full"
+    assert engine_module.resolve_draft_dtype(asked, torch.device("cuda"), dtype) == found
+    assert engine_module.resolve_draft_dtype("auto", torch.device("cpu"), dtype) == "full"
 
 
 def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

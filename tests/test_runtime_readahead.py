@@ -199,7 +199,7 @@ assert evaluation.main([*pair, "--prompts", "a=b"]) == 2
 assert serving.main(pair) == 2
 try:
     load_engine("a/target", "a/drafter")
-except UserError:
+except UserError:  # there is no such target: what comes first has been seen by then
     pass
 """
 

@@ -15,8 +15,7 @@ from ..decode import Generation, SamplingParams, stream
 from ..drafter import Drafter, weights_hash
 from ..prompts import template_hash
 from ..runtime import Engine, EngineOptions
-from ..runtime.engine import draft_dtype as resolved_draft_dtype
-from ..runtime.engine import operations
+from ..runtime.engine import operations, resolve_draft_dtype
 from ..runtime.loading import load_target
 from ..runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
@@ -113,7 +112,7 @@ class EngineRuntime:
         self._target, self._drafter, self._stop_ids = target, drafter, stop_ids
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         options = EngineOptions(max_batch=1, prefix_cache=False, draft_dtype=draft_dtype)
-        self._options = replace(options, draft_dtype=resolved_draft_dtype(draft_dtype, self.device, self.dtype))
+        self._options = replace(options, draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype))
         self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": self._options.draft_dtype}
         self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
         self.vocabulary = target.spec.vocab_size

@@ -5,7 +5,6 @@ from torch import Tensor
 from . import flash
 from .accept import accept
 from .attention import block_attention as block_attention_by_tiles
-from .fp8 import multiplies, scaled_linear
 from .head import launch_head
 from .layer import launch_layer
 from .linear import linear, linear_partials, linear_swiglu
@@ -14,7 +13,7 @@ from .norm import add_rms_norm
 from .ring import fits
 from .rope import context_write, rope_write
 from .sample import sample
-from .scaled import Matrix, ScaledMatrix
+from .scaled import Matrix
 
 __all__ = [
     "accept",
@@ -69,12 +68,7 @@ def finish_layer(
 
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
-    """The column with the largest logit of every row, int64 [M]; streamed or tile by tile, the same bits.
-
-    Not so with a head in fp8, for a draft: from 33 rows on the rows are rounded too.
-    """
-    if isinstance(weight, ScaledMatrix) and len(x) > 32 and multiplies(x, weight):  # as bench_fp8.py has it
-        return scaled_linear(x, weight).argmax(-1)
+    """The column with the largest logit of every row, int64 [M]; streamed or tile by tile, the same bits."""
     if len(x) > 64 and fits(x, [weight]):  # up to 64 rows tiles by themselves are faster
         return launch_head(x, weight)  # type: ignore[arg-type]
     return linear_argmax_by_tiles(x, weight)

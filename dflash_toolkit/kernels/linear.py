@@ -22,6 +22,7 @@ from .scaled import Matrix, ScaledMatrix, dense
 
 SHARED_BYTES = 220 * 1024  # of a thread block on sm_90, with room for what the compiler adds
 MULTIPROCESSORS = 132  # of an H200
+FP8_HEAD_ROWS = 32  # of a head in fp8 by tiles; more are faster by cuBLAS (scripts/bench_fp8.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,8 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    if len(x) > MAX_ROWS:
+    in_fp8 = isinstance(weight, ScaledMatrix) and multiplies(x, weight)
+    if len(x) > (FP8_HEAD_ROWS if in_fp8 else MAX_ROWS):
         return _by_cublas(x, weight).argmax(-1)
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 

@@ -48,7 +48,7 @@ class EngineStats:
             self.accepted_per_position[k] += 1
 
 
-def draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     """What drafts are computed in, fp8 or full; auto is fp8 where that was measured to be faster: Hopper, bf16."""
     if asked != "auto":
         return asked
@@ -98,7 +98,7 @@ class Engine:
         device = target.embedding.device
         config = drafter.config if drafter else None
         options = (options or EngineOptions()).fitted(target.spec, config, device)
-        options = replace(options, draft_dtype=draft_dtype(options.draft_dtype, device, target.embedding.dtype))
+        options = replace(options, draft_dtype=resolve_draft_dtype(options.draft_dtype, device, target.embedding.dtype))
         self.options = options
         assert options.max_batch is not None and options.max_context is not None
         max_batch, self.context_limit = options.max_batch, options.max_context
