@@ -28,13 +28,11 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.readahead import cached
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
+from dflash_toolkit.target import use_device
 
 SHARD = 4 << 30  # bytes
-CASES = [
-    ("nothing compiled", True),
-    *(("compiled", ahead) for ahead in (True, False)),
-    *(("compiled, files not cached", ahead) for ahead in (True, False)),
-]
+FIRST = ("nothing compiled", True)
+OTHERS = [(case, ahead) for case in ("compiled", "compiled, files not cached") for ahead in (True, False)]
 CHILD = """
 import json, sys, time
 began = time.perf_counter()
@@ -60,7 +58,7 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
     words = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}}
     (target / "tokenizer.json").write_text(json.dumps(words))
     PreTrainedTokenizerFast(tokenizer_file=str(target / "tokenizer.json"), unk_token="?").save_pretrained(target)
-    weights = random_target(ModelSpec.of_target(config), torch.device("cuda"), torch.bfloat16)
+    weights = random_target(ModelSpec.of_target(config), use_device("auto"), torch.bfloat16)
     shard: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
 
@@ -89,7 +87,7 @@ def forget(folder: Path) -> None:
 
 
 def cached_gb(folder: Path) -> float:
-    """What the system's file cache seems to hold of the checkpoints, by parts of 64 MiB."""
+    """What the system's file cache holds of the checkpoints, by parts of 64 MiB; to ask does not change it."""
     found, part = 0, 64 << 20
     for path in folder.rglob("*.safetensors"):
         with open(path, "rb") as handle:
@@ -116,24 +114,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint goes")
+    parser.add_argument("--repeats", type=int, default=1, help="of all starts but the first")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
     target, drafter = write_checkpoint(args.shape, args.folder)
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     size = sum(path.stat().st_size for path in args.folder.rglob("*.safetensors"))
     print(f"{size / 1e9:.1f} GB written in {time.perf_counter() - began:.0f} s", flush=True)
-    rows = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
     caches = Path(tempfile.mkdtemp(dir=args.folder))
-    for case, ahead in CASES:
+    for case, ahead in [FIRST, *OTHERS * args.repeats]:
         if case.endswith("not cached"):
             forget(args.folder)
         name = case if ahead else f"{case}, not read ahead"
-        rows[name] = start(target, drafter, caches, ahead)
-        print(name, {k: round(v, 2) for k, v in rows[name].items()}, flush=True)
+        found = start(target, drafter, caches, ahead)
+        rows.setdefault(name, []).append(found)
+        print(name, {k: round(v, 2) for k, v in found.items()}, flush=True)
     if args.output:
         result = {
-            **setting("bench_start.py", ["--shape", args.shape]),
+            **setting("bench_start.py", ["--shape", args.shape, "--repeats", str(args.repeats)]),
             "checkpoint_gb": size / 1e9,
             "starts": rows,
         }
