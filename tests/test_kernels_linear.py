@@ -25,18 +25,6 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN, or any integers, so that an element that nobody writes shows."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        fresh = empty(*args, **kwargs)
-        return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh.random_(1 << 20)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 def guarded(values: Tensor) -> Tensor:
     """`values` with NaN before and behind it in memory: what a masked load must not let in."""
     room = torch.full((values.numel() + 2 * 4096,), math.nan, dtype=values.dtype, device=DEVICE)

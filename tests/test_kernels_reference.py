@@ -1,8 +1,6 @@
 """The plain torch definitions against float64 autograd, Hugging Face's filters and plain loops."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,22 +18,6 @@ from transformers.generation.logits_process import (
 
 from dflash_toolkit.kernels.loss import frozen_head_loss
 from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN, so that an element that nobody writes shows."""
-
-    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def fill(*args: Any, **kwargs: Any) -> Tensor:
-            made = make(*args, **kwargs)
-            return made.fill_(math.nan if made.is_floating_point() else -1)
-
-        return fill
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
 
 # ---- the frozen head -------------------------------------------------------------------------------
 

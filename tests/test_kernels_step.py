@@ -1,7 +1,7 @@
 """The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,21 +27,6 @@ def in_turn(cases: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
 
 
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN or a wild integer, so that an element that nobody writes shows."""
-
-    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*args: object, **kwargs: object) -> Tensor:
-            fresh = make(*args, **kwargs)
-            return fresh.fill_(math.nan if fresh.is_floating_point() else 0x7ABCDE)
-
-        return made
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 @pytest.fixture(autouse=True)
