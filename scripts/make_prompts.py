@@ -3,9 +3,10 @@
 Three parts that start at different numbers: what is trained on, what the training looks at meanwhile (its settings were
 chosen there too), and what the report measures, which nothing was chosen by.
 
-usage: python scripts/make_prompts.py      (the result is committed; run it only to change the set)
+    python scripts/make_prompts.py      (the result is committed; run it only to change the set)
 """
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -42,4 +43,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()
