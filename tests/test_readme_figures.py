@@ -1,0 +1,114 @@
+"""Figures in the tables of README.md and docs/engine.md are those of the files in scripts/results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ACCEPT = 0.865  # of every drafted position, in the table of the step
+SETS = ("gsm8k", "mbpp", "humaneval", "mt_bench")
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "scripts" / "results" / f"{name}_h200.json").read_text())
+
+
+def table(file: str, header: str) -> list[list[str]]:
+    """The cells of the table whose first line begins so, a list a row."""
+    lines = (ROOT / file).read_text().splitlines()
+    found = []
+    for line in lines[next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |")) + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def by_batch(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {row["batch"]: row for row in rows}
+
+
+def scaled(tokens_per_second: float, tokens_per_step: float, block: int) -> float:
+    """Tokens a second if a request's steps gave as many tokens as the probability promises."""
+    return tokens_per_second / tokens_per_step * (1 - ACCEPT**block) / (1 - ACCEPT)
+
+
+def test_the_step_beside_vllm() -> None:
+    ours, theirs = result("step_qwen3_8b"), result("peer_vllm_qwen3_8b")
+    chosen, plain = by_batch(ours["chosen"]["rows"]), by_batch(ours["plain"]["rows"])
+    floors = by_batch([row for block in ("block16", "block8", "block4") for row in ours[block]["rows"]])
+    vllm_plain = by_batch(theirs["later"]["vllm_ar"]) | by_batch(theirs["drafts_as_loaded"]["vllm_ar"]["rows"])
+    found = []
+    for batch, row in chosen.items():
+        block = round(row["median_block"])
+        tokens = scaled(row["tokens_per_second"], row["tokens_per_step"], block)
+        rivals = []
+        for k in (15, 7):
+            for rival in theirs["same_job"][f"vllm_k{k}"]["rows"]:
+                if rival["batch"] == batch:
+                    rivals.append((scaled(rival["tokens_per_s"], rival["tokens_per_step"] / batch, k + 1), k))
+        best, k = max(rivals)
+        alone = vllm_plain.get(batch)
+        full = row["ms_of_a_full_step"]
+        floor = floors.get(batch, floors[1])["floor_ms"]
+        found.append([
+            str(batch), f"{plain[batch]['tokens_per_second']:.0f}", f"{alone['tokens_per_s']:.0f}" if alone else "",
+            f"{tokens:.0f} ({block})", f"{best:.0f} ({k})", f"{tokens / best:.2f}x", f"{full:.1f} ms",
+            f"{100 * floor / full:.0f} %",
+        ])  # fmt: skip
+    assert table("README.md", "batch | plain tok/s") == found
+
+
+def test_parts_of_the_step() -> None:
+    file = result("step_qwen3_8b")
+    found = []
+    for name, block in (("block16", 16), ("block8", 8), ("block4", 4)):
+        for row in file[name]["rows"]:
+            parts = {part: f"{us / 1e3:.2f}" for part, us in row["parts_us"].items()}
+            shown = [parts[part] for part in ("products", "draft", "head", "attention", "context", "rest")]
+            graph = row["graph_ms"]
+            assert sum(row["parts_us"].values()) / 1e3 == pytest.approx(graph, rel=0.02), "the parts add up to it"
+            of_floor = f"{100 * row['of_floor_graph']:.0f} %"
+            found.append([f"{row['batch']}, {block}", f"{graph:.2f} ms", *shown, of_floor])
+    assert table("docs/engine.md", "batch, block | graph of a step") == found
+
+
+def test_acceptance_after_minutes_of_training() -> None:
+    training, vllm = result("train_qwen05"), result("peer_vllm_qwen05")
+
+    def cells(sets: dict[str, Any], pooled: float) -> list[str]:
+        lengths = [sets[name]["tau_pooled"] for name in SETS]
+        return [f"{tau:.2f}" for tau in (*lengths, pooled, sets["math500"]["tau_pooled"])]
+
+    rows = {row[0]: row[1:] for row in table("README.md", "acceptance length (greedy, 512 tokens)")}
+    runs = {
+        "after 8 minutes, two answers a prompt": "pipeline",
+        "after 4 minutes on 9160 given answers": "four_minutes",
+        "those answers, four times as many blocks of each a step: after 8 minutes": "eight_minutes",
+        "after 4 minutes": "four_minutes_of_earlier_defaults",
+        "after 2 minutes": "two_minutes",
+    }
+    for label, name in runs.items():
+        run = training[name]["runs"][-1] if "runs" in training[name] else training[name]
+        speed = f"{run['steps']} steps, {run['sequences_per_second']:.0f} sequences/s"
+        shown = next(row for row in rows if row in (label, f"{label}: {speed}", f"{label}, {speed}"))
+        assert rows.pop(shown) == cells(run["sets"], run["pooled"]["tau"]), label
+    peer = cells(vllm["sets"], vllm["pooled"]["these four"]["tau_pooled"])
+    assert rows.pop("this one in vLLM 0.26, same prompts") == peer
+    assert [row.split(" ")[0] for row in rows] == ["ModelOpt"]
+
+
+def test_real_weights() -> None:
+    run, vllm = result("train_qwen05")["pipeline"]["runs"][0]["sets"], result("peer_vllm_qwen05")
+    names = (*SETS, "math500")
+    ours = [run["gsm8k"]["plain_tokens_per_second"], *(run[name]["tokens_per_second"] for name in names)]
+    theirs = [vllm["plain"]["tokens_per_second"], *(vllm["sets"][name]["decode_tokens_per_second"] for name in names)]
+    shown = table("README.md", "Qwen2.5-Coder-0.5B-Instruct | plain")
+    assert [row[1:] for row in shown] == [[f"{tokens:.0f}" for tokens in row] for row in (ours, theirs)]
+    gsm8k = run["gsm8k"]
+    first = [gsm8k["tau_pooled"], gsm8k["plain_tokens_per_second"], gsm8k["tokens_per_second"], gsm8k["speedup"]]
+    written = [f"{first[0]:.2f}", f"{first[1]:.0f}", f"{first[2]:.0f}", f"{first[3]:.2f}x"]
+    assert gsm8k["identical_to_plain"] == 1.0
+    assert table("README.md", "target")[0][2:] == [*written, f"{gsm8k['requests']} of {gsm8k['requests']}"]
