@@ -1,6 +1,8 @@
 """From checkpoint files to fused weights, and what is refused on the way; step times and the choice of a block."""
 
 import json
+import random
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -249,14 +251,15 @@ def test_a_plain_batch_tries_sooner_the_more_of_it_is_new(new: int, old: int, st
     assert [choose(batch) for _ in range(steps)] == [1] * (steps - 1) + [4]
 
 
-@pytest.mark.parametrize(
-    ("batch", "times"),  # ms of a step of Qwen3-8B on an H200; blocks that were not measured lie between
-    [
-        (1, {1: 4.27, 2: 5.2, 4: 5.25, 8: 5.3, 16: 5.31}),
-        (8, {1: 4.58, 2: 5.6, 4: 5.8, 8: 6.1, 16: 6.94}),
-        (32, {1: 5.09, 2: 6.4, 4: 7.8, 8: 10.1, 16: 16.0}),
-    ],
-)
+# ms of a step of Qwen3-8B on an H200 by batch and block; blocks that were not measured lie between
+STEP_MS = {
+    1: {1: 4.27, 2: 5.2, 4: 5.25, 8: 5.3, 16: 5.31},
+    8: {1: 4.58, 2: 5.6, 4: 5.8, 8: 6.1, 16: 6.94},
+    32: {1: 5.09, 2: 6.4, 4: 7.8, 8: 10.1, 16: 16.0},
+}
+
+
+@pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: dict[int, float]) -> None:
     """What drafting in vain costs over plain steps, whole answers; keys and values of the context come on top."""
     choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
@@ -270,6 +273,36 @@ def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: 
                 request.acceptance.observe(block - 1, 0)
         over[tokens] = spent / (tokens * times[1]) - 1
     assert over[128] < 0.023 and over[256] < 0.013
+
+
+@pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
+@pytest.mark.parametrize("rate", [0.0, 0.23, 0.3, 0.35, 0.5, 0.865])  # acceptance lengths of 1, 1.3, 1.4, 1.5, 2, 6.7
+def test_choosing_is_hardly_slower_than_plain_decoding_at_any_acceptance(
+    batch: int, times: dict[int, float], rate: float
+) -> None:
+    """Answers of 256 tokens, a batch behind the other, as the engine keeps what they accepted."""
+    chance = random.Random(0)
+    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
+    expected = RollingAcceptance(weight=10, decay=0.99)
+    gains = []
+    for _ in range(8):
+        left = dict.fromkeys(range(batch), 256)
+        those: list[Any] = [SimpleNamespace(acceptance=RollingAcceptance(expected.rate)) for _ in left]
+        spent = 0.0
+        while left:
+            block = choose([those[row] for row in left])
+            spent += times[block]
+            for row in list(left):
+                accepted = next((i for i in range(block - 1) if chance.random() >= rate), block - 1)
+                if block > 1:
+                    those[row].acceptance.observe(block - 1, accepted)
+                    expected.observe(block - 1, accepted)
+                left[row] -= accepted + 1
+                if left[row] <= 0:
+                    del left[row]
+        gains.append(256 * times[1] / spent)
+    assert statistics.mean(gains) > 0.98 and min(gains) > 0.97
+    assert statistics.mean(gains) > (1.1 if rate == 0.5 else 2.0 if rate == 0.865 else 0.0)
 
 
 def test_a_small_gain_does_not_change_the_block() -> None:
