@@ -173,7 +173,7 @@ def load_drafter(name: str, device: torch.device | str = "cpu", dtype: torch.dty
 
 def locate(name: str) -> Path:
     """The directory of a drafter, downloaded if `name` is a Hugging Face id. Raises UserError."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # unlike Path's it answers for names of any length
         return Path(name)
     if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise UserError(f"drafter {name}: no such directory")

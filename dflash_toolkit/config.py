@@ -252,7 +252,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a program's body: a UserError, or too little GPU memory, is one line and exit code 2, Ctrl-C is 130."""
+    """Run a program's body: a UserError, or too little memory, is one line and exit code 2, Ctrl-C is 130."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek ends no run
@@ -262,10 +262,16 @@ def run_command(command: Callable[[], int | None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which this module does without
+        said = " ".join(str(error).split())
+        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this module does without
+            said = said.partition(" Of the allocated")[0].partition(" Including")[0]
+            way_out = "Take a larger GPU, or a smaller model, batch or context"
+        elif "DefaultCPUAllocator" in said:  # on a CPU it has no class of its own
+            said = f"this machine's memory does not suffice ({said.partition('DefaultCPUAllocator: ')[2]})."
+            way_out = "Take a larger machine, or a smaller model, batch or context"
+        else:
             raise
-        said = " ".join(str(error).split()).partition(" Of the allocated")[0].partition(" Including")[0]
-        print(f"error: {said} Take a larger GPU, or a smaller model, batch or context", file=sys.stderr)
+        print(f"error: {said} {way_out}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)

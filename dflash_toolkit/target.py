@@ -5,6 +5,7 @@ of them. When nobody needs logits the forward stops after the highest tapped lay
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def _one_line(error: Exception) -> str:
 
 def load_config(name: str) -> PreTrainedConfig:
     """The target's configuration, without weights. Raises UserError naming what is missing or not supported."""
-    if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
+    if not os.path.isdir(name) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"target {name}: no such directory")
     try:
         config = AutoConfig.from_pretrained(name)
@@ -112,6 +113,8 @@ def context_limit(config: PreTrainedConfig) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if limit < 1:
+        raise UserError(f"target {config.name_or_path}: max_position_embeddings is {limit}; no token has room")
     return limit
 
 
@@ -125,7 +128,7 @@ def load_tokenizer(name: str) -> Any:
 
 def load_generation_config(name: str | Path) -> GenerationConfig | None:
     """A checkpoint's generation_config.json; None if it has none. Raises UserError for one that cannot be read."""
-    local = Path(name).is_dir()
+    local = os.path.isdir(name)
     if local and not (Path(name) / "generation_config.json").exists():
         return None
     try:

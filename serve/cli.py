@@ -1,12 +1,19 @@
 """dflash-serve: an OpenAI-compatible server for a target and its drafter."""
 
+import contextlib
 import importlib.util
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dflash_toolkit.config import UserError, knob, parse_cli, run_command
 from dflash_toolkit.runtime.options import DRAFT_DTYPES, EngineOptions
 from dflash_toolkit.runtime.readahead import read_ahead
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 PROG = "dflash-serve"
 DESCRIPTION = """\
@@ -81,19 +88,31 @@ def _run(config: ServeConfig) -> None:
     from .server import Server, listen, url_of
 
     transformers.utils.logging.disable_progress_bar()  # errors are one line
-    try:
-        # what can be wrong is looked at before the target's weights, which take longest
-        with listen(config.host, config.port) as listener:
-            defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
-            engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.options)
-            drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
-            runner = engine.engine.runner
-            place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
-            line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
-            app = create_app(engine, config.model, config.api_key, defaults)
-            Server(app, ready=lambda: print(line, flush=True), stop=engine.close).run(sockets=[listener])
-    except KeyboardInterrupt:
-        pass  # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again
+    # what can be wrong is looked at before the target's weights, which take longest
+    with listen(config.host, config.port) as listener:
+        defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
+        engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.options)
+        drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
+        runner = engine.engine.runner
+        place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
+        line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
+        app = create_app(engine, config.model, config.api_key, defaults)
+        server = Server(app, ready=lambda: print(line, flush=True), stop=engine.close)
+        # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+        _end(engine)
+
+
+def _end(engine: "Engine") -> None:
+    """Wait for the decoding thread: an interpreter that ends while a thread is inside C++ code aborts the process."""
+    from .server import GRACE_S
+
+    engine.close()
+    if not engine.join(GRACE_S):  # a long prefill, a kernel that is compiled
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _require_extra() -> None:

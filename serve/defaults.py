@@ -1,7 +1,10 @@
 """How a target's makers would have it sampled, for requests that do not say."""
 
+import math
+
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.sampling import COLDEST, LEAST_TOP_P
 from dflash_toolkit.target import load_generation_config
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -18,6 +21,13 @@ def sampling_defaults(target: str) -> dict[str, float]:
     if found.get("top_k") == -1:  # vLLM's word for all of them
         found["top_k"] = 0
     try:
+        # as in a request: what is too small to compute with means the most likely token alone
+        if 0.0 < found.get("temperature", 0.0) < COLDEST:
+            found["temperature"] = 0.0
+        if 0.0 < found.get("top_p", 0.0) < LEAST_TOP_P:
+            found["top_p"] = LEAST_TOP_P
+        if not math.isfinite(found.get("top_k", 0)):
+            raise ValueError(f"top_k is {found['top_k']}; it must be a whole number")
         SamplingParams(**found)
     except (TypeError, ValueError) as error:
         raise UserError(

@@ -185,7 +185,7 @@ def test_a_config_that_is_no_json_object_is_refused(copy: Path, text: str) -> No
     assert "config.json" in refusal(copy)
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c", "/" + "x" * 5000])
 def test_a_missing_directory_is_named(name: str) -> None:
     with pytest.raises(UserError, match=f"^drafter {name}: no such directory$"):
         load_drafter(name)

@@ -323,6 +323,12 @@ def test_too_little_gpu_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert "Including" not in line
 
 
+def test_too_little_memory_of_a_cpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: torch.empty(1 << 60, dtype=torch.uint8).numel() and None) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: this machine's memory does not suffice (") and "smaller model" in line
+
+
 @pytest.mark.parametrize("text", ["2024-13-45", "9" * 400])
 def test_a_date_that_is_none_and_a_number_beyond_all_are_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError):

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,25 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
             sampler.set(row, params, [1, 2], [3])
         chosen.append(sampler.choose(hidden, head, slice(1, batch + 1), draft, lengths, mode)[0])
     assert torch.equal(*chosen) and len(chosen[0].unique()) > batch
+
+
+def test_a_sampler_that_found_no_memory_once_works_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(2, 70, torch.device(DEVICE), reference)
+    zeros = torch.zeros
+
+    def full(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+        if dtype == torch.bool:
+            raise torch.OutOfMemoryError("no memory")
+        return zeros(*shape, dtype=dtype, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            sampler.reserve(Mode.FULL)
+    sampler.set(1, SamplingParams(temperature=0.5), [1, 2], [3])
+    sampler.reserve(Mode.FULL)
+    sampler.set(1, SamplingParams(presence_penalty=0.5), [1, 2], [3])
+    assert sampler.prompt is not None and sampler.prompt[1].nonzero().flatten().tolist() == [1, 2]
 
 
 def test_a_vocabulary_whose_mass_would_not_fit_is_refused() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import make_drafter, make_target
@@ -15,6 +16,7 @@ from openai import APIError, OpenAI
 
 from dflash_toolkit import save_drafter
 from serve import cli
+from serve.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,6 +76,27 @@ def test_a_missing_package_names_the_extra(
 def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
     assert cli.ServeConfig(target="demo/target").model == "demo/target"
     assert cli.ServeConfig(target="demo/target", served_model_name="mine").model == "mine"
+
+
+def test_a_step_that_does_not_end_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(os, "_exit", asked.append)
+    for ended, codes in ((True, []), (False, [0])):
+        engine = SimpleNamespace(close=lambda: asked.append("close"), join=lambda seconds, ended=ended: ended)
+        cli._end(engine)
+        assert asked == ["close", *codes]
+        asked.clear()
+
+
+def test_ctrl_c_while_it_loads_is_an_interruption(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "load", interrupted)
+    assert cli.main(["--target", str(target_dir), "--port", "0"]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path) -> None:

@@ -88,6 +88,17 @@ def test_the_defaults_are_read_strictly(tmp_path: Path) -> None:
             sampling_defaults(str(tmp_path))
 
 
+def test_defaults_too_small_to_compute_with_are_greedy_as_in_a_request(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 1e-6, "top_p": 1e-7, "top_k": 1}))
+    found = sampling_defaults(str(tmp_path))
+    assert found["temperature"] == 0.0 and 0.0 < found["top_p"] < 1e-3
+    SamplingParams(**found)
+    for wrong in ("NaN", "Infinity"):
+        (tmp_path / "generation_config.json").write_text(f'{{"top_k": {wrong}}}')
+        with pytest.raises(UserError, match="top_k is"):
+            sampling_defaults(str(tmp_path))
+
+
 def test_the_tokenizers_own_end_ends_an_answer(target: Target) -> None:
     engine = make_engine(target, None)
     engine.tokenizer = copy.deepcopy(target.tokenizer)

@@ -1,5 +1,6 @@
 """The frozen target: what its taps return, what does not run, and how a bad checkpoint is refused."""
 
+import contextlib
 import json
 import shutil
 from functools import cache
@@ -13,7 +14,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from dflash_toolkit import Target, UserError
-from dflash_toolkit.target import choose_mask_token, load_tokenizer, resolve_device, resolve_dtype
+from dflash_toolkit.target import (
+    choose_mask_token,
+    context_limit,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 
 KINDS = ["llama", "qwen2", "qwen3"]
 IDS = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -185,6 +194,23 @@ def test_a_saved_target_loads_with_the_same_weights_and_tokenizer(target_dir: Pa
         assert torch.equal(a, b), name
     assert loaded.tokenizer("hello").input_ids == made.tokenizer("hello").input_ids
     assert Target.load(str(target_dir), "cpu", "bfloat16").dtype == torch.bfloat16
+
+
+def test_a_name_longer_than_any_file_has_is_one_line() -> None:
+    name = "x" * 5000
+    for load in (load_config, load_generation_config, load_tokenizer):
+        with contextlib.suppress(UserError):  # the generation config is one that nobody needs to have
+            assert load(name) is None
+    with pytest.raises(UserError) as caught:
+        load_config(name)
+    assert one_line(caught).startswith(f"target {name}: cannot read its config.json")
+
+
+def test_a_context_without_room_is_one_line() -> None:
+    config = make_target().config
+    config.max_position_embeddings = 0
+    with pytest.raises(UserError, match="max_position_embeddings is 0; no token has room"):
+        context_limit(config)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])

@@ -1,5 +1,6 @@
 """An engine from names: checkpoints go from disk to the device without a Hugging Face module in between."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ def load_target(
 
 
 def _folder(name: str) -> Path:
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return Path(name)
     from huggingface_hub import snapshot_download
 

@@ -49,10 +49,10 @@ class Sampler:
         """Allocate what a mode needs; must come before the mode is captured."""
         if mode == Mode.FULL and self.counts is None:
             shape = (self._rows, self._vocab)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self.prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            self.bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
-            self._fields += [self.counts, self.prompt, self.bias]
+            kinds = (torch.int32, torch.bool, torch.float32)
+            made = [torch.zeros(shape, dtype=kind, device=self._device) for kind in kinds]  # memory for all or for none
+            self.counts, self.prompt, self.bias = made
+            self._fields += made
 
     def set(self, row: int, params: SamplingParams, prompt: list[int], answer: list[int]) -> None:
         """Row `row` belongs to a request from now on."""

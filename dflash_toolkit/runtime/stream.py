@@ -49,7 +49,8 @@ class AsyncEngine:
         self._closed = self._prepared = False
         self.broken: Exception | None = None  # why no request can be served any more
         self._entry = threading.Lock()  # nothing is put into the inbox once the thread has left
-        self._left = False
+        self._left = self._closing = False
+        self._listeners: set[Callable[[Progress | Exception], None]] = set()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -74,6 +75,7 @@ class AsyncEngine:
 
         if not self._ask(lambda: self._submit(prompt_ids, params, tell, mine)):
             raise self._closed_error()
+        self._listeners.add(tell)
         try:
             while True:
                 item = await news.get()
@@ -83,15 +85,26 @@ class AsyncEngine:
                 if item.finish_reason is not None:
                     return
         finally:
+            self._listeners.discard(tell)
             self._ask(lambda: self._forget(mine))
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raises UserError for a request that `decode` would refuse; what it reads of the engine never changes."""
+        """Raises what `decode` would at once: UserError for the request, EngineClosedError for the engine."""
+        if self._closing or self.broken is not None:
+            raise self._closed_error()
         self.engine.request(prompt_ids, params)
 
     def close(self) -> None:
-        """End every answer, running or queued, with EngineClosedError after the step under way, and the thread."""
+        """End every answer, running or queued, with EngineClosedError now, and the thread after the step under way."""
+        self._closing = True
         self._ask(self._close)
+        for tell in tuple(self._listeners):  # the thread would only tell them when its step is over
+            tell(self._closed_error())
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended; whether it has within `timeout_s` seconds."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _ask(self, call: Callable[[], None]) -> bool:
         """Have the thread do something; False if it has left."""
