@@ -28,6 +28,7 @@ from .drafter import Drafter, DrafterConfig
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
 STALE_S = 3600.0  # no export takes so long
+DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
 SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 SPECULATORS_MAPS = {"d2t", "t2d"}
@@ -87,12 +88,13 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
     Files of an earlier export are replaced together; others in `path` (metrics, state) stay.
 
     Raises:
-        UserError: a weight is no finite number, the disk is full or `path` cannot be written; nothing is half-written.
+        UserError: a weight, or what they compute, is no finite number, the disk is full or `path` cannot be written;
+            nothing is half-written.
         RuntimeError: what was read back is not what was written.
     """
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
     if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
-        raise UserError(f"drafter {path}: not written, for {diverged} holds values that are no numbers")
+        raise UserError(f"drafter {path}: not written, for {diverged} holds values that are no numbers; {DIVERGED}")
     with staged(Path(path)) as stage:
         save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")
@@ -119,6 +121,8 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
     before, after = (
         m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())
     )
+    if not before.isfinite().all():  # weights so large that no product of theirs is a number
+        raise UserError(f"the drafter is not written, for its hidden states are no numbers; {DIVERGED}")
     if not torch.allclose(before, after, rtol=1e-5, atol=1e-5):
         raise RuntimeError("the exported drafter computes other hidden states than the trained one")
 
@@ -190,7 +194,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a drafter's directory. Raises UserError."""
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"drafter {path.parent}: cannot read {path.name} ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f"drafter {path.parent}: {path.name} is not a JSON object")
@@ -239,11 +243,15 @@ def read_config(path: Path) -> DrafterConfig:
         return next((part[key] for part in parts if part.get(key) is not None), default)
 
     def get(key: str, default: Any = None, kind: Any = int) -> Any:
-        found = find(key, default)
+        return checked(key, find(key, default), kind)
+
+    def checked(key: str, found: Any, kind: Any) -> Any:
         if found is None:
             raise UserError(f"drafter {path}: config.json has no {key!r}")
         if not isinstance(found, kind) or isinstance(found, bool):
             raise UserError(f"drafter {path}: config.json: {key!r} is {found!r}, of the wrong type")
+        if isinstance(found, int) and not -(2**63) <= found < 2**63:
+            raise UserError(f"drafter {path}: config.json: {key!r} is {found}, which no field holds")
         return found
 
     speculators = "speculators_model_type" in raw
@@ -277,6 +285,7 @@ def read_config(path: Path) -> DrafterConfig:
         raise UserError(f"drafter {path}: config.json: {key!r} is {ids!r}; expected layer ids")
     ids = [i - shift for i in ids]
     layer_types = get("layer_types", [], kind=list)
+    theta = find("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
     try:
         return DrafterConfig(
             hidden_size=get("hidden_size"),
@@ -291,7 +300,7 @@ def read_config(path: Path) -> DrafterConfig:
             mask_token_id=get("mask_token_id"),
             block_size=get("block_size", 16),
             rms_norm_eps=float(get("rms_norm_eps", 1e-6, kind=int | float)),
-            rope_theta=float(rope.get("rope_theta") or get("rope_theta", kind=int | float)),
+            rope_theta=float(checked("rope_theta", theta, int | float)),
             max_position_embeddings=get("max_position_embeddings", 32768),
             layer_types=tuple(layer_types),
             sliding_window=None if body.get("sliding_window") is None else get("sliding_window"),

@@ -117,7 +117,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # no UTF-8, or a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, lists in lists
         raise UserError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:
         return {}
@@ -200,8 +200,8 @@ def _from_text(hint: Any, text: Any) -> Any:
         return text
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # of a date that is none
-        raise UserError(f"{text!r}: not a value ({' '.join(str(error).split())})") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, lists in lists
+        raise UserError(f"{text[:80]!r}: not a value ({' '.join(str(error).split())})") from error
 
 
 def _is_override(cls: Any, item: str, dotted: bool) -> bool:

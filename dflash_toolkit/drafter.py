@@ -7,6 +7,7 @@ same two calls: `context_kv` turns tapped features into every layer's context ke
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +54,13 @@ class DrafterConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE turns pairs, so it must be even")
-        if self.block_size < 2:
-            raise ValueError(f"block_size is {self.block_size}: a block needs an anchor and at least one mask (>= 2)")
+        if not 2 <= self.block_size <= LONGEST_BLOCK:
+            raise ValueError(
+                f"block_size is {self.block_size}: a block needs an anchor and at least one mask (2..{LONGEST_BLOCK})"
+            )
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number > 0")
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}: a drafter needs at least one layer")
         if not self.target_layer_ids:

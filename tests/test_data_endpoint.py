@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EOS, make_tokenizer
+from conftest import EOS, VOCAB, make_tokenizer
 from openai import APIStatusError
 from test_data_cli import argv, lines, user, write
 from test_serve_api import client_of, complete, serving
@@ -117,7 +117,9 @@ def fake() -> Iterator[Fake]:
 
 
 def backend(fake: Fake, **options: Any) -> EndpointBackend:
-    return EndpointBackend([fake.url], WORDS, (EOS,), **{"concurrency": 1, "pause_s": 0.01, **options})
+    return EndpointBackend(
+        [fake.url], WORDS, (EOS,), **{"vocab_size": VOCAB, "concurrency": 1, "pause_s": 0.01, **options}
+    )
 
 
 def ask(fake: Fake, **options: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.prompts import UNREADABLE, open_text
 
 from .answers import Row
 from .dialogue import ChatDialogue
@@ -52,13 +53,15 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int]:
     rows = tokens = position = whole = 0
     open_rows = open_tokens = 0
     for number, line, row in _lines(path):
+        if not line.endswith(b"\n"):
+            break  # whole, it may be, but the next one would be written behind it
         position += len(line)
         open_rows += 1
         try:
             open_tokens += _row_of(row, 0).answer_tokens
             last = row["part"] == row["parts"] - 1
             key = (int(row["index"]), int(row["sample"]))
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise _foreign(path, number, error) from error
         if last:
             done.add(key)
@@ -126,27 +129,28 @@ def _row_of(row: dict[str, Any], index: int) -> Row:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Every complete line with its number and what it holds; a last one without its end is left out."""
+    """Every complete line with its number and what it holds; a last one that a kill has torn is left out."""
     if not path.exists():
         raise UserError(f"{path}: no such file")
     try:
-        with open(path, "rb") as handle:
-            for number, line in enumerate(handle, 1):
-                if not line.endswith(b"\n"):
-                    return
+        with open_text(path) as handle:
+            for number, line in enumerate(handle.buffer, 1):  # bytes, of which `resume` must count every one
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
+                    if not line.endswith(b"\n"):
+                        return  # no object is whole before its last brace
                     raise _foreign(path, number, error) from error
                 if not isinstance(row, dict):
                     raise _foreign(path, number, TypeError("not an object"))
                 yield number, line, row
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except UNREADABLE as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def _foreign(path: Path, number: int, error: Exception) -> UserError:
-    return UserError(f"{path}, line {number}: not a row that dflash-data wrote ({error!r})")
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(f"{path}, line {number}: not a row that dflash-data wrote ({reason[:200]})")
 
 
 def _last_name(target: str) -> str:

@@ -117,8 +117,12 @@ def seed_of(seed: int, index: int, sample: int = 0) -> int:
 # ---- dflash-train: one answer to every question --------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The complete rows of an answers file; a line torn by a kill is cut off the file."""
+def read_rows(path: Path, vocab_size: int | None = None) -> list[Row]:
+    """The complete rows of an answers file; a line torn by a kill is cut off the file.
+
+    Raises:
+        UserError: it cannot be read, or holds something else, such as tokens beyond `vocab_size`.
+    """
     if not path.exists():
         return []
     try:
@@ -130,8 +134,13 @@ def read_rows(path: Path) -> list[Row]:
         rows = [Row(**json.loads(line)) for line in data[:whole].splitlines()]
         if not all(type(token) is int for row in rows for token in (row.index, row.prompt_tokens, *row.tokens)):
             raise TypeError("tokens are not whole numbers")
+        for row in rows:
+            if row.spans or row.index < 0 or not 0 < row.prompt_tokens <= len(row.tokens):
+                raise ValueError(f"the row of prompt {row.index} is no prompt with its answer")
+            if min(row.tokens) < 0 or (vocab_size and max(row.tokens) >= vocab_size):
+                raise ValueError(f"the row of prompt {row.index} holds a token outside the target's vocabulary")
         return rows
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error}); remove it to have its prompts answered again") from error
 
 

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from .config import TrainConfig
 from .data import PromptData, load_prompts, rows_from_answers, with_anchors
 from .identity import target_digest
 from .loop import Outcome, train
-from .metrics import import_wandb
+from .metrics import import_wandb, log_in
 from .parallel import Processes, speaks, without_local_rank
 from .schedule import packing
 from .start import knobs_of, load_start
@@ -109,6 +110,8 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
         if isinstance(prepared, str):
             _say(processes, prepared)
             return
+        if config.run.wandb:
+            processes.alone(log_in, config.run.wandb)  # the first process alone will log
         processes.alone(lambda: held.enter_context(locked(prepared.work)))
         _train(prepared, processes)
 
@@ -148,12 +151,15 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
     shape = start.config if start else drafter_config(config, target_config, tokenizer)
     check_fits(shape, target_config)
     data = load_prompts(config, tokenizer)
-    work = _work_directory(output)
+    work = output / WORK
+    _make(work, f"output {output}")
     record = _provenance(config, shape, data, template_hash(tokenizer))
     if start:
         record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start)}
     if _finished(output, record):
         return f"{output} holds this run, finished; give another --output to train again"
+    if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
+        _make(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
     return _Prepared(config, tokenizer, shape, data, work, record, start)
 
 
@@ -251,7 +257,8 @@ def _answered(run: _Prepared, processes: Processes) -> list[Row]:
         return backend
 
     def written() -> dict[int, Row]:
-        return {row.index: row for path in sorted(work.glob("answers*.jsonl")) for row in read_rows(path)}
+        found = (read_rows(path, run.shape.vocab_size) for path in sorted(work.glob("answers*.jsonl")))
+        return {row.index: row for rows in found for row in rows}
 
     done = processes.together(written)  # a torn line is cut off before anyone writes
     share = [q for q in questions if q.index not in done][processes.rank :: processes.world]
@@ -270,13 +277,14 @@ def _kept(rows: list[Row]) -> list[Row]:
     return kept
 
 
-def _work_directory(output: Path) -> Path:
-    work = output / WORK
+def _make(folder: Path, asked: str) -> None:
+    """A folder that can be written to. Raises UserError."""
     try:
-        work.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"output {output}: cannot be created ({error.strerror})") from error
-    return work
+        raise UserError(f"{asked}: cannot be created ({error.strerror})") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{asked}: {folder} cannot be written to; give another")
 
 
 # ---- provenance ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dflash_toolkit.decode import SamplingParams
 
 RUNTIMES = ("auto", "engine", "reference")
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
+MOST_GIB = 2**20  # no machine has more memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +148,7 @@ class OptimKnobs:
     pack_blocks: int | None = knob(None, "blocks of a packed row (default: three for every 16 of its tokens)")
     batch_size: int = knob(8, "sequences per micro step, where they are not packed: pack_tokens is 0, or a CPU")
     accumulate: int = knob(1, "micro steps (of every process) whose gradients make one optimiser step")
-    recompute: bool = knob(False, "compute the layers' activations again in the backward: less memory, a third slower")
+    recompute: bool = knob(False, "compute the layers' activations again in the backward: less memory, a tenth slower")
     learning_rate: float | None = knob(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
     warmup: float = knob(0.04, "share of the run")
     schedule: str = knob(
@@ -173,8 +174,10 @@ class OptimKnobs:
             raise ValueError("optim.minutes must be >= 0 and optim.pack_tokens a multiple of 128")
         if self.pack_blocks is not None and not 1 <= self.pack_blocks <= (self.pack_tokens or PACK_TOKENS):
             raise ValueError("optim.pack_blocks must be between 1 and optim.pack_tokens")
-        if (self.learning_rate or 1) <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1:
-            raise ValueError("optim.learning_rate and optim.clip must be > 0, optim.warmup in [0, 1)")
+        if self.learning_rate is not None and self.learning_rate <= 0:
+            raise ValueError(f"optim.learning_rate is {self.learning_rate}; it must be > 0")
+        if self.clip <= 0 or not 0 <= self.warmup < 1:
+            raise ValueError("optim.clip must be > 0, optim.warmup in [0, 1)")
         if not 0 < self.decay <= 1 or (self.schedule == "wsd" and self.warmup + self.decay > 1):
             raise ValueError("optim.decay must be in (0, 1], and with optim.schedule=wsd at most 1 - optim.warmup")
         if not 0 <= self.ema < 1:
@@ -232,8 +235,10 @@ class RunKnobs:
             raise ValueError(f"run.seed is {self.seed}; it must be in 0..2**63 - 1")
         if not 0 <= self.zero <= 3:
             raise ValueError(f"run.zero is {self.zero}; it must be 0 (off), 1, 2 or 3")
-        if self.evaluate_every < 0 or self.feature_cache_gb < 0:
-            raise ValueError("run.evaluate_every and run.feature_cache_gb must be >= 0")
+        if self.evaluate_every < 0:
+            raise ValueError(f"run.evaluate_every is {self.evaluate_every}; it must be >= 0")
+        if not 0 <= self.feature_cache_gb <= MOST_GIB:
+            raise ValueError(f"run.feature_cache_gb is {self.feature_cache_gb}; it must be in 0..{MOST_GIB}")
         if not 0 <= self.feature_gpu_share <= 1:
             raise ValueError(f"run.feature_gpu_share is {self.feature_gpu_share}; it must be in [0, 1]")
 

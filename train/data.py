@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .answer_file import read_training_rows
 from .answers import Question, Row
 from .config import TrainConfig
 from .dialogue import REFUSED, recorded_rows
-from .sources import load_rows
+from .sources import kind_of, load_rows
 
 
 @dataclass(slots=True)
@@ -45,13 +46,14 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
     """Read, render and split.
 
     Raises:
-        UserError: unreadable or malformed files, no network for the public dataset, a prompt that leaves no room.
+        UserError: unreadable or malformed files, no network for the public dataset, a prompt that leaves no room,
+            or, where it is not to be written, has no answer.
     """
     if config.answer_files:
         return _from_answers(config, tokenizer)
     limit = config.prompts.max_prompts or None
     if config.data:
-        prompts = [p for path in config.data for p in read_prompts(path, limit)][:limit]
+        prompts = [p for path in config.data for p in _read(path, limit)][:limit]
         digest = file_hash(list(config.data))
     else:
         prompts, digest = _from_hub(config)
@@ -74,7 +76,20 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
     questions = [Question(i, ids) for i, ids in enumerate(rendered) if ids and tuple(ids) not in kept_out]
     if not questions:
         raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
+    lacking = [prompts[q.index].id for q in questions if not prompts[q.index].rest]
+    if lacking and not config.answers.regenerate:
+        raise UserError(f"prompt {lacking[0]} has no answer; answers.regenerate=true lets the target write it")
     return PromptData(questions, {i: p for i, p in enumerate(prompts) if p.rest}, asked, digest)
+
+
+def _read(path: str, limit: int | None) -> list[Prompt]:
+    try:
+        return read_prompts(path, limit)
+    except UserError as error:
+        if Path(path).is_file() and kind_of(Path(path)) in (".json", ".parquet", ".txt"):
+            way_out = "dflash-data reads such a file, and --answers takes what it writes"
+            raise UserError(f"{error}; --data is read as JSON lines: {way_out}") from error
+        raise
 
 
 def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: bool) -> list[list[int]]:
@@ -162,21 +177,18 @@ def rows_from_answers(
     """Rows from the answers the data holds, as the chat template renders them (`recorded_rows`), renumbered.
 
     Raises:
-        UserError: a prompt has no answer, or one that is no text, or no answer fits the template.
+        UserError: an answer is no text, or none fits the template.
     """
     rows: list[Row] = []
     left_out: Counter[str] = Counter()
     stops = {*stop_ids, tokenizer.eos_token_id}
     with Progress("answers", len(data.training)) as progress:
         for question in data.training:
-            prompt = data.recorded.get(question.index)
-            if prompt is None:
-                lacking = f"prompt {question.index} has no answer"
-                raise UserError(f"{lacking}; answers.regenerate=true lets the target write it")
+            prompt = data.recorded[question.index]
             try:
                 "".join(message["content"] for message in prompt.rest).encode()
             except UnicodeError as error:  # half of a surrogate pair
-                raise UserError(f"the answer to prompt {question.index} is no valid text ({error})") from error
+                raise UserError(f"the answer to prompt {prompt.id} is no valid text ({error})") from error
             found, lost = recorded_rows(tokenizer, (*prompt.messages, *prompt.rest), prompt.tools, stops, thinking)
             rows += [replace(row, index=len(rows) + i).cut(max_length) for i, row in enumerate(found)]
             left_out += lost

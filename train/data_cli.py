@@ -13,11 +13,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_toolkit.checkpoint import check_fits, locate, read_config
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import encode_chat, template_hash
-from dflash_toolkit.target import context_limit, declared_stop_ids, load_config, load_generation_config, load_tokenizer
+from dflash_toolkit.target import (
+    context_limit,
+    declared_stop_ids,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 
 from .answer_file import lines_of, resume
 from .answers import append, converse, seed_of
@@ -30,9 +39,11 @@ from .identity import target_digest
 from .shapes import Conversation
 from .sources import Malformed, Source
 from .state import first_difference
-from .vllm_backend import VllmBackend
+from .vllm_backend import VllmBackend, import_vllm
 
 ANSWERING = ("runtime", "model")  # keys of the record that are known once something answers
+WEEK_S = 7 * 24 * 3600  # sockets wait no longer than 24 days
+MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +91,10 @@ class ServerKnobs:
     retries: int = knob(6, "times a question is asked again after an error that may pass, pausing 1, 2, 4, ... seconds")
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0 or self.retries < 0:
-            raise ValueError("server.timeout must be > 0 and server.retries >= 0")
+        if not 0 < self.timeout <= WEEK_S:
+            raise ValueError(f"server.timeout is {self.timeout}; it must be > 0 and at most {WEEK_S}, a week")
+        if not 0 <= self.retries <= 1000:
+            raise ValueError(f"server.retries is {self.retries}; it must be in 0..1000")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +124,10 @@ class DataConfig:
             raise ValueError("data names no source")
         if self.batch < 1:
             raise ValueError(f"batch is {self.batch}; it must be >= 1")
+        if self.endpoint and self.batch > MOST_THREADS:
+            raise ValueError(
+                f"batch is {self.batch}; with endpoint, where each answer takes a thread, it must be <= {MOST_THREADS}"
+            )
         if Path(self.output).suffix != ".jsonl":
             raise ValueError(f"output {self.output!r} must end in .jsonl")
         if self.endpoint and (self.drafter or self.runtime != "auto"):
@@ -159,6 +176,7 @@ def run(config: DataConfig) -> None:
         if ended := begun.get("finished"):
             print(f"{output} holds this run, finished: {ended}", file=sys.stderr)
             return
+        _check(config, target_config)
         prompts = _prompts_file(output)
         if not prompts.exists():
             _choose(config, prompts)
@@ -175,6 +193,21 @@ def run(config: DataConfig) -> None:
             backend.close()
         write_json(_record_file(output), record | {"finished": summary})
     print(f"{output}: {summary}", file=sys.stderr)
+
+
+def _check(config: DataConfig, target_config: Any) -> None:
+    """What would else be found wrong only once all prompts are read. Raises UserError."""
+    if config.endpoint:
+        EndpointBackend(  # without a thread: it only asks who is there
+            config.endpoint, None, (), vocab_size=0, model=config.server.model, concurrency=0,
+            timeout_s=config.server.timeout,
+        )  # fmt: skip
+        return
+    resolve_dtype(config.dtype, resolve_device(config.device))
+    if config.drafter is not None:
+        check_fits(read_config(locate(config.drafter)), target_config)
+    if config.runtime == "vllm":
+        import_vllm()
 
 
 # ---- what was asked for --------------------------------------------------------------------------------------
@@ -355,8 +388,8 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
             config.target, stops, dtype=config.dtype, batch=config.batch, context=most, gpus=config.gpus
         )  # fmt: skip
     return EndpointBackend(
-        config.endpoint, tokenizer, stops, model=config.server.model, concurrency=config.batch,
-        timeout_s=config.server.timeout, retries=config.server.retries,
+        config.endpoint, tokenizer, stops, vocab_size=int(target_config.vocab_size), model=config.server.model,
+        concurrency=config.batch, timeout_s=config.server.timeout, retries=config.server.retries,
     )  # fmt: skip
 
 

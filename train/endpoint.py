@@ -37,6 +37,7 @@ class EndpointBackend:
 
     Args:
         urls: with or without the closing /v1; questions go round.
+        vocab_size: of the target; an answer with a token beyond it is another model's.
         model: the name to ask for; None takes the only one that a server has.
         concurrency: questions asked at a time, over all servers.
         timeout_s: for one answer.
@@ -56,6 +57,7 @@ class EndpointBackend:
         tokenizer: Any,
         stop_ids: Sequence[int],
         *,
+        vocab_size: int,
         model: str | None = None,
         concurrency: int = 64,
         timeout_s: float = 600.0,
@@ -65,6 +67,7 @@ class EndpointBackend:
         self.width = concurrency
         self._urls = [base_url(url) for url in urls]
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
+        self._vocab_size = vocab_size
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not (self._key.isascii() and self._key.isprintable()):  # the error of http.client would show it
@@ -110,7 +113,7 @@ class EndpointBackend:
             key, body = item
             try:
                 reply = self._persist(self._urls[server], {"model": self.models[server], **body})
-                self._answers.put(self._answer(key, reply, body["max_tokens"]))
+                self._answers.put(self._known(server, self._answer(key, reply, body["max_tokens"])))
             except UserError as error:
                 self._answers.put(error)
             except Exception as error:
@@ -165,6 +168,16 @@ class EndpointBackend:
         if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids) and len(tokens) < limit:
             tokens += self._stop_ids[:1]  # left out by the server
         return Answer(key, tokens, reason)
+
+    def _known(self, server: int, answer: Answer) -> Answer:
+        """The answer, if all of its tokens are the target's."""
+        strange = next((token for token in answer.tokens if not 0 <= token < self._vocab_size), None)
+        if strange is not None:
+            raise UserError(
+                f"{self._urls[server]}: {self.models[server]} answered with token {strange}, outside the target's "
+                f"vocabulary of {self._vocab_size}; serve the target itself"
+            )
+        return answer
 
     def _tokenized(self, text: str, reason: str, usage: dict[str, Any]) -> list[int]:
         """The tokens of a text, none if they cannot be those that the server wrote."""

@@ -172,7 +172,10 @@ class DiskStore:
                 try:
                     with safe_open(path, "pt") as shard:
                         rows, lengths = (shard.get_tensor(name).tolist() for name in ("rows", "lengths"))
-                except (OSError, SafetensorError) as error:
+                        tokens = shard.get_slice("hidden").get_shape()[0]
+                    if len(rows) != len(lengths) or sum(lengths) != tokens or min(lengths, default=0) < 0:
+                        raise ValueError("rows, lengths and hidden states do not fit one another")
+                except (OSError, SafetensorError, ValueError, TypeError) as error:
                     self._mistake = UserError(f"{path}: not a shard of features ({error}); remove it and run again")
                     return
                 self._learn(path, rows, lengths)

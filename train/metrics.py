@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import resource
 import secrets
 import sys
@@ -154,13 +155,28 @@ def import_wandb() -> Any:
     return wandb
 
 
+def log_in(project: str) -> None:
+    """Find the account that `project` is logged to, or ask for it. Raises UserError where there is none."""
+    wandb = import_wandb()
+    if os.environ.get("WANDB_MODE") == "offline":  # login would warn that it does nothing
+        return
+    try:
+        wandb.login()
+    except wandb.errors.Error as error:
+        raise _refused(project, error) from error
+
+
 def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
     wandb = import_wandb()
     try:
         return wandb.init(project=project, config=config, dir=str(path.parent), resume="allow", id=_run_id(path))
-    except wandb.errors.Error as error:  # not logged in, no network
-        reason = " ".join(str(error).split())
-        raise UserError(f"run.wandb={project}: {reason} (WANDB_MODE=offline logs without an account)") from error
+    except wandb.errors.Error as error:  # no network
+        raise _refused(project, error) from error
+
+
+def _refused(project: str, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(f"run.wandb={project}: {reason} (WANDB_MODE=offline logs without an account)")
 
 
 def _run_id(path: Path) -> str:

@@ -33,7 +33,7 @@ class Source:
     @property
     def is_file(self) -> bool:
         path = Path(self.name)
-        return path.is_file() or (_kind(path) in FILES and not path.is_dir())
+        return path.is_file() or (kind_of(path) in FILES and not path.is_dir())
 
     def digest(self, split: str) -> str:
         """What tells this source from another: a file's contents, a dataset's name and split. Raises UserError."""
@@ -53,9 +53,9 @@ class Source:
         path = Path(self.name)
         if not self.is_file:
             rows = _streamed(self.name, split, shuffle, seed)
-        elif _kind(path) == ".parquet":
+        elif kind_of(path) == ".parquet":
             rows = _parquet(path)
-        elif _kind(path) == ".json":
+        elif kind_of(path) == ".json":
             rows = _array(path)
         else:
             rows = _lines(path)
@@ -73,7 +73,8 @@ class Source:
             raise UserError(f"{self.name}: holds no prompts")
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """The ending that says what a file holds, whether it is packed or not."""
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
@@ -90,7 +91,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 where = f"{path.name}, line {number}"
                 if not line.strip():
                     continue
-                if _kind(path) == ".txt":
+                if kind_of(path) == ".txt":
                     yield where, line.rstrip("\r\n")
                     continue
                 try:
@@ -113,6 +114,8 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     except UNREADABLE as error:
         raise _unreadable(str(path), error) from error
+    except (ValueError, RecursionError) as error:  # an endless number, or lists in lists
+        raise UserError(f"{path}: not valid JSON ({error})") from error
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
         try:

@@ -182,9 +182,17 @@ def make_learner(
     """What steps the drafter, by the knobs; every process must call it. ZeRO leaves its configuration in `work`.
 
     Raises:
-        UserError: the resume point is another optimiser's, no deepspeed, or a full disk.
+        UserError: the resume point is another drafter's or optimiser's, no deepspeed, or a full disk.
     """
     drafter.recompute = config.optim.recompute
+    if state and not _same_shapes(drafter, state):
+        raise UserError(f"{work / 'state.pt'}: holds no weights of this drafter; remove it to start afresh")
     if config.run.zero:
         return Zero(drafter, config, processes, state, work, packed)
     return Replicated(drafter, config, processes, state)
+
+
+def _same_shapes(drafter: Drafter, state: RunState) -> bool:
+    expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
+    kept = [state.drafter or {}, *([state.average] if state.average else [])]
+    return all({name: weight.shape for name, weight in weights.items()} == expected for weights in kept)
