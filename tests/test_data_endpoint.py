@@ -3,7 +3,9 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from test_serve_engine import make_engine
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.prompts import encode_chat
 from train.data_cli import main
-from train.endpoint import EndpointBackend, base_url
+from train.endpoint import EndpointBackend, _seconds, base_url
 
 WORDS = make_tokenizer()
 
@@ -306,3 +308,9 @@ def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
     written = json.loads(record.read_text())
     assert written["model"] == "other" and "9 answers" in written["finished"]
     assert main(local) == 0, "nothing is left to answer"
+
+
+def test_a_pause_is_asked_for_in_seconds_or_by_a_date() -> None:
+    asked = (None, "", "7", "-3", "0.5", "soon", "Wed, 99 Foo 2020 00:00:00 GMT", formatdate(0, usegmt=True))
+    assert [_seconds(header) for header in asked] == [0, 0, 7, 0, 0.5, 0, 0, 0]
+    assert 25 < _seconds(formatdate(time.time() + 30, usegmt=True)) <= 30

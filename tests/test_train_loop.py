@@ -291,16 +291,3 @@ def test_a_missing_wandb_names_its_extra(
     assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny")) == 2
     assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists(), "said before anything is computed"
-
-
-def test_wandb_without_an_account_is_one_line(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("wandb").teardown()  # it remembers the mode of an earlier run
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny", "optim.steps=1")) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: run.wandb=tiny: ") and "WANDB_MODE=offline" in last

@@ -5,10 +5,12 @@ import json
 import os
 import queue
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from dflash_toolkit.config import UserError
@@ -237,7 +239,12 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def _seconds(retry_after: str | None) -> float:
+    """What a Retry-After header asks for, as seconds or as a date (RFC 9110, section 10.2.3)."""
     try:
         return max(0.0, float(retry_after or 0))
-    except ValueError:  # a date
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
+    except (ValueError, OverflowError):
         return 0.0
