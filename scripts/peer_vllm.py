@@ -288,16 +288,8 @@ def run(args: argparse.Namespace) -> None:
     result["versions"]["vllm"] = start.pop("vllm")
     result |= {"target": Path(args.target).name, "drafter": Path(args.drafter).name, "block_size": block}
     result |= {"run_of_ours": ours.run} if ours else {}
-    result |= (
-        start
-        | {
-            "sets": {
-                name: figures(of, ours.sets[name], ours.answers(name)) if ours else figures(of)
-                for name, of in counts.items()
-            }
-        }
-        | plain
-    )
+    found = {n: figures(of, ours.sets[n], ours.answers(n)) if ours else figures(of) for n, of in counts.items()}
+    result |= start | {"sets": found} | plain
     write_json(args.output, result)
     print(f"\n{table(result)}\n\n{args.output}")
 

@@ -34,7 +34,7 @@ from .backends import Backend, EngineBackend, open_backend
 from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
 from .dialogue import ChatDialogue
-from .endpoint import EndpointBackend
+from .endpoint import EndpointBackend, find_models
 from .identity import target_digest
 from .shapes import Conversation
 from .sources import Malformed, Source
@@ -198,10 +198,7 @@ def run(config: DataConfig) -> None:
 def _check(config: DataConfig, target_config: Any) -> None:
     """What would else be found wrong only once all prompts are read. Raises UserError."""
     if config.endpoint:
-        EndpointBackend(  # without a thread: it only asks who is there
-            config.endpoint, None, (), vocab_size=0, model=config.server.model, concurrency=0,
-            timeout_s=config.server.timeout,
-        )  # fmt: skip
+        find_models(config.endpoint, config.server.model, config.server.timeout)
         return
     resolve_dtype(config.dtype, resolve_device(config.device))
     if config.drafter is not None:

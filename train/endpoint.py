@@ -71,13 +71,10 @@ class EndpointBackend:
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
         self._vocab_size = vocab_size
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
-        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
-        if not (self._key.isascii() and self._key.isprintable()):  # the error of http.client would show it
-            raise UserError("OPENAI_API_KEY cannot be sent, it holds a character that no header may")
         self._closed = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-        self.models = [self._find_model(url, model) for url in self._urls]
+        self.models = find_models(urls, model, timeout_s)
         for i in range(concurrency):  # daemons: an interrupted run does not wait for answers
             threading.Thread(target=self._work, args=(i % len(self._urls),), name=f"ask-{i}", daemon=True).start()
 
@@ -125,7 +122,7 @@ class EndpointBackend:
     def _persist(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self._retries + 1):
             try:
-                return _whole(self._request(f"{url}/completions", body))
+                return _whole(_request(f"{url}/completions", self._timeout_s, body))
             except _TryAgainError as error:
                 reason = str(error)
                 pause = min(self._pause_s * 2**attempt, LONGEST_PAUSE_S)
@@ -135,30 +132,6 @@ class EndpointBackend:
             f"{url}: no answer after {self._retries + 1} attempts ({reason}); "
             f"what was answered is kept, run the same command again to go on"
         )
-
-    def _request(self, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(url, data, headers)
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            reason = f"HTTP {error.code}: {_message(error)}"
-            if error.code in TRANSIENT:
-                raise _TryAgainError(reason, _seconds(error.headers.get("Retry-After"))) from error
-            raise UserError(f"{url}: {reason}") from error
-        except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
-            raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
-        try:
-            reply = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _TryAgainError(f"the reply is not JSON ({error})") from error
-        if not isinstance(reply, dict):
-            raise UserError(f"{url}: the reply is no JSON object")
-        return reply
 
     def _answer(self, key: int, reply: dict[str, Any], limit: int) -> Answer:
         choice = reply["choices"][0]
@@ -187,21 +160,57 @@ class EndpointBackend:
         ended = tokens + list(self._stop_ids[:1]) if reason == "stop" else tokens
         return ended if usage.get("completion_tokens") in (len(tokens), len(ended)) else []
 
-    # ---- once --------------------------------------------------------------------------------------------
 
-    def _find_model(self, url: str, wanted: str | None) -> str:
-        try:
-            cards = self._request(f"{url}/models")["data"]
-            names = [str(card["id"]) for card in cards]
-        except _TryAgainError as error:
-            raise UserError(f"endpoint {url} does not answer ({error})") from error
-        except (LookupError, TypeError) as error:
-            raise UserError(f"endpoint {url}: not the reply of /v1/models ({error!r})") from error
-        if wanted is None and len(names) == 1:
-            return names[0]
-        if wanted not in names:
-            raise UserError(f"endpoint {url} has {', '.join(names) or 'no model'}; name one as server.model=NAME")
-        return str(wanted)
+def find_models(urls: Sequence[str], wanted: str | None, timeout_s: float) -> list[str]:
+    """The name that each server is asked for: `wanted`, or the only one that it has.
+
+    Raises:
+        UserError: a server does not answer, or has no such model.
+    """
+    return [_find_model(base_url(url), wanted, timeout_s) for url in urls]
+
+
+def _find_model(url: str, wanted: str | None, timeout_s: float) -> str:
+    try:
+        cards = _request(f"{url}/models", timeout_s)["data"]
+        names = [str(card["id"]) for card in cards]
+    except _TryAgainError as error:
+        raise UserError(f"endpoint {url} does not answer ({error})") from error
+    except (LookupError, TypeError) as error:
+        raise UserError(f"endpoint {url}: not the reply of /v1/models ({error!r})") from error
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted not in names:
+        raise UserError(f"endpoint {url} has {', '.join(names) or 'no model'}; name one as server.model=NAME")
+    return str(wanted)
+
+
+def _request(url: str, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # the error of http.client would show it
+        raise UserError("OPENAI_API_KEY cannot be sent, it holds a character that no header may")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        reason = f"HTTP {error.code}: {_message(error)}"
+        if error.code in TRANSIENT:
+            raise _TryAgainError(reason, _seconds(error.headers.get("Retry-After"))) from error
+        raise UserError(f"{url}: {reason}") from error
+    except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
+        raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
+    try:
+        reply = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _TryAgainError(f"the reply is not JSON ({error})") from error
+    if not isinstance(reply, dict):
+        raise UserError(f"{url}: the reply is no JSON object")
+    return reply
 
 
 def _whole(reply: dict[str, Any]) -> dict[str, Any]:
@@ -243,8 +252,8 @@ def _seconds(retry_after: str | None) -> float:
     try:
         return max(0.0, float(retry_after or 0))
     except ValueError:
-        pass
+        pass  # a date, then
     try:
         return max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # neither: the pauses are our own
         return 0.0

@@ -50,7 +50,7 @@ class AsyncEngine:
         self.broken: Exception | None = None  # why no request can be served any more
         self._entry = threading.Lock()  # nothing is put into the inbox once the thread has left
         self._left = self._closing = False
-        self._listeners: set[Callable[[Progress | Exception], None]] = set()
+        self._listeners: set[Callable[[Progress | Exception], None]] = set()  # to whom `decode` listens
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
