@@ -8,13 +8,16 @@ one is in `zero.py`.
 import contextlib
 import copy
 import datetime
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults hold the group that there is when it is first imported: none
 from torch import Tensor, nn
 
 from dflash_toolkit.config import UserError
@@ -27,6 +30,7 @@ from .state import RunState
 from .step import Run, runner
 
 PATIENCE = datetime.timedelta(days=7)  # for the first process, which answers, decodes and saves while others wait
+LETTING_GO_S = 0.05  # for threads that have nothing left to do but that
 T = TypeVar("T")
 
 
@@ -77,12 +81,20 @@ class Processes:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(backend)
+        processes = cls(rank, world, own, dist.new_group(backend="gloo", timeout=PATIENCE))
         try:
-            yield cls(rank, world, own, dist.new_group(backend="gloo", timeout=PATIENCE))
+            yield processes
         except (UserError, SystemExit):  # of all processes; after another error of this one the others are not there
-            dist.destroy_process_group()
+            processes._leave()
             raise
+        processes._leave()
+
+    def _leave(self) -> None:
+        """End the groups and their threads: one that lets go of a tensor while Python ends aborts the process."""
+        self._control = None
         dist.destroy_process_group()
+        gc.collect()  # of what holds a group, the cycles
+        time.sleep(LETTING_GO_S)  # DeepSpeed keeps its groups to the end
 
     @property
     def main(self) -> bool:
