@@ -2,10 +2,11 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Captures:
@@ -49,3 +50,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values of the host on the device, which is not waited for."""
+    host = torch.tensor(values, dtype=dtype)
+    # the allocator of pinned memory keeps it until the copy has run
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -191,7 +191,7 @@ class Engine:
         params.check_bias(self.vocabulary)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         limit = min(params.max_new_tokens, self.context_limit - len(prompt))
-        acceptance = RollingAcceptance(self._expected.rate)
+        acceptance = RollingAcceptance(self._expected)
         request = Request(prompt, params, stop, limit, on_progress, acceptance=acceptance)
         needed = self.pool.pages_for(self.scheduler.tokens_needed(request))
         if needed > self.pool.capacity:

@@ -19,10 +19,11 @@ class RollingAcceptance:
     """A recent conditional acceptance: of the drafted tokens that were judged, the share that was taken.
 
     An exponential average over blocks, started with a prior so that one bad block does not end drafting, and a light
-    one so that a few do.
+    one so that a few do. What is expected of others is a prior too, as it is now: what the others of a batch had from
+    their first blocks speaks of this one's next.
 
     Args:
-        rate: the prior.
+        prior: the rate that is expected before anything is known.
         weight: judged tokens that the prior counts for.
         decay: of what came before, at every block.
 
@@ -30,17 +31,20 @@ class RollingAcceptance:
         tried: whether a block was judged at all.
     """
 
-    def __init__(self, rate: float = 0.7, weight: float = 1.5, decay: float = 0.9) -> None:
-        self._accepted, self._judged, self._decay = rate * weight, weight, decay
+    def __init__(self, prior: "float | RollingAcceptance" = 0.7, weight: float = 1.5, decay: float = 0.9) -> None:
+        self._prior, self._weight, self._decay = prior, weight, decay
+        self._accepted = self._judged = 0.0
         self.tried = False
 
     @property
     def rate(self) -> float:
-        return self._accepted / self._judged
+        prior = self._prior.rate if isinstance(self._prior, RollingAcceptance) else self._prior
+        return (self._accepted + self._weight * prior) / (self._judged + self._weight)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One block: the accepted tokens were judged and, unless all were accepted, so was the one behind them."""
         self.tried = True
+        self._weight *= self._decay
         self._accepted = self._decay * self._accepted + accepted
         self._judged = self._decay * self._judged + min(accepted + 1, drafted)
 

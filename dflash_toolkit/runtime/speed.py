@@ -15,7 +15,8 @@ from .step import StepRunner, buckets_up_to
 
 StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
 SIZES = (1, 2, 4, 8, 16)
-KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times
+KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
+PASSES = [Path(__file__).with_name(name) for name in ("step.py", "decoder.py", "context.py", "sampling.py")]
 
 
 def block_sizes(longest: int) -> tuple[int, ...]:
@@ -33,21 +34,26 @@ class BlockChooser:
     """
 
     GAIN = 1.02
-    PROBE = 4  # tokens of the block that is tried
+    PROBE = 4  # tokens of the block that is tried, at most where there are shorter ones
+    DOUBTFUL = 0.3  # an acceptance at which drafts begin to pay: a try is as long as it would be best then
     FIRST_PROBE, LAST_PROBE = 16, 128  # plain steps between two probes, doubling
 
     def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
         self._current = self._sizes[-1]
-        self._probe = next((s for s in self._sizes if s >= self.PROBE), self._sizes[-1])
+        short = [size for size in self._sizes if 1 < size <= self.PROBE]
+        self._probes = short or [size for size in self._sizes if size > 1][:1]
         self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
 
     def __call__(self, requests: Sequence[Request]) -> int:
         bucket = self._bucket(len(requests))
         rates = [request.acceptance.rate for request in requests]
-        promised = {  # tokens a second
-            size: sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size] for size in self._sizes
-        }
+
+        def promise(size: int, rates: Sequence[float]) -> float:
+            """Tokens a second."""
+            return sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size]
+
+        promised = {size: promise(size, rates) for size in self._sizes}
         best = max(self._sizes, key=promised.__getitem__)
         if promised[best] > self.GAIN * promised[self._current]:
             self._current = best
@@ -60,7 +66,7 @@ class BlockChooser:
         if self._plain_steps < min(soon, self._next_probe) or len(self._sizes) == 1:
             return 1
         self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
-        return self._probe
+        return max(self._probes, key=lambda size: promise(size, [self.DOUBTFUL]))
 
 
 def expected_tokens(rate: float, block: int) -> float:
@@ -81,9 +87,9 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> S
 
 
 def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:
-    """Step times from the user's cache, or measured and put there. `key`: what they depend on besides the kernels."""
+    """Step times from the user's cache, or measured and put there. `key`: what they depend on besides the code."""
     written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
-    for path in sorted(KERNELS.glob("*.py")):
+    for path in [*sorted(KERNELS.glob("*.py")), *PASSES]:
         written.update(path.read_bytes())
     digest = written.hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))

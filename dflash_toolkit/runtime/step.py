@@ -1,9 +1,9 @@
 """The device's side: state of the batch, the prefill, and the whole decoding step, captured as one CUDA graph.
 
 A step is: prepare block -> draft -> head argmax -> verify (taps captured) -> accept -> context K/V of the committed
-tokens. Everything it reads and writes lives on the device, so the host launches it without waiting for the one before
-and reads its results from pinned memory when it likes. Shapes are fixed: rows that stand for no request are inactive,
-have length 0 and write to the trash page.
+tokens, which plain steps leave for later (`context.py`). Everything it reads and writes lives on the device, so the
+host launches it without waiting for the one before and reads its results from pinned memory when it likes. Shapes are
+fixed: rows that stand for no request are inactive, have length 0 and write to the trash page.
 """
 
 import itertools
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.launch import MAX_ROWS
-from .capture import Captures
+from .capture import Captures, to_device
+from .context import ContextWriter
 from .decoder import Decoder, Rows
 from .model import DrafterWeights, TargetWeights
 from .request import Committed, Request
@@ -96,6 +97,18 @@ class StepRunner:
             self._wide_proposer = replace(self._proposer, layers=drafter.wide_layers)  # the same cache
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device)
+        self._context: ContextWriter | None = None
+        if drafter and self._proposer:
+            self._context = ContextWriter(
+                drafter,
+                self._proposer,
+                self.lengths,
+                self.page_table,
+                page_size,
+                max_block,
+                self.bucket,
+                self._captured,
+            )
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
         # what a captured prefill reads: tokens, and where they stand: start, count, pages
         self._reach = reach
@@ -122,15 +135,16 @@ class StepRunner:
     @torch.inference_mode()
     def prefill_eagerly(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """The same without a graph, unpadded."""
-        tokens = self._to_device(ids, torch.int64)
-        rows = Rows(self._to_device([start], torch.int32), self._to_device(pages, torch.int32)[None], self.page_size)
-        self._last_hidden = self._prefill(tokens, rows, self._to_device([len(ids)], torch.int32))
+        tokens = to_device(ids, torch.int64, self.device)
+        table = to_device(pages, torch.int32, self.device)[None]
+        rows = Rows(to_device([start], torch.int32, self.device), table, self.page_size)
+        self._last_hidden = self._prefill(tokens, rows, to_device([len(ids)], torch.int32, self.device))
 
     def place(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Put a chunk where `padded_prefill` finds it; what stands behind its pages goes into the trash page."""
-        self._prompt[: len(ids)].copy_(self._to_device(ids, torch.int64))
+        self._prompt[: len(ids)].copy_(to_device(ids, torch.int64, self.device))
         rest = [0] * (self.pages_per_request - len(pages))
-        self._place.copy_(self._to_device([start, len(ids), *pages, *rest], torch.int32))
+        self._place.copy_(to_device([start, len(ids), *pages, *rest], torch.int32, self.device))
 
     def padded_prefill(self, size: int) -> Tensor:
         """Prefill the placed chunk, padded to `size` tokens. Returns the state [1, D] of its last token.
@@ -144,8 +158,8 @@ class StepRunner:
         """Prefill `tokens`, of which only the first `count` [1] are text; the state [1, D] of the last of these."""
         features, taps = self._features(len(tokens))
         hidden = self._verifier.forward(F.embedding(tokens, self.target.embedding), rows, taps)
-        if features is not None:
-            self._write_context(features, rows, count)
+        if self._context and features is not None:
+            self._context.write(features, rows, count)
         return hidden.index_select(0, (count.long() - 1).clamp(min=0))
 
     def _prefill_graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -183,16 +197,21 @@ class StepRunner:
 
     @torch.inference_mode()
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        self.page_table[row, : len(pages)].copy_(self._to_device(pages, torch.int32))
+        self.page_table[row, : len(pages)].copy_(to_device(pages, torch.int32, self.device))
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
+        if self._context:
+            self._context.settle([target])  # who goes leaves pages behind in which nothing is missing
+            self._context.move(source, target)
         for field in (self.lengths, self.last_token, self.page_table):
             field[target].copy_(field[source])
         self.sampler.move(source, target)
 
     @torch.inference_mode()
     def leave(self, row: int) -> None:
+        if self._context:
+            self._context.settle([row])
         for field in (self.lengths, self.last_token, self.active, self.page_table):
             field[row].zero_()
 
@@ -209,6 +228,8 @@ class StepRunner:
     def decode(self, requests: Sequence[Request], block: int) -> Ticket:
         """Launch one step of rows 0..len(requests) - 1 with blocks of `block` tokens; 1 is plain decoding."""
         mode = max(mode_of(request.params) for request in requests)
+        if self._context:
+            self._context.before_step(len(requests), block)
         if self.device.type != "cuda":
             return self._ticket(*self._step(len(requests), block, mode), requests)
         graph, tokens, logprobs = self.graph(self.bucket(len(requests)), block, mode)
@@ -268,6 +289,8 @@ class StepRunner:
                 self._place.zero_()  # all of it goes into the trash page
                 self._prefill_graph(size)
                 return True
+        if self._context and 1 in blocks and self._context.prepare(buckets_up_to(self.max_batch)):
+            return True
         shapes = itertools.product(Mode, buckets_up_to(self.max_batch), sorted(blocks, reverse=True))
         for mode, rows, block in shapes:
             if (rows, block, mode) not in self._graphs:
@@ -277,7 +300,8 @@ class StepRunner:
 
     def _mutable(self) -> list[Tensor]:
         counts = [self.sampler.counts] if self.sampler.counts is not None else []
-        return [self.lengths, self.last_token, self._steps, *counts]
+        owed = [self._context.counts] if self._context else []
+        return [self.lengths, self.last_token, self._steps, *counts, *owed]
 
     def _step(self, batch: int, block: int, mode: Mode) -> tuple[Tensor, Tensor | None]:
         """One step of the first `batch` rows: int64 [batch, 1 + S] and the log-probabilities, see `Ticket`."""
@@ -296,8 +320,11 @@ class StepRunner:
         )
         if mode == Mode.FULL:
             self.sampler.count(slice(0, batch), tokens, counts)
-        if features is not None:
-            self._write_context(features, rows, counts)
+        if self._context and features is not None:
+            if block > 1:
+                self._context.write(features, rows, counts)
+            else:
+                self._context.keep(features, counts)
         return torch.cat([counts[:, None].long(), tokens], dim=1), logprobs
 
     def _propose(self, last: Tensor, rows: Rows, block: int) -> Tensor:
@@ -318,26 +345,6 @@ class StepRunner:
         features = torch.empty(rows, len(ids) * width, dtype=self.dtype, device=self.device)
         return features, dict(zip(ids, features.split(width, dim=1), strict=True))
 
-    def _write_context(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
-        """Project the features of committed tokens into every draft layer's context keys and values."""
-        drafter, proposer, ops = self.drafter, self._proposer, self.ops
-        assert drafter is not None and proposer is not None
-        eps = drafter.spec.rms_norm_eps
-        nothing = torch.zeros(len(features), drafter.spec.hidden_size, dtype=self.dtype, device=self.device)
-        _, context = ops.add_rms_norm(nothing, ops.linear_partials(features, drafter.fc), drafter.hidden_norm, eps)
-        kv = ops.linear(context, drafter.context_kv, drafter.context_bias)
-        ops.context_write(
-            kv,
-            drafter.k_norms,
-            eps,
-            proposer.rope,
-            rows.lengths,
-            counts,
-            rows.page_table,
-            proposer.cache,
-            rows.page_size,
-        )
-
     def _forced_now(self, batch: int, block: int) -> Tensor | None:
         if self._forced is None:
             return None
@@ -346,11 +353,6 @@ class StepRunner:
         return now
 
     # ---- host and device -----------------------------------------------------------------------------------
-
-    def _to_device(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        # the allocator of pinned memory keeps it until the copy has run
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def _ticket(self, tokens: Tensor, logprobs: Tensor | None, requests: Sequence[Request]) -> Ticket:
         rows = len(requests)

@@ -1,0 +1,112 @@
+"""Plain steps leave the drafter's context for later; whoever needs it finds it as if it had been written at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_runtime_engine import make_engine, pair, prompts_of
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.kernels.reference import slots_of
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.step import StepRunner
+
+PAGE = 4
+
+
+def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
+    """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
+    assert runner._proposer is not None
+    slots = slots_of(torch.arange(tokens)[None], torch.tensor(pages)[None], PAGE)[0]
+    return runner._proposer.cache[:, :, slots]
+
+
+def written_at_once(ids: Sequence[int]) -> torch.Tensor:
+    """What a prefill of all of these tokens writes."""
+    engine = make_engine(*pair(), page_size=PAGE)
+    pages = range(1, 2 + len(ids) // PAGE)
+    engine.runner.prefill(ids, 0, pages)
+    return context_of(engine.runner, pages, len(ids))
+
+
+def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
+    """Steps of these block lengths, again and again; how many tokens were compared, of each row at every draft and of
+    all pages that others may find."""
+    compared: list[int] = []
+    runner, propose, publish = engine.runner, engine.runner._propose, engine.pool.publish
+    turn = iter(range(10**6))
+
+    def compare(ids: Sequence[int], pages: Sequence[int]) -> None:
+        torch.testing.assert_close(context_of(runner, pages, len(ids)), written_at_once(ids), rtol=1e-3, atol=1e-4)
+        compared.append(len(ids))
+
+    def proposing(last: torch.Tensor, rows: Any, block: int) -> torch.Tensor:
+        for request in engine.scheduler.running:
+            compare(request.known_ids, request.pages)
+        return propose(last, rows, block)
+
+    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+        compare(ids, pages)
+        publish(ids, pages)
+
+    def choose(requests: Sequence[Request]) -> int:
+        return blocks[next(turn) % len(blocks)]
+
+    engine.runner._propose = proposing  # type: ignore[method-assign]
+    engine.pool.publish = publishing  # type: ignore[method-assign]
+    engine.scheduler._choose_block = choose
+    return compared
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 8]), min_size=1, max_size=30),
+    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=5),
+    cancelled=st.sets(st.integers(0, 4)),
+    pages=st.sampled_from([30, 300]),
+)
+def test_context_is_there_when_it_is_read(
+    blocks: list[int], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
+) -> None:
+    """Blocks in any order, rows that come, move and go, requests that are cancelled or give way for want of pages."""
+    engine = make_engine(*pair(), page_size=PAGE, cache_tokens=PAGE * pages, max_context=80)
+    compared = watched(engine, blocks)
+    texts = prompts_of(*(length for length, _ in prompts))
+    requests = [
+        engine.submit(text, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        for text, (_, count) in zip(texts, prompts, strict=True)
+    ]
+    for turn in range(1000):
+        if not engine.step():
+            break
+        if turn % 7 == 6 and cancelled:
+            engine.cancel(requests[cancelled.pop() % len(requests)])
+    assert engine.scheduler.idle and compared
+    engine.pool.check()
+
+
+def test_tokens_of_many_plain_steps_are_projected_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(*pair())
+    writer = engine.runner._context
+    assert writer is not None
+    block, write, passes = engine.runner.max_block, writer.write, []
+
+    def counting(features: torch.Tensor, rows: Any, counts: torch.Tensor) -> None:
+        passes.append(counts.tolist())
+        write(features, rows, counts)
+
+    monkeypatch.setattr(writer, "write", counting)
+    watched(engine, [1])
+    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=2 * block + 4, ignore_eos=True))
+    assert passes == [[5], [block], [block], [3]], "the prompt, two whole blocks, and the rest when the request ends"
+
+
+def test_a_step_that_is_timed_owes_nothing() -> None:
+    engine = make_engine(*pair())
+    for _ in range(3):
+        engine.runner.launcher(2, 1)()
+    assert engine.runner._context is not None and not engine.runner._context.counts.any()
