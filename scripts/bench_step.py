@@ -35,8 +35,16 @@ ACCEPT = 0.865
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 
-def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int) -> tuple[float, list[Generation], list[float]]:
-    """Seconds of `batch` requests, their answers, and the seconds of every step that all of them took part in."""
+def run(
+    engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: bool = False
+) -> tuple[float, list[Generation], list[float]]:
+    """Seconds of `batch` requests, their answers, and the seconds of every step that all of them took part in.
+
+    Args:
+        first: they are the first ones of an engine, as far as it knows.
+    """
+    if first:
+        engine.forget_acceptance()
     dice = random.Random(seed)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
@@ -55,20 +63,22 @@ def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int) -> tupl
     return time.perf_counter() - began, [request.generation for request in requests], full
 
 
-def measure(engine: Engine, prompt: int, batch: int, short: int, long: int, repeats: int) -> dict[str, Any]:
+def measure(
+    engine: Engine, prompt: int, batch: int, short: int, long: int, repeats: int, first: bool = False
+) -> dict[str, Any]:
     """Milliseconds a step and tokens a second of `batch` equal requests."""
     for tokens in (
         short,
         long,
     ):  # captures graphs, compiles kernels; batches that only the long answers come through too
-        run(engine, prompt, tokens, batch, 0)
+        run(engine, prompt, tokens, batch, 0, first)
     found: dict[int, tuple[float, float, float]] = {}
     every: list[float] = []
     full: list[float] = []
     for tokens in (short, long):
         times, steps, committed = [], [], []
         for i in range(repeats):
-            seconds, answers, of_all = run(engine, prompt, tokens, batch, i + 1)
+            seconds, answers, of_all = run(engine, prompt, tokens, batch, i + 1, first)
             full += of_all
             times.append(seconds)
             steps.append(statistics.mean(len(a.steps) for a in answers))
@@ -187,6 +197,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--first", action="store_true", help="an engine's first requests, all of them")
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
@@ -235,7 +246,7 @@ def main() -> None:
             start_s = time.perf_counter() - began
             for prompt in args.prompt:
                 row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
-                row |= measure(engine, prompt, batch, args.short, args.long, args.repeats)
+                row |= measure(engine, prompt, batch, args.short, args.long, args.repeats, args.first)
                 if block:
                     floor = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
                     row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}

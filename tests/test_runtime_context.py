@@ -58,7 +58,7 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
 
     engine.runner._propose = proposing  # type: ignore[method-assign]
     engine.pool.publish = publishing  # type: ignore[method-assign]
-    engine.scheduler._choose_block = choose
+    engine.scheduler.choose_block = choose
     return compared
 
 

@@ -154,7 +154,7 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     prepared = 0
     while engine.prepare():
         prepared += 1
-    assert prepared == len(PREFILL_SIZES) + 3 * 4 * 5, "prefills; modes, buckets up to 8, block lengths"
+    assert prepared == len(PREFILL_SIZES) + 4 + 3 * 4 * 5, "prefills; buckets up to 8; modes, buckets, block lengths"
     assert not engine.prepare() and engine.scheduler.idle
     there = set(engine.runner._graphs)
     answers = engine.generate(prompts, params)

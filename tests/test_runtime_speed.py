@@ -214,7 +214,7 @@ def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
     target = make_target()
     engine = Engine.of_modules(target, make_drafter(target), EngineOptions(max_batch=1, cache_tokens=1200, page_size=4))
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
-    engine.scheduler._choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
+    engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
     (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))
     drafting = [step for step in got.steps if step.drafted]
     assert len(drafting) <= 12, "a dozen of 300"

@@ -79,6 +79,11 @@ def operations(device: torch.device) -> ModuleType:
     return kernels
 
 
+def expected_of_first_requests() -> RollingAcceptance:
+    """The acceptance of a request that has no blocks of its own yet: what some hundred blocks of others had."""
+    return RollingAcceptance(weight=10, decay=0.99)
+
+
 class Engine:
     """Decodes prompts with a target and, unless it is None, a drafter.
 
@@ -105,8 +110,7 @@ class Engine:
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         self._stop_ids = frozenset(stop_ids)
-        # of a request that has no blocks of its own yet: what some hundred blocks of others had
-        self._expected = RollingAcceptance(weight=10, decay=0.99)
+        self._expected = expected_of_first_requests()
         longest = drafter.config.block_size if drafter else 1
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
@@ -134,7 +138,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.runner,
             self.pool,
-            self._chooser(max_batch, max_block),
+            self._chooser(),
             max_batch=max_batch,
             prefill_chunk=options.prefill_chunk,
             max_block=max_block,
@@ -202,6 +206,11 @@ class Engine:
             )
         return request
 
+    def forget_acceptance(self) -> None:
+        """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those."""
+        self._expected = expected_of_first_requests()
+        self.scheduler.choose_block = self._chooser()
+
     def cancel(self, request: Request) -> None:
         """Forget a request; nothing more is reported about it."""
         self.scheduler.cancel(request)
@@ -252,10 +261,10 @@ class Engine:
             raise
         return [request.generation for request in requests]
 
-    def _chooser(self, max_batch: int, max_block: int) -> Callable[[Sequence[Request]], int]:
-        sizes, runner = self._sizes, self.runner
+    def _chooser(self) -> Callable[[Sequence[Request]], int]:
+        sizes, runner, max_batch = self._sizes, self.runner, self.runner.max_batch
         if len(sizes) == 1:
-            return lambda requests: max_block
+            return lambda requests: sizes[0]
         place: Any = "cpu"
         if runner.device.type == "cuda":
             place = torch.cuda.get_device_name(runner.device), importlib.import_module("triton").__version__

@@ -77,7 +77,7 @@ class Scheduler:
         self.prefilling: Request | None = None
         self.running: list[Request] = []  # by row
         self.preemptions = 0
-        self._device, self._pool, self._choose_block = device, pool, choose_block
+        self._device, self._pool, self.choose_block = device, pool, choose_block
         self._max_batch, self._chunk, self._max_block = max_batch, prefill_chunk, max_block
         self._prefix_cache, self._report = prefix_cache, report
         self._launches: deque[_Launch] = deque()
@@ -187,7 +187,7 @@ class Scheduler:
     def _decode(self) -> bool:
         if not self.running or all(request.surely_ends for request in self.running):
             return False
-        block = self._choose_block(self.running)
+        block = self.choose_block(self.running)
         for request in list(self.running):
             if request.row is not None:  # it did not give way to one of those before
                 self._reserve(request, block)
