@@ -21,8 +21,8 @@ PAGE = 4
 def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
     """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
     assert runner._proposer is not None
-    slots = slots_of(torch.arange(tokens)[None], torch.tensor(pages)[None], PAGE)[0]
-    return runner._proposer.cache[:, :, slots]
+    places, table = (torch.tensor([*of], device=runner.device)[None] for of in (range(tokens), pages))
+    return runner._proposer.cache[:, :, slots_of(places, table, runner.page_size)[0]]
 
 
 def written_at_once(ids: Sequence[int]) -> torch.Tensor:
@@ -110,3 +110,33 @@ def test_a_step_that_is_timed_owes_nothing() -> None:
     for _ in range(3):
         engine.runner.launcher(2, 1)()
     assert engine.runner._context is not None and not engine.runner._context.counts.any()
+
+
+@pytest.mark.gpu
+def test_captured_settlements_write_the_same() -> None:
+    """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
+    import test_runtime_gpu as gpu
+
+    target, drafter = gpu.pair()
+    engine = gpu.make_engine(target, drafter, prefix_cache=True, max_batch=8)
+    blocks = [*[1] * 20, 4, *[1] * 5, 16, 16]
+    turn = iter(range(10**6))
+    engine.scheduler.choose_block = lambda requests: blocks[next(turn) % len(blocks)]
+    found: list[tuple[list[int], torch.Tensor]] = []
+    publish = engine.pool.publish
+
+    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+        found.append((list(ids), context_of(engine.runner, pages, len(ids)).clone()))
+        publish(ids, pages)
+
+    engine.pool.publish = publishing  # type: ignore[method-assign]
+    params = [SamplingParams(max_new_tokens=11 + 9 * i, ignore_eos=True) for i in range(20)]
+    engine.generate(gpu.prompts_of(20), params)
+    assert len(found) == 40, "every prompt and every answer"
+    fresh = gpu.make_engine(target, drafter)
+    for ids, context in found:
+        pages = range(1, 2 + len(ids) // fresh.runner.page_size)
+        fresh.runner.prefill_eagerly(ids, 0, pages)
+        expected = context_of(fresh.runner, pages, len(ids)).float()
+        distance = (context.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert distance.max() < 0.1, f"{len(ids)} tokens: {distance.max():.3f}"

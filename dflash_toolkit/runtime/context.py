@@ -44,7 +44,7 @@ class ContextWriter:
         width = drafter.fc.shape[1]
         # of row r the first `counts[r]` are owed, the newest last
         self._features = torch.zeros(rows, room, width, dtype=cache.dtype, device=self._device)
-        self.counts = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self.counts = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self._owed = [0] * rows  # the same, which the host knows without waiting
         self._every = torch.arange(rows, device=self._device)
         self._chosen = torch.zeros(rows, dtype=torch.int64, device=self._device)  # to be settled next
@@ -73,13 +73,13 @@ class ContextWriter:
         """Features [B, K * D] of a plain step of the first B rows, which committed `counts` int32 [B], 0 or 1 each."""
         rows = len(counts)
         # a row without a request keeps what nobody will ask for
-        self._features[self._every[:rows], self.counts[:rows].long()] = features
+        self._features[self._every[:rows], self.counts[:rows]] = features
         self.counts[:rows] += counts
 
     def _write_kept(self, size: int) -> None:
         """What the first `size` of the chosen rows owe."""
         chosen = self._chosen[:size]
-        counts = self.counts[chosen]
+        counts = self.counts[chosen].int()
         rows = Rows(self._lengths[chosen] - counts, self._page_table[chosen], self._page_size)
         self.write(self._features[chosen].flatten(0, 1), rows, counts)
         self.counts[chosen] = 0
