@@ -82,7 +82,7 @@ class ContextWriter:
         counts = self.counts[chosen].int()
         rows = Rows(self._lengths[chosen] - counts, self._page_table[chosen], self._page_size)
         self.write(self._features[chosen].flatten(0, 1), rows, counts)
-        self.counts[chosen] = 0
+        self.counts.index_fill_(0, chosen, 0)
 
     # ---- between passes ----------------------------------------------------------------------------------------
 
