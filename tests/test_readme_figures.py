@@ -85,6 +85,8 @@ def test_acceptance_after_minutes_of_training() -> None:
     rows = {row[0]: row[1:] for row in table("README.md", "acceptance length (greedy, 512 tokens)")}
     runs = {
         "after 8 minutes, two answers a prompt": "pipeline",
+        "after 4 minutes, two answers a prompt": "regenerated_four_minutes",
+        "after 2 minutes, two answers a prompt": "regenerated_two_minutes",
         "after 4 minutes on 9160 given answers": "four_minutes",
         "those answers, four times as many blocks of each a step: after 8 minutes": "eight_minutes",
         "after 4 minutes": "four_minutes_of_earlier_defaults",
@@ -101,14 +103,48 @@ def test_acceptance_after_minutes_of_training() -> None:
 
 
 def test_real_weights() -> None:
-    run, vllm = result("train_qwen05")["pipeline"]["runs"][0]["sets"], result("peer_vllm_qwen05")
+    training, vllm = result("train_qwen05"), result("peer_vllm_qwen05")
+    run, four = (training[name]["runs"][0]["sets"] for name in ("pipeline", "regenerated_four_minutes"))
     names = (*SETS, "math500")
     ours = [run["gsm8k"]["plain_tokens_per_second"], *(run[name]["tokens_per_second"] for name in names)]
     theirs = [vllm["plain"]["tokens_per_second"], *(vllm["sets"][name]["decode_tokens_per_second"] for name in names)]
+    others = [four["gsm8k"]["plain_tokens_per_second"], *(four[name]["tokens_per_second"] for name in names)]
     shown = table("README.md", "Qwen2.5-Coder-0.5B-Instruct | plain")
-    assert [row[1:] for row in shown] == [[f"{tokens:.0f}" for tokens in row] for row in (ours, theirs)]
+    assert [row[1:] for row in shown] == [[f"{tokens:.0f}" for tokens in row] for row in (ours, others, theirs)]
+    speedups = [f"{four[name]['speedup']:.2f}" for name in names]
+    assert f"{', '.join(speedups[:-1])} and {speedups[-1]} times" in " ".join((ROOT / "README.md").read_text().split())
+    assert all(four[name]["identical_to_plain"] == 1.0 for name in names)
     gsm8k = run["gsm8k"]
     first = [gsm8k["tau_pooled"], gsm8k["plain_tokens_per_second"], gsm8k["tokens_per_second"], gsm8k["speedup"]]
     written = [f"{first[0]:.2f}", f"{first[1]:.0f}", f"{first[2]:.0f}", f"{first[3]:.2f}x"]
     assert gsm8k["identical_to_plain"] == 1.0
     assert table("README.md", "target")[0][2:] == [*written, f"{gsm8k['requests']} of {gsm8k['requests']}"]
+
+
+def test_minutes_of_training_with_todays_defaults() -> None:
+    training = result("train_qwen05")
+    runs = [training[name]["runs"][0]["sets"] for name in ("regenerated_two_minutes", "regenerated_four_minutes")]
+    runs.append(training["pipeline"]["runs"][0]["sets"])
+    expected = []
+    names = (*SETS, "math500")
+    for minutes, sets in zip(("2", "4", "8"), runs, strict=True):
+        expected.append([minutes, "acceptance length", *(f"{sets[name]['tau_pooled']:.2f}" for name in names)])
+        expected.append(["", "tokens/s", *(f"{sets[name]['tokens_per_second']:.0f}" for name in names)])
+    plain = [f"{runs[1][name]['plain_tokens_per_second']:.0f}" for name in names]
+    assert table("docs/training.md", "minutes") == [*expected, ["none", "tokens/s", *plain]]
+
+
+def test_what_useless_drafts_cost() -> None:
+    runs = {
+        name: by_batch(run["rows"]) for name, run in result("step_qwen3_8b")["useless_drafts"].items() if "rows" in run
+    }
+
+    def longer(which: str, tokens: int, batch: int) -> str:
+        plain, drafted = (runs[f"{kind} {tokens}"][batch]["tokens_per_second"] for kind in ("plain", which))
+        return f"{100 * (plain / drafted - 1):.1f}"
+
+    expected = [
+        [str(batch), *(longer(which, tokens, batch) for tokens in (256, 64) for which in ("first", "later"))]
+        for batch in (1, 8, 32)
+    ]
+    assert table("docs/engine.md", "batch | 256 tokens, first") == expected

@@ -103,6 +103,23 @@ def test_tokens_of_many_plain_steps_are_projected_together(monkeypatch: pytest.M
     watched(engine, [1])
     engine.generate(prompts_of(5), SamplingParams(max_new_tokens=2 * block + 4, ignore_eos=True))
     assert passes == [[5], [block], [block], [3]], "the prompt, two whole blocks, and the rest when the request ends"
+    engine, passes[:] = make_engine(*pair(), prefix_cache=False), []
+    assert engine.runner._context is not None
+    monkeypatch.setattr(engine.runner._context, "write", lambda features, rows, counts: passes.append(counts.tolist()))
+    watched(engine, [1])
+    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=block, ignore_eos=True))
+    assert passes == [[5]], "nobody will find these pages"
+
+
+def test_requests_that_end_together_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(*pair(), max_batch=8, prefill_chunk=64)
+    writer, passes = engine.runner._context, []
+    assert writer is not None
+    write = writer._write_kept
+    monkeypatch.setattr(writer, "_write_kept", lambda size: (passes.append(size), write(size)))
+    compared = watched(engine, [1])
+    engine.generate(prompts_of(5, 9, 2, 7, 7), SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert passes == [8] and len(compared) == 10, "one pass for all five; every prompt and answer compared"
 
 
 def test_a_step_that_is_timed_owes_nothing() -> None:

@@ -35,12 +35,14 @@ class Row:
     pages: list[int]
     length: int  # tokens with keys and values
     last: int
+    settled: int  # tokens whose context is written too
 
 
 class TableDevice:
     """Remembers the token that each slot of each page belongs to, and answers from what it can read there.
 
-    A page that is handed out too early, twice, or not at all shows as a wrong answer.
+    A page that is handed out too early, twice, or not at all shows as a wrong answer. Of the drafter's context, which
+    steps leave for later, it remembers the same, and a prefill behind a prefix hit must find it.
     """
 
     pages_per_request = 1000
@@ -48,6 +50,7 @@ class TableDevice:
     def __init__(self, lag: int, dice: random.Random) -> None:
         self.lag, self._dice = lag, dice
         self.slots: dict[tuple[int, int], int] = {}
+        self.context: dict[tuple[int, int], int] = {}
         self.rows: dict[int, Row] = {}
         self._prefilled: list[int] = []
 
@@ -58,20 +61,33 @@ class TableDevice:
     def _text(self, pages: Sequence[int], length: int) -> list[int]:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
 
+    def _write_context(self, pages: Sequence[int], start: int, end: int) -> None:
+        for position in range(start, end):
+            place = pages[position // SIZE], position % SIZE
+            self.context[place] = self.slots[place]
+
     def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        found = [self.context.get((pages[p // SIZE], p % SIZE)) for p in range(start)]
+        assert found == self._text(pages, start), "context that nobody wrote"
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
+        self._write_context(pages, start, start + len(ids))
         self._prefilled = self._text(pages, start + len(ids))
 
     def join(self, row: int, request: Request) -> Any:
         assert row not in self.rows
         length = len(request.known_ids)
-        self.rows[row] = Row(list(request.pages), length, request.tokens[-1] if request.tokens else -1)
+        self.rows[row] = Row(list(request.pages), length, request.tokens[-1] if request.tokens else -1, length)
         if request.tokens:
             return None
         assert self._text(request.pages, length) == request.prompt_ids
         self.rows[row].last = next_token(self._prefilled)
         return [Committed([self.rows[row].last])]
+
+    def settle(self, rows: Sequence[int]) -> None:
+        for row in map(self.rows.__getitem__, rows):
+            self._write_context(row.pages, row.settled, row.length)
+            row.settled = row.length
 
     def move(self, source: int, target: int) -> None:
         self.rows[target] = self.rows.pop(source)

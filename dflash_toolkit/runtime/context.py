@@ -111,12 +111,18 @@ class ContextWriter:
             self._owed[row] = 0
 
     def move(self, source: int, target: int) -> None:
-        """Row `target`, which owes nothing, owes what `source` does."""
-        owed = self._owed[source]
-        self._features[target, :owed].copy_(self._features[source, :owed])
-        self.counts[target].copy_(self.counts[source])
-        self.counts[source].zero_()
-        self._owed[target], self._owed[source] = owed, 0
+        """Row `target` owes what `source` does, and nothing else."""
+        if owed := self._owed[source]:
+            self._features[target, :owed].copy_(self._features[source, :owed])
+        if owed or self._owed[target]:
+            self.counts[target].copy_(self.counts[source])
+        self._owed[target] = owed
+
+    def forget(self, row: int) -> None:
+        """The row owes nothing: nobody will read what it did not write."""
+        if self._owed[row]:
+            self.counts[row].zero_()
+        self._owed[row] = 0
 
     def prepare(self, sizes: Sequence[int]) -> bool:
         """Capture the settlement of one of these numbers of rows, none of which owes anything; False if all are."""

@@ -27,8 +27,11 @@ class Device(Protocol):
     def join(self, row: int, request: Request) -> Any | None:
         """Put a prefilled request into the batch; returns a ticket for its first token if it has none yet."""
 
+    def settle(self, rows: Sequence[int]) -> None:
+        """Write what is missing in the pages of these rows, which others may find in the prefix cache."""
+
     def move(self, source: int, target: int) -> None:
-        """Row `source` becomes row `target`."""
+        """Row `source` becomes row `target`, whose request is gone."""
 
     def leave(self, row: int) -> None:
         """The row stands for no request any more."""
@@ -228,6 +231,7 @@ class Scheduler:
     def _read(self, launch: _Launch) -> bool:
         """Whether any request got something."""
         news = []
+        ended = []
         for (request, epoch), committed in zip(launch.requests, self._device.read(launch.ticket), strict=True):
             if request.epoch != epoch:
                 continue  # finished, cancelled or preempted since
@@ -238,14 +242,21 @@ class Scheduler:
                 request.blocks_in_flight.pop(0)
                 step = request.add_step(launch.block, committed)
             if request.finished:
-                self._drop(request)
+                ended.append(request)
             news.append((request, step))
+        self._drop(*ended)
         for request, step in news:  # a report may raise, and then nothing may be half read
             self._report(request, step)
         return bool(news)
 
-    def _drop(self, request: Request) -> None:
-        """Take row and pages; what is in flight for it is void."""
+    def _drop(self, *requests: Request) -> None:
+        """Take rows and pages; what is in flight for them is void."""
+        if self._prefix_cache and requests:
+            self._device.settle([request.row for request in requests if request.row is not None])
+        for request in requests:
+            self._take(request)
+
+    def _take(self, request: Request) -> None:
         if self.prefilling is request:
             self.prefilling = None
             written = request.prefilled

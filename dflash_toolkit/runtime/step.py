@@ -200,9 +200,14 @@ class StepRunner:
         self.page_table[row, : len(pages)].copy_(to_device(pages, torch.int32, self.device))
 
     @torch.inference_mode()
+    def settle(self, rows: Sequence[int]) -> None:
+        """Write the drafter's context that plain steps of these rows left for later."""
+        if self._context:
+            self._context.settle(rows)
+
+    @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         if self._context:
-            self._context.settle([target])  # who goes leaves pages behind in which nothing is missing
             self._context.move(source, target)
         for field in (self.lengths, self.last_token, self.page_table):
             field[target].copy_(field[source])
@@ -211,7 +216,7 @@ class StepRunner:
     @torch.inference_mode()
     def leave(self, row: int) -> None:
         if self._context:
-            self._context.settle([row])
+            self._context.forget(row)
         for field in (self.lengths, self.last_token, self.active, self.page_table):
             field[row].zero_()
 
