@@ -1,6 +1,5 @@
 """Several processes are one run: the same losses, the same resume point, the same end when something breaks."""
 
-import contextlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -140,27 +139,6 @@ def test_two_processes_of_torchrun_are_one_run(
     assert_same_run(whole, tmp_path / "run")
     answers = [(tmp_path / "run/work" / name).read_text().splitlines() for name in ("answers.jsonl", "answers.1.jsonl")]
     assert [len(lines) for lines in answers] == [4, 4]
-
-
-def _one_that_tells_its_threads(rank: int, port: int, arguments: list[str], told: Path) -> None:
-    with contextlib.suppress(SystemExit):
-        _one(rank, 2, port, arguments, told.with_name("log"), 0)
-    left = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    told.with_name(f"{told.name}{rank}").write_text("".join(left))
-
-
-def test_no_thread_of_a_group_outlives_it(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    """Such a thread, if it drops a tensor while Python ends, aborts the process: a run that is done exits with -6."""
-    port, arguments = free_port(), argv(target_dir, data, tmp_path / "run", *SHORT)
-    both = [
-        CONTEXT.Process(target=_one_that_tells_its_threads, args=(rank, port, arguments, tmp_path / "told"))
-        for rank in range(2)
-    ]
-    for process in both:
-        process.start()
-    assert ended(both) == [0, 0]
-    for rank in range(2):
-        assert "gloo" not in (tmp_path / f"told{rank}").read_text()
 
 
 def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
