@@ -101,13 +101,12 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
     """Weights that one step must read."""
     layers = sum(t.nbytes for layer in target.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
     total = layers + target.head.nbytes
-    if drafter is not None:
+    if drafter is not None and block > 1:  # plain steps leave the context for later
         total += drafter.fc.nbytes + drafter.context_kv.nbytes
-        if block > 1:
-            narrow = batch * block <= MAX_ROWS
-            proposing = drafter.layers if narrow or drafter.wide_layers is None else drafter.wide_layers
-            total += sum(t.nbytes for layer in proposing for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
-            total += (drafter.head if drafter.head is not None else target.head).nbytes
+        narrow = batch * block <= MAX_ROWS
+        proposing = drafter.layers if narrow or drafter.wide_layers is None else drafter.wide_layers
+        total += sum(t.nbytes for layer in proposing for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        total += (drafter.head if drafter.head is not None else target.head).nbytes
     return total
 
 

@@ -122,6 +122,71 @@ def test_requests_that_end_together_are_settled_together(monkeypatch: pytest.Mon
     assert passes == [8] and len(compared) == 10, "one pass for all five; every prompt and answer compared"
 
 
+def test_requests_that_came_one_by_one_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, passes = make_engine(*pair(), max_batch=8, prefix_cache=False), []
+    writer = engine.runner._context
+    assert writer is not None
+    write = writer._write_kept
+    monkeypatch.setattr(writer, "_write_kept", lambda size: (passes.append(size), write(size)))
+    engine.scheduler.choose_block = lambda requests: 1
+    for prompt in prompts_of(5, 9, 2, 7):
+        engine.submit(prompt, SamplingParams(max_new_tokens=100, ignore_eos=True))
+        for _ in range(3):
+            engine.step()
+    passes.clear()
+    for _ in range(40):
+        engine.step()
+    assert len(passes) == 40 // engine.runner.max_block
+
+
+def test_an_answer_ends_where_there_is_no_memory_to_settle_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are not published, and nothing else is different."""
+    engine = make_engine(*pair())
+    watched(engine, [1])
+    writer, params = engine.runner._context, SamplingParams(max_new_tokens=11, ignore_eos=True)
+    assert writer is not None
+    (expected,) = engine.generate(prompts_of(20), params)
+    write, failures = writer._write_kept, [1, 1]
+
+    def failing(size: int) -> None:
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("none left")
+        write(size)
+
+    other = prompts_of(20, seed=2)
+    monkeypatch.setattr(writer, "_write_kept", failing)
+    held = engine.submit(other[0], params)
+    for _ in range(5):
+        engine.step()
+    engine.cancel(held)
+    with pytest.raises(torch.OutOfMemoryError):  # a step that needs it fails as any step may
+        engine.generate(other, params)
+    assert not failures and engine.scheduler.idle and engine.pool.available == engine.pool.capacity
+    assert engine.generate(prompts_of(20), params)[0].tokens == expected.tokens
+    engine.pool.check()
+
+
+def test_who_never_drafts_keeps_nothing() -> None:
+    target, drafter = pair()
+    engine, plain = make_engine(target, drafter, block_size=1), make_engine(target, None)
+    assert engine.runner._context is None
+    params = SamplingParams(max_new_tokens=20)
+    answers = [[g.tokens for g in each.generate(prompts_of(4, 19), params)] for each in (engine, plain)]
+    assert answers[0] == answers[1]
+
+
+def test_acceptance_is_forgotten_between_requests_only() -> None:
+    engine = make_engine(*pair(), block_size=None)
+    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=60, ignore_eos=True))
+    learnt = engine.request([1]).acceptance.rate
+    engine.forget_acceptance()
+    assert learnt < engine.request([1]).acceptance.rate == pytest.approx(0.7)
+    engine.submit([1, 2])
+    with pytest.raises(ValueError, match="idle"):
+        engine.forget_acceptance()
+
+
 def test_a_step_that_is_timed_owes_nothing() -> None:
     engine = make_engine(*pair())
     for _ in range(3):

@@ -84,10 +84,13 @@ class TableDevice:
         self.rows[row].last = next_token(self._prefilled)
         return [Committed([self.rows[row].last])]
 
-    def settle(self, rows: Sequence[int]) -> None:
+    def settle(self, rows: Sequence[int]) -> bool:
+        if self._dice.random() < 0.1:
+            return False  # no memory for it
         for row in map(self.rows.__getitem__, rows):
             self._write_context(row.pages, row.settled, row.length)
             row.settled = row.length
+        return True
 
     def move(self, source: int, target: int) -> None:
         self.rows[target] = self.rows.pop(source)

@@ -88,8 +88,8 @@ class ContextWriter:
 
     def before_step(self, rows: int, block: int) -> None:
         """Settle what a step of the first `rows` rows with blocks of `block` tokens cannot go on without."""
-        most = self._room if block == 1 else 1
-        self.settle([row for row in range(rows) if self._owed[row] >= most])
+        if block > 1 or self._room in self._owed[:rows]:
+            self.settle(range(rows))  # all of them: for one row the weights are read as for many
         if block == 1:
             for row in range(rows):
                 self._owed[row] += 1

@@ -207,7 +207,13 @@ class Engine:
         return request
 
     def forget_acceptance(self) -> None:
-        """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those."""
+        """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those.
+
+        Raises:
+            ValueError: requests are unfinished.
+        """
+        if not self.scheduler.idle:
+            raise ValueError("forget_acceptance needs an idle engine")
         self._expected = expected_of_first_requests()
         self.scheduler.choose_block = self._chooser()
 

@@ -27,8 +27,8 @@ class Device(Protocol):
     def join(self, row: int, request: Request) -> Any | None:
         """Put a prefilled request into the batch; returns a ticket for its first token if it has none yet."""
 
-    def settle(self, rows: Sequence[int]) -> None:
-        """Write what is missing in the pages of these rows, which others may find in the prefix cache."""
+    def settle(self, rows: Sequence[int]) -> bool:
+        """Write what is missing in the pages of these rows, which others may find; False for want of memory."""
 
     def move(self, source: int, target: int) -> None:
         """Row `source` becomes row `target`, whose request is gone."""
@@ -251,12 +251,12 @@ class Scheduler:
 
     def _drop(self, *requests: Request) -> None:
         """Take rows and pages; what is in flight for them is void."""
-        if self._prefix_cache and requests:
-            self._device.settle([request.row for request in requests if request.row is not None])
+        rows = [request.row for request in requests if request.row is not None]
+        publish = self._prefix_cache and self._device.settle(rows)
         for request in requests:
-            self._take(request)
+            self._take(request, publish)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: Request, publish: bool) -> None:
         if self.prefilling is request:
             self.prefilling = None
             written = request.prefilled
@@ -270,7 +270,7 @@ class Scheduler:
                 self.running[request.row], moved.row = moved, request.row
             self.running.pop()
             self._device.leave(last)
-        if self._prefix_cache:
+        if publish:
             self._pool.publish((request.prompt_ids + request.tokens)[:written], request.pages)
         self._pool.release(request.pages)
         request.pages, request.prefilled, request.row = [], 0, None

@@ -98,7 +98,7 @@ class StepRunner:
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device)
         self._context: ContextWriter | None = None
-        if drafter and self._proposer:
+        if drafter and self._proposer and max_block > 1:
             self._context = ContextWriter(
                 drafter,
                 self._proposer,
@@ -200,10 +200,14 @@ class StepRunner:
         self.page_table[row, : len(pages)].copy_(to_device(pages, torch.int32, self.device))
 
     @torch.inference_mode()
-    def settle(self, rows: Sequence[int]) -> None:
-        """Write the drafter's context that plain steps of these rows left for later."""
-        if self._context:
-            self._context.settle(rows)
+    def settle(self, rows: Sequence[int]) -> bool:
+        """Write the drafter's context that plain steps of these rows left for later; False for want of memory."""
+        try:
+            if self._context:
+                self._context.settle(rows)
+        except torch.OutOfMemoryError:  # who ends must end: it only leaves nothing behind for others
+            return False
+        return True
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
@@ -344,7 +348,7 @@ class StepRunner:
 
     def _features(self, rows: int) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Room for the tapped layers' outputs [rows, K * D] and the view of each."""
-        if self.drafter is None:
+        if self.drafter is None or self._context is None:
             return None, {}
         ids, width = self.drafter.config.target_layer_ids, self.target.spec.hidden_size
         features = torch.empty(rows, len(ids) * width, dtype=self.dtype, device=self.device)
