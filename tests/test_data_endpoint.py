@@ -207,7 +207,29 @@ def test_an_error_that_stays_ends_the_run_at_once(fake: Fake, reply: tuple[int, 
     fake.reply = lambda body, number: reply
     with pytest.raises(UserError, match=named):
         ask(fake)
-    assert len(fake.asked) == 1
+    assert len(fake.asked) == (2 if reply[0] == 400 else 1), "once more without what a strict server does not know"
+
+
+def test_a_server_that_knows_openai_s_own_fields_only_is_asked_for_these(fake: Fake) -> None:
+    known = {"model", "prompt", "max_tokens", "temperature", "seed", "stream", "top_p"}
+
+    def strict(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if unknown := sorted(body.keys() - known):
+            return 422, {"error": {"message": f"unknown field {unknown[0]}"}}
+        return 200, whole("fine")
+
+    fake.reply = strict
+    one = backend(fake)
+    for key in (1, 2):
+        one.ask(key, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
+        assert one.wait().tokens == [*WORDS("fine").input_ids, EOS]
+    assert len(fake.asked) == 3, "it is asked in vain once"
+    one.close()
+    picky = backend(fake)
+    picky.ask(3, [1, 2, 3], SamplingParams(max_new_tokens=9, temperature=1.0, top_k=5))
+    with pytest.raises(UserError, match="HTTP 422: unknown field min_p"):
+        picky.wait()
+    picky.close()
 
 
 def test_a_server_of_several_models_wants_a_name(fake: Fake) -> None:

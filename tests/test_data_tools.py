@@ -174,6 +174,8 @@ def test_a_template_without_tools_is_one_counted_reason(
     said = capsys.readouterr().err.splitlines()[-1]
     assert "; dropped 1 refused by the chat template; left out of others: 1 later turns refused by" in said
     found = lines(tmp_path / "a.jsonl")
+    kept = [row["left_out"] for row in found if "left_out" in row]
+    assert kept == [["later turns refused by the chat template"]], "a run that goes on counts it again"
     assert [row["messages"][0] for row in found] == [user("ask"), user("a")], "before the call it could be asked"
 
 

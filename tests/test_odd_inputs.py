@@ -148,6 +148,15 @@ def test_a_last_line_without_its_newline_is_not_written_on(tmp_path: Path) -> No
     assert path.read_bytes() == first
 
 
+def test_what_was_left_out_before_a_kill_is_counted_after_it(tmp_path: Path) -> None:
+    row = {"index": 0, "sample": 0, "part": 0, "parts": 2, "prompt_tokens": 1, "tokens": [1, 2], "spans": [[1, 2]]}
+    first = row | {"left_out": ["later turns too long"]}
+    torn = row | {"index": 1, "left_out": ["later turns too long"]}
+    path = write(tmp_path / "a.jsonl", [first, row | {"part": 1}, torn])
+    done, rows, _, left_out = resume(path)
+    assert (done, rows, left_out) == ({(0, 0)}, 2, {"later turns too long": 1}), "the torn one will be asked again"
+
+
 def test_bytes_that_are_no_text_are_not_repeated(target_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff' + b"x" * 10_000 + b'"}\n')
     with pytest.raises(UserError, match="line 1: not a row that dflash-data wrote") as found:

@@ -8,6 +8,7 @@ and answers), `prompt_tokens` (the first so many are the prompt), `spans` ([star
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +36,15 @@ def lines_of(dialogue: ChatDialogue, common: dict[str, Any]) -> list[dict[str, A
             "tokens": part.row.tokens,
             "spans": part.row.spans,
             "finish_reason": part.finish_reason,
+            **({"left_out": dialogue.left_out} if dialogue.left_out and not number else {}),
             **common,
         }
         for number, part in enumerate(dialogue.parts)
     ]
 
 
-def resume(path: Path) -> tuple[set[tuple[int, int]], int, int]:
-    """What a file holds: (index, sample) of complete answers, rows, answer tokens.
+def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
+    """What a file holds: (index, sample) of complete answers, rows, answer tokens, and what was left out of them.
 
     A row torn by a kill, or an answer whose last part is missing, can only stand at the end; it is cut off.
 
@@ -52,6 +54,7 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int]:
     done: set[tuple[int, int]] = set()
     rows = tokens = position = whole = 0
     open_rows = open_tokens = 0
+    left_out, open_left_out = Counter[str](), Counter[str]()
     for number, line, row in _lines(path):
         if not line.endswith(b"\n"):
             break  # whole, it may be, but the next one would be written behind it
@@ -61,15 +64,18 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int]:
             open_tokens += _row_of(row, 0).answer_tokens
             last = row["part"] == row["parts"] - 1
             key = (int(row["index"]), int(row["sample"]))
+            open_left_out.update(map(str, row.get("left_out", ())))
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise _foreign(path, number, error) from error
         if last:
             done.add(key)
             rows, tokens, whole = rows + open_rows, tokens + open_tokens, position
             open_rows = open_tokens = 0
+            left_out.update(open_left_out)
+            open_left_out.clear()
     if path.exists() and path.stat().st_size > whole:
         os.truncate(path, whole)
-    return done, rows, tokens
+    return done, rows, tokens, left_out
 
 
 @dataclass(slots=True)

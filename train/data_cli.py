@@ -335,7 +335,7 @@ def _answer(
 ) -> str:
     """Answer what `output` does not hold yet; returns what came of it, in words."""
     samples, params = config.sampler.samples, config.sampler.params
-    done, rows, tokens = resume(output)
+    done, rows, tokens, left_out = resume(output)
     total = samples * sum(1 for _ in _chosen(prompts))
 
     def dialogues() -> Iterator[ChatDialogue]:
@@ -348,7 +348,6 @@ def _answer(
                     yield ChatDialogue(index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking)
 
     dropped: Counter[str] = Counter()
-    left_out: Counter[str] = Counter()
     common = {key: record[key] for key in ("target", "vocab_size", "template_hash", "sampler")}
     with Progress("answers", total, unit="tok") as progress:
         progress.advance(len(done), units=0)

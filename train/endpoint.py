@@ -21,6 +21,8 @@ from .backends import Answer
 LONGEST_PAUSE_S = 60.0
 BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error", "content_filter")  # finish_reason of half an answer
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+REFUSED = (400, 422)
+EXTRAS = ("return_token_ids", "top_k", "min_p", "repetition_penalty")  # which OpenAI's own API does not know
 
 
 class _TryAgainError(Exception):
@@ -31,11 +33,16 @@ class _TryAgainError(Exception):
         self.after_s = after_s
 
 
+class _RefusedError(UserError):
+    """The server takes offence at something in the request."""
+
+
 class EndpointBackend:
     """Asks one or more servers of the same target, each question on its own, from so many threads.
 
     A server that returns token ids (`return_token_ids`: vLLM, SGLang, dflash-serve) is taken at its word. From any
-    other the text is tokenised again, and counts only if that gives as many tokens as the server says it wrote.
+    other the text is tokenised again, and counts only if that gives as many tokens as the server says it wrote. A
+    server that refuses a request is asked without what only these know, unless the sampler needs it.
 
     Args:
         urls: with or without the closing /v1; questions go round.
@@ -71,6 +78,7 @@ class EndpointBackend:
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
         self._vocab_size = vocab_size
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
+        self._strict: set[str] = set()  # servers that know OpenAI's own fields only
         self._closed = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
@@ -122,7 +130,7 @@ class EndpointBackend:
     def _persist(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self._retries + 1):
             try:
-                return _whole(_request(f"{url}/completions", self._timeout_s, body))
+                return _whole(self._complete(f"{url}/completions", body))
             except _TryAgainError as error:
                 reason = str(error)
                 pause = min(self._pause_s * 2**attempt, LONGEST_PAUSE_S)
@@ -132,6 +140,22 @@ class EndpointBackend:
             f"{url}: no answer after {self._retries + 1} attempts ({reason}); "
             f"what was answered is kept, run the same command again to go on"
         )
+
+    def _complete(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        refused: UserError | None = None
+        if url not in self._strict:
+            try:
+                return _request(url, self._timeout_s, body)
+            except _RefusedError as error:
+                if body["top_k"] > 0 or body["min_p"] > 0:
+                    raise
+                refused = error
+        try:
+            reply = _request(url, self._timeout_s, {key: value for key, value in body.items() if key not in EXTRAS})
+        except _RefusedError as error:
+            raise refused or error from None
+        self._strict.add(url)
+        return reply
 
     def _answer(self, key: int, reply: dict[str, Any], limit: int) -> Answer:
         choice = reply["choices"][0]
@@ -201,7 +225,8 @@ def _request(url: str, timeout_s: float, body: dict[str, Any] | None = None) -> 
         reason = f"HTTP {error.code}: {_message(error)}"
         if error.code in TRANSIENT:
             raise _TryAgainError(reason, _seconds(error.headers.get("Retry-After"))) from error
-        raise UserError(f"{url}: {reason}") from error
+        kind = _RefusedError if error.code in REFUSED else UserError
+        raise kind(f"{url}: {reason}") from error
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
     try:
