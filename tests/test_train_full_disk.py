@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811  # fixtures of another file
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,24 @@ def test_features_that_one_process_cannot_write_end_all_with_one_line_and_the_ru
     assert main([*arguments, "optim.accumulate=2"]) == 0
     if "optim.epochs=1" not in settings:
         assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_file_that_another_process_renames_meanwhile_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = Path.glob
+
+    def seen_before(folder: Path, pattern: str) -> Iterator[Path]:
+        yield from find(folder, pattern)
+        if pattern == "*.partial":
+            yield folder / "index.0123abcd.partial"  # it was there when the directory was read
+
+    monkeypatch.setattr(Path, "glob", seen_before)
+    old = tmp_path / "left.partial"
+    old.touch()
+    os.utime(old, (0, 0))
+    DiskStore(tmp_path, {}, 1)
+    assert not old.exists() and (tmp_path / "index.json").exists()
 
 
 def test_after_a_failed_write_rows_are_still_there_and_no_more_are_kept(

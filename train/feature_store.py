@@ -1,5 +1,6 @@
 """Where the hidden states of a run's rows are kept: in memory, or on disk in shards that survive any kill."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -139,8 +140,9 @@ class DiskStore:
             folder.mkdir(parents=True, exist_ok=True)
             self._claim(json.loads(json.dumps(fingerprint)))
             for partial in folder.glob("*.partial"):
-                if time.time() - partial.stat().st_mtime > STALE_S:
-                    partial.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # another process has just given it its name
+                    if time.time() - partial.stat().st_mtime > STALE_S:
+                        partial.unlink()
         except OSError as error:
             raise UserError(f"features {folder}: cannot be written ({error.strerror}); see run.feature_dir") from error
         self.refresh()
