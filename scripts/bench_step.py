@@ -45,7 +45,7 @@ def run(
     """
     if first:
         engine.forget_acceptance()
-    dice = random.Random(seed)
+    dice = random.Random(f"{seed} {tokens}")  # no prompt twice, for a prefix cache would know it
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
     torch.cuda.synchronize()
@@ -197,6 +197,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--long", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--first", action="store_true", help="an engine's first requests, all of them")
+    parser.add_argument("--prefix-cache", action="store_true", help="keep what requests leave behind, as when serving")
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
@@ -238,7 +239,7 @@ def main() -> None:
                 max_context=args.max_context,
                 block_size=block or None,
                 draft_dtype=args.draft_dtype,
-                prefix_cache=False,
+                prefix_cache=args.prefix_cache,
                 synthetic=synthetic,
             )
             engine = Engine(target, drafter, (), options)

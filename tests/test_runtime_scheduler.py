@@ -217,6 +217,32 @@ def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
     assert told[0] == (1, True) and told[1][0] > 40
 
 
+def test_a_row_is_moved_only_for_a_request_that_stays() -> None:
+    """Copies of a row's state are a dozen launches: many rows that end together would make the next step wait."""
+    moved = []
+
+    class Moves(TableDevice):
+        def move(self, source: int, target: int) -> None:
+            moved.append((source, target))
+            super().move(source, target)
+
+    device = Moves(1, random.Random(0))
+    scheduler = Scheduler(
+        device, PagePool(200, SIZE), lambda running: 1, max_batch=6, prefill_chunk=64, max_block=BLOCK,
+        prefix_cache=True, report=lambda request, step: None,
+    )  # fmt: skip
+    requests = [
+        Request([i, 1], SamplingParams(max_new_tokens=limit), frozenset(), limit)
+        for i, limit in enumerate((9, 9, 30, 9, 9, 9))
+    ]
+    for request in requests:
+        scheduler.add(request)
+    while not scheduler.idle:
+        scheduler.advance()
+    assert moved == [(2, 1), (1, 0)], "the one that stays, and nobody who ends"
+    assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in requests)
+
+
 def test_the_first_page_of_a_prefix_is_evicted_last() -> None:
     pool = PagePool(5, SIZE)
     tokens = list(range(16))

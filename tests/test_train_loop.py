@@ -125,7 +125,7 @@ def run_killed_after(lines: int, arguments: list[str], metrics: Path) -> None:
 
 
 def weights(run: Path) -> list[tuple[str, bytes]]:
-    tensors = load_file(run / "model.safetensors") | torch.load(run / "work" / "state.pt")["drafter"]
+    tensors = load_file(run / "model.safetensors") | torch.load(run / "work" / "state.pt", "cpu")["drafter"]
     return sorted((name, bytes(tensor.view(torch.uint8).numpy())) for name, tensor in tensors.items())
 
 
@@ -162,6 +162,23 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Pat
     assert main(argv(target_dir, data, tmp_path / "killed", *packed)) == 0
     whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed"))
     assert whole == killed and [line["step"] for line in whole if "loss" in line][-1] == 9
+    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+
+
+@pytest.mark.gpu
+def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine."""
+    users = [
+        "run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
+        "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000",
+    ]  # fmt: skip
+    assert main(argv(target_dir, data, tmp_path / "whole", *users)) == 0
+    for lines in (6, 15):  # between resume points; behind an evaluation
+        arguments = argv(target_dir, data, tmp_path / "killed", *users)
+        run_killed_after(lines, arguments, tmp_path / "killed/work/metrics.jsonl")
+    assert main(argv(target_dir, data, tmp_path / "killed", *users)) == 0
+    curves = [losses(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed")]
+    assert len(curves[0]) == 24 and curves[0] == curves[1]
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
 
 

@@ -41,6 +41,11 @@ class RollingAcceptance:
         prior = self._prior.rate if isinstance(self._prior, RollingAcceptance) else self._prior
         return (self._accepted + self._weight * prior) / (self._judged + self._weight)
 
+    @property
+    def known(self) -> bool:
+        """Whether any block was judged, of its own or of those that its prior is made of."""
+        return self.tried or (isinstance(self._prior, RollingAcceptance) and self._prior.known)
+
     def observe(self, drafted: int, accepted: int) -> None:
         """One block: the accepted tokens were judged and, unless all were accepted, so was the one behind them."""
         self.tried = True

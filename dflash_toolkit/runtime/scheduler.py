@@ -253,7 +253,8 @@ class Scheduler:
         """Take rows and pages; what is in flight for them is void."""
         rows = [request.row for request in requests if request.row is not None]
         publish = self._prefix_cache and self._device.settle(rows)
-        for request in requests:
+        # from the last row down: the row that moves up is of a request that stays
+        for request in sorted(requests, key=lambda request: request.row or 0, reverse=True):
             self._take(request, publish)
 
     def _take(self, request: Request, publish: bool) -> None:

@@ -31,6 +31,7 @@ class BlockChooser:
     probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain. A batch that decodes
     plainly drafts one short block now and then to see whether drafting pays again: soon at first, as the start of an
     answer says little about the rest, and ever more seldom; sooner again the more of its requests were never tried.
+    What is drafted before anything was judged is such a try, and awaited before the next.
     """
 
     GAIN = 1.02
@@ -59,13 +60,19 @@ class BlockChooser:
             self._current = best
         if self._current > 1:
             self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
-            return self._current
+            if any(request.acceptance.known for request in requests):
+                return self._current
+            awaited = any(block > 1 for request in requests for block in request.blocks_in_flight)
+            return 1 if awaited else self._try(promise)
         self._plain_steps += 1
         untried = sum(not request.acceptance.tried for request in requests)
         soon = self.FIRST_PROBE * len(requests) // untried if untried else self._next_probe
         if self._plain_steps < min(soon, self._next_probe) or len(self._sizes) == 1:
             return 1
         self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
+        return self._try(promise)
+
+    def _try(self, promise: Callable[[int, Sequence[float]], float]) -> int:
         return max(self._probes, key=lambda size: promise(size, [self.DOUBTFUL]))
 
 
