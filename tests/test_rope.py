@@ -134,6 +134,8 @@ def test_a_target_s_scaling_that_no_drafter_has_is_not_tried(target: Target) -> 
     drafter = make_drafter(target)
     plain, dynamic = ([way.words for way in rope(case_of(t, drafter), Setting.of(drafter))] for t in (target, other))
     assert plain == dynamic and all("," not in words for words in plain)
+    (finding,) = check_rope(case_of(other, drafter))
+    assert finding.measured == "theta 10000; the target's theta 10000, scaled as no drafter is (dynamic)"
 
 
 # ---- config.json of others -------------------------------------------------------------------------------------

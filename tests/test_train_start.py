@@ -84,6 +84,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["start"] == {"drafter": str(start), "sha256": weights_hash(drafter)}
     assert record["config"]["drafter"]["intermediate_size"] == 48, "the start's, not the target's"
+    assert "scaled_frequencies" not in record["drafter"], "they follow from the rest"
 
 
 def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(

@@ -24,7 +24,7 @@ def check_started(run: Path, start: Path, drafter: Drafter) -> Drafter:
     exported = load_drafter(str(run))
     stored = load_file(start / "model.safetensors")
     for name, weight in exported.named_parameters():
-        assert torch.equal(weight, stored[name]), name
+        assert torch.equal(weight, stored[name if name in stored else f"model.{name}"]), name
     assert weights_hash(exported) == weights_hash(drafter)
     return exported
 
@@ -69,7 +69,7 @@ def test_layers_that_see_less_are_trained_with_full_attention(
 
 
 def reduce_vocabulary(path: Path, rows: int, *, embedding: bool = True, **changes: Any) -> None:
-    """Give a checkpoint of the speculators form a head over the first `rows` tokens, and what maps them."""
+    """Give a checkpoint a head of its own over the first `rows` tokens, and what maps them."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": rows} | changes))
 
@@ -77,18 +77,20 @@ def reduce_vocabulary(path: Path, rows: int, *, embedding: bool = True, **change
         tensors["lm_head.weight"] = torch.randn(rows, 32).bfloat16()
         tensors |= {"d2t": torch.zeros(rows, dtype=torch.long), "t2d": torch.arange(VOCAB) < rows}
         if not embedding:
-            del tensors["embed_tokens.weight"]
+            tensors.pop("embed_tokens.weight", None)
         return tensors
 
     rename(path, reduced)
 
 
-@pytest.mark.parametrize("embedding", [True, False])
+@pytest.mark.parametrize(
+    ("form", "embedding"), [("speculators", True), ("speculators", False), ("prefixed", True), ("z-lab", False)]
+)
 def test_of_a_reduced_vocabulary_the_layers_are_taken(
-    embedding: bool, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, embedding: bool, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = small_drafter(rope_scaling=YARN)
-    start = write_start("speculators", tmp_path / "start", drafter)
+    start = write_start(form, tmp_path / "start", drafter)
     reduce_vocabulary(start, 100, embedding=embedding)
     arguments = argv(target_dir, data, tmp_path / "run", "--init-from", str(start), "run.speculators=true")
     assert main([*arguments, *STILL]) == 0
@@ -100,6 +102,8 @@ def test_of_a_reduced_vocabulary_the_layers_are_taken(
     assert whole["draft_vocab_size"] == whole["transformer_layer_config"]["vocab_size"] == VOCAB
     assert load_file(tmp_path / "run/speculators/model.safetensors")["lm_head.weight"].shape == (VOCAB, 32)
 
+    if form == "z-lab":
+        return  # the doctor reports on a drafter of this form that it cannot run
     for program, more in ((doctor, ["--device", "cpu"]), (evaluate, ["--device", "cpu", "--output", str(tmp_path)])):
         assert program(["--target", str(target_dir), "--drafter", str(start), "--prompts", f"p={data}", *more]) == 2
         (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))

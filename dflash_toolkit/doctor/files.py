@@ -202,7 +202,10 @@ def check_rope(case: Case) -> list[Finding]:
         return []
     theta, scaling = rope_of(case.target)
     words = f"{rope_words(case.config.rope_theta, case.config.rope_scaling)}; the target's {rope_words(theta, scaling)}"
-    return [Finding("rope", "ok", words, figures={"target": dict(case.target.rope_parameters or {})})]
+    own = getattr(case.target, "rope_parameters", None) or {}
+    if scaling is None and own.get("rope_type", "default") != "default":
+        words += f", scaled as no drafter is ({own['rope_type']})"
+    return [Finding("rope", "ok", words, figures={"target": dict(own)})]
 
 
 def rope_of(target: PreTrainedConfig) -> tuple[float | None, RopeScaling | None]:
