@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from .config import UserError
 from .drafter import Drafter, DrafterConfig
+from .rope import RopeScaling
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -32,13 +33,15 @@ DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
 SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 SPECULATORS_MAPS = {"d2t", "t2d"}
+REDUCED = "a reduced vocabulary, which is not drafted with; dflash-train --init-from starts from its layers"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
 
 
 def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The contract's `config.json`; `block_size` and theta stand twice because loaders disagree on where to look."""
+    """The contract's `config.json`; `block_size` and the rope stand twice because loaders disagree on where to look."""
+    scaling = config.rope_scaling.parameters if config.rope_scaling else None
     values: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -53,7 +56,7 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
         "layer_types": list(config.layer_types),
         "sliding_window": config.sliding_window,
         "use_sliding_window": "sliding_attention" in config.layer_types,
@@ -69,6 +72,8 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
             "block_size": config.block_size,
         },
     }
+    if scaling:
+        values["rope_scaling"] = scaling  # transformers 4 knows no rope_parameters
     if config.is_causal is not None:
         values["is_causal"] = config.is_causal
     if provenance is not None:
@@ -152,16 +157,21 @@ def staged(path: Path) -> Iterator[Path]:
 # ---- reading ---------------------------------------------------------------------------------------------------
 
 
-def load_drafter(name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Drafter:
+def load_drafter(
+    name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, layers_only: bool = False
+) -> Drafter:
     """Load a drafter directory or Hugging Face id, in z-lab's form or the speculators form.
+
+    Args:
+        layers_only: of a drafter with a reduced vocabulary leave out its head and what maps it to the target's.
 
     Raises:
         UserError: missing or corrupt files, an unknown, missing or misshapen tensor (named), a network that this
             project does not implement (named).
     """
     path = locate(name)
-    config = read_config(path)
-    tensors = read_tensors(path)
+    config = read_config(path, layers_only=layers_only)
+    tensors = read_tensors(path, layers_only=layers_only)
     expected = tensor_shapes(config)
     for tensor in tensors:
         if tensor not in expected:
@@ -201,9 +211,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor on disk, but for those of the speculators form that only repeat the target's. Raises UserError."""
-    speculators = "speculators_model_type" in read_json(path / "config.json")
+def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
+    """Every tensor on disk, but for those of the speculators form that only repeat the target's.
+
+    Raises:
+        UserError: no or corrupt files; a map of a reduced vocabulary, unless only the layers are asked for.
+    """
+    raw = read_json(path / "config.json")
+    speculators = "speculators_model_type" in raw
+    left_out = set(SPECULATORS_COPIES if speculators else ())
+    if layers_only and (speculators or reduced_vocabulary(raw) is not None):
+        left_out |= SPECULATORS_COPIES | SPECULATORS_MAPS
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError(f"drafter {path}: no *.safetensors file in this directory")
@@ -213,20 +231,31 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as handle:
                 for stored in set(handle.keys()):
                     name = stored.removeprefix("model.")  # some trainers save their module one level up
+                    if name in left_out:
+                        continue
                     if speculators and name in SPECULATORS_MAPS:
-                        raise UserError(
-                            f"drafter {path}: tensor {stored!r} maps a reduced vocabulary, which is not supported; "
-                            f"only drafters over the target's whole vocabulary are"
-                        )
-                    if not (speculators and name in SPECULATORS_COPIES):
-                        tensors[name] = handle.get_tensor(stored)
+                        raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
+                    tensors[name] = handle.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise UserError(f"drafter {path}: {file.name} is corrupt ({error})") from error
     return tensors
 
 
-def read_config(path: Path) -> DrafterConfig:
-    """Read either form's `config.json`, nested or flat, as it is published. Raises UserError."""
+def reduced_vocabulary(raw: dict[str, Any]) -> Any:
+    """`draft_vocab_size` of a config.json, the rows of the drafter's own head; None where they are the target's."""
+    body, key = raw.get("transformer_layer_config") or raw, "draft_vocab_size"
+    parts = (raw.get("dflash_config") or {}, raw, body)
+    found = next((part[key] for part in parts if part.get(key)), None)
+    return None if found == body.get("vocab_size") else found
+
+
+def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
+    """Read either form's `config.json`, nested or flat, as it is published; the vocabulary is the target's.
+
+    Raises:
+        UserError: a key is missing, wrong or of a network that this project does not implement; a reduced vocabulary,
+            unless only the layers are asked for.
+    """
     raw = read_json(path / "config.json")
 
     def group(parent: dict[str, Any], key: str) -> dict[str, Any]:
@@ -236,7 +265,8 @@ def read_config(path: Path) -> DrafterConfig:
 
     body = group(raw, "transformer_layer_config") or raw
     nested, provenance = group(raw, "dflash_config"), group(raw, PROVENANCE_KEY)
-    rope = group(body, "rope_parameters") or group(body, "rope_scaling")
+    rope, scaling = group(body, "rope_parameters"), group(body, "rope_scaling")
+    rotary = rope | scaling
 
     def find(key: str, default: Any = None) -> Any:
         parts = (nested, raw, body, provenance)
@@ -261,19 +291,17 @@ def read_config(path: Path) -> DrafterConfig:
     for key in ("markov_rank", "selector_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
         if find(key) not in (None, 0, False):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
-    if (reduced := find("draft_vocab_size")) not in (None, 0, body.get("vocab_size")):
-        raise UserError(
-            f"drafter {path}: 'draft_vocab_size' is {reduced}, a reduced vocabulary, which is not supported; "
-            f"only drafters over the target's whole vocabulary are"
-        )
+    vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also beside a reduced one
+    if (rows := reduced_vocabulary(raw)) is not None:
+        if not 0 < checked("draft_vocab_size", rows, int) < vocabulary:
+            raise UserError(f"drafter {path}: config.json: 'draft_vocab_size' is {rows}, 'vocab_size' {vocabulary}")
+        if not layers_only:
+            raise UserError(f"drafter {path}: 'draft_vocab_size' is {rows}, {REDUCED}")
     if find("sample_from_anchor") or find("shift_label"):
         raise UserError(f"drafter {path}: its slots predict the token behind them; this is not plain DFlash")
     if find("hidden_act", "silu") != "silu":
         raise UserError(f"drafter {path}: hidden_act {find('hidden_act')!r} is not supported; only silu is")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"drafter {path}: rope type {kind!r} is not supported; drafters use plain RoPE")
-    if rope.get("partial_rotary_factor", find("partial_rotary_factor", 1.0)) != 1.0:
+    if rotary.get("partial_rotary_factor", find("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"drafter {path}: partial_rotary_factor is not supported; drafters turn whole heads")
 
     causal = _read_causality(raw, nested, speculators)
@@ -285,8 +313,11 @@ def read_config(path: Path) -> DrafterConfig:
         raise UserError(f"drafter {path}: config.json: {key!r} is {ids!r}; expected layer ids")
     ids = [i - shift for i in ids]
     layer_types = get("layer_types", [], kind=list)
-    theta = find("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
+    theta = find("rope_theta") if rotary.get("rope_theta") is None else rotary["rope_theta"]
     try:
+        rope_scaling = RopeScaling.read(rope or scaling, body)
+        if scaling and rope_scaling != RopeScaling.read(scaling, body):
+            raise ValueError("'rope_parameters' and 'rope_scaling' differ")
         return DrafterConfig(
             hidden_size=get("hidden_size"),
             num_layers=get("num_hidden_layers"),
@@ -294,7 +325,7 @@ def read_config(path: Path) -> DrafterConfig:
             num_kv_heads=get("num_key_value_heads"),
             head_dim=get("head_dim", get("hidden_size") // max(1, get("num_attention_heads"))),
             intermediate_size=get("intermediate_size"),
-            vocab_size=get("vocab_size"),
+            vocab_size=vocabulary,
             num_target_layers=get("num_target_layers", _least_layers(ids)),
             target_layer_ids=tuple(ids),
             mask_token_id=get("mask_token_id"),
@@ -306,6 +337,7 @@ def read_config(path: Path) -> DrafterConfig:
             sliding_window=None if body.get("sliding_window") is None else get("sliding_window"),
             is_causal=causal,
             attention_bias=find("attention_bias", False) is True,
+            rope_scaling=rope_scaling,
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"drafter {path}: config.json: {error}") from error

@@ -241,14 +241,19 @@ def _describe_keys(cls: Any) -> str:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The resolved configuration as plain nested values (tuples become lists), ready for JSON or YAML."""
+    """The resolved configuration as plain nested values (tuples become lists), ready for JSON or YAML.
+
+    What a class works out by itself, and does not take, is left out.
+    """
 
     def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
-    return plain(dataclasses.asdict(config))
+    return plain(config)
 
 
 def run_command(command: Callable[[], int | None]) -> int:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+from .rope import RopeScaling
 
 LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
 
@@ -47,6 +49,9 @@ class DrafterConfig:
     sliding_window: int | None = None
     is_causal: bool | None = False  # None: sliding layers are causal inside the block, full ones are not
     attention_bias: bool = False
+    rope_scaling: RopeScaling | None = None  # None: plain RoPE
+    rope_factor: float = field(default=1.0, init=False, repr=False, compare=False)  # on cosines and sines
+    scaled_frequencies: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)  # [H / 2] or none
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
@@ -91,6 +96,10 @@ class DrafterConfig:
             raise ValueError(f"layer_types holds {sorted(unknown)}; known: full_attention, sliding_attention")
         if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
             raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
+        if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile has to read
+            frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
+            object.__setattr__(self, "scaled_frequencies", frequencies)
+            object.__setattr__(self, "rope_factor", factor)
 
     @property
     def feature_size(self) -> int:
@@ -100,6 +109,13 @@ class DrafterConfig:
     def causal_inside_block(self, layer: int) -> bool:
         """Whether block slots of this layer see only earlier slots (the rule of vLLM and z-lab 0.1.0)."""
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
+
+    def rope_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Radians per position, fp32 [H / 2]."""
+        if self.rope_scaling is not None:
+            return torch.tensor(self.scaled_frequencies, device=device, dtype=torch.float32)
+        half = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        return self.rope_theta ** (-half / self.head_dim)
 
     def with_block_size(self, block_size: int) -> "DrafterConfig":
         """The same drafter run with another block size (shorter than it was trained with works well)."""
@@ -337,14 +353,14 @@ class Drafter(nn.Module):
         return self.norm(x)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, H] of plain neox RoPE, in fp32 and then rounded to the drafter's dtype.
+        """cos and sin [B, T, H] of neox RoPE, in fp32 and then rounded to the drafter's dtype.
 
         The frequencies are no buffer: `module.to(bfloat16)` would round them and shift every far position.
         """
-        half = torch.arange(0, self.config.head_dim, 2, device=positions.device, dtype=torch.float32)
-        frequencies = self.config.rope_theta ** (-half / self.config.head_dim)
+        frequencies = self.config.rope_frequencies(positions.device)
         angles = (positions[..., None].float() * frequencies).repeat(1, 1, 2)
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        cos, sin = (part * self.config.rope_factor for part in (angles.cos(), angles.sin()))
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def own_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
         """Who sees whom by the rule of `layer`, bool [B, 1, Q, T + Q] from positions [B, Q], [B, T]; None: everyone."""

@@ -35,8 +35,8 @@ def save_speculators(
     layer_keys = [
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "intermediate_size", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta",
-        "rope_parameters", "layer_types", "sliding_window", "attention_bias", "attention_dropout", "model_type",
-        "tie_word_embeddings",
+        "rope_parameters", "rope_scaling", "layer_types", "sliding_window", "attention_bias", "attention_dropout",
+        "model_type", "tie_word_embeddings",
     ]  # fmt: skip
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.block_size - 1}
     config = {
@@ -48,7 +48,7 @@ def save_speculators(
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": str(target.name_or_path), "architectures": list(target.architectures or [])},
         },
-        "transformer_layer_config": {key: flat[key] for key in layer_keys},
+        "transformer_layer_config": {key: flat[key] for key in layer_keys if key in flat},
         "draft_vocab_size": drafter.config.vocab_size,
         "block_size": drafter.config.block_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in drafter.config.target_layer_ids],

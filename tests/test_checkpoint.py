@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, checkpoint, load_drafter, save_drafter
 from dflash_toolkit.checkpoint import check_fits, config_json, read_config, serving_commands
+from dflash_toolkit.rope import RopeScaling
 
 Monkey = pytest.MonkeyPatch
 Changes = dict[str, Any]
@@ -29,7 +31,11 @@ LAYER = (
     "self_attn.o_proj self_attn.q_norm self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
 )
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9, "is_causal": None}
+LINEAR = RopeScaling(rope_type="linear", factor=2.5)
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, mscale=0.5, truncate=False)
+SCALINGS = [LINEAR, YARN]
 KINDS = [{}, {"attention_bias": True}, {"block_size": 2}, {"is_causal": None}, {"is_causal": True}, SLIDING]
+KINDS += [{"rope_scaling": scaling} for scaling in SCALINGS]
 JUNK = [None, True, -1, 0, 7, 2.5, "x", "", [], ["x"], [0], [2.5], {}, {"a": 1}]
 REQUIRED = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size "
@@ -204,8 +210,8 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope type 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' needs 'factor'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"draft_vocab_size": 100}, "'draft_vocab_size'"),
         ({"dflash_config": {"selector_rank": 8}}, "'selector_rank'"),
@@ -237,8 +243,12 @@ def test_a_config_of_another_network_is_refused(copy: Path, change: Changes, nam
 def test_no_value_in_a_config_leads_to_anything_but_a_drafter_or_a_user_error(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, drafter: Drafter
 ) -> None:
-    values = config_json(drafter.config)
-    part = data.draw(st.sampled_from([values, values["dflash_config"], values["rope_parameters"]]))
+    scaling = data.draw(st.sampled_from([None, *SCALINGS]))
+    values = config_json(replace(drafter.config, rope_scaling=scaling))
+    if scaling and data.draw(st.booleans()):
+        del values["rope_parameters"]
+    groups = [values[key] for key in ("dflash_config", "rope_parameters", "rope_scaling") if key in values]
+    part = data.draw(st.sampled_from([values, *groups]))
     part[data.draw(st.sampled_from(sorted(part)))] = data.draw(st.sampled_from(JUNK))
     path = tmp_path_factory.getbasetemp() / "fuzzed"
     path.mkdir(exist_ok=True)

@@ -130,6 +130,13 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def stretch(path: Path) -> None:
+    """Let config.json scale a rope that was trained plain."""
+    values = json.loads((path / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_type": "linear", "factor": 4.0}
+    (path / "config.json").write_text(json.dumps(values))
+
+
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
     def rewrite(path: Path) -> None:
         held = load_file(path / "model.safetensors")
@@ -163,6 +170,11 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "layer ids - 1": (edit(target_layer_ids=[0, 1, 2]), "layer ids", "[1, 2, 3]"),
     "layer ids + 1": (edit(target_layer_ids=[2, 3, 4]), "layer ids", "[1, 2, 3]"),
     "theta": (edit(rope_theta=1e2), "rope", "to 10000 in"),
+    "scaled": (
+        stretch,
+        "rope",
+        "set rope_parameters (and rope_theta, rope_scaling, if there) to {'rope_type': 'default'",
+    ),
     "mask row": (edit(mask_token_id=MASK - 1), "mask row", f"mask_token_id to {MASK}"),
     "mask pad": (edit(mask_token_id=PAD), "mask row", f"mask_token_id to {MASK}"),
     "mask outside": (edit(mask_token_id=300), "configuration", "config.json"),

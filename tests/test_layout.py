@@ -20,7 +20,7 @@ SOURCES = sorted(
 
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
-    {"benchmark", "config", "kernels", "lazy", "packed", "progress"},
+    {"benchmark", "config", "kernels", "lazy", "packed", "progress", "rope"},
     {"drafter", "files", "sampling", "target"},
     {"decode", "checkpoint", "prompts"},
     {"acceptance", "runtime", "speculators"},

@@ -10,6 +10,8 @@ from conftest import check_same, make_drafter, make_target
 from safetensors.torch import load_file
 
 from dflash_toolkit import Drafter, Target, UserError, checkpoint, load_drafter
+from dflash_toolkit.checkpoint import config_json
+from dflash_toolkit.rope import RopeScaling
 from dflash_toolkit.speculators import save_speculators
 
 Changes = dict[str, Any]
@@ -39,14 +41,28 @@ def test_the_speculators_form_counts_from_one_and_copies_the_head(drafter: Draft
     assert torch.equal(tensors["lm_head.weight"], target.head_weight.bfloat16())
 
 
+LLAMA3 = {
+    "rope_scaling": RopeScaling(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+}
 WINDOWS = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "is_causal": None}
 
 
-@pytest.mark.parametrize("changes", [{}, SLIDING | {"is_causal": False}, WINDOWS], ids=str)
+@pytest.mark.parametrize("changes", [{}, SLIDING | {"is_causal": False}, WINDOWS, LLAMA3], ids=str)
 def test_the_speculators_form_is_read_back_too(target: Target, tmp_path: Path, changes: Changes) -> None:
     drafter = make_drafter(target, **changes)
     export_speculators(drafter, tmp_path)
     check_same(load_drafter(str(tmp_path)), drafter)
+    layer, flat = (
+        json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"],
+        config_json(drafter.config),
+    )
+    assert all(layer.get(key) == flat.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling"))
 
 
 @pytest.mark.parametrize("changes", [SLIDING, {"is_causal": True}, SLIDING | {"is_causal": True}], ids=str)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import MASK, make_drafter, make_target
 
+from dflash_toolkit.rope import RopeScaling
 from train import step
 from train.answers import Row
 from train.blocks import sample_blocks
@@ -192,9 +193,12 @@ def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_
     assert 1.3 < found[0] < 4 and found == pytest.approx([found[0]] * 4)
 
 
-def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scaling", [None, RopeScaling(rope_type="linear", factor=4.0)], ids=str)
+def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(
+    scaling: RopeScaling | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(step._run, backend="eager")  # its guards are those of every backend
+    compiled = torch.compile(step._run, backend="eager", fullgraph=True)  # its guards are those of every backend
     monkeypatch.setattr(step, "_compiled_run", lambda: compiled)
     target = make_target()
     source = FeatureSource(target, (1, 2, 3), 64, packed=128)
@@ -203,7 +207,8 @@ def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(monkeypatch: p
     config = TrainConfig(target="tiny", run=RunKnobs(compile="on"))
 
     def one_step() -> None:
-        step.compute_loss(make_drafter(target).train(), target, features, blocks, config, False).loss.backward()
+        drafter = make_drafter(target, rope_scaling=scaling).train()
+        step.compute_loss(drafter, target, features, blocks, config, False).loss.backward()
 
     one_step()
     with torch._dynamo.config.patch(error_on_recompile=True):

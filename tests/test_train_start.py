@@ -15,6 +15,7 @@ import train.loop
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.drafter import weights_hash
 from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.rope import RopeScaling
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.speculators import save_speculators
 from train import backends
@@ -52,14 +53,19 @@ def write_start(form: str, path: Path, drafter: Drafter) -> Path:
     return path
 
 
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
 @pytest.mark.parametrize("form", ["z-lab", "prefixed"])
 def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     form: str,
+    scaling: RopeScaling | None,
     target_dir: Path,
     data: Path,
     tmp_path: Path,
 ) -> None:
-    drafter = small_drafter()
+    drafter = small_drafter(rope_scaling=scaling)
     start = write_start(form, tmp_path / "start", drafter)
     assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start), *STILL)) == 0
     exported = load_drafter(str(tmp_path / "run"))
@@ -78,6 +84,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["start"] == {"drafter": str(start), "sha256": weights_hash(drafter)}
     assert record["config"]["drafter"]["intermediate_size"] == 48, "the start's, not the target's"
+    assert "scaled_frequencies" not in record["drafter"], "they follow from the rest"
 
 
 def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(
@@ -108,8 +115,6 @@ def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(
         ({"hidden_size": 64}, [], "hidden size is 64, the target's 32"),
         ({"vocab_size": VOCAB + 4}, [], f"vocabulary is {VOCAB + 4}"),
         ({"num_target_layers": 12, "target_layer_ids": (1, 9)}, [], "taps layer 9"),
-        ({"is_causal": True}, [], "only full attention is trained"),
-        ({"layer_types": ("sliding_attention",), "sliding_window": 8}, [], "only full attention is trained"),
         ({}, ["--output", "START"], "would overwrite"),
         ({}, ["--init-from", "/no/such/drafter"], "/no/such/drafter: no such directory"),
     ],
@@ -143,6 +148,7 @@ def test_a_variant_of_the_speculators_form_is_refused_in_one_line(how: str, tmp_
     with pytest.raises(UserError, match={"anchor": "not plain DFlash"}.get(how, "reduced vocabulary")) as caught:
         load_drafter(str(path))
     assert "\n" not in str(caught.value)
+    assert ("dflash-train --init-from starts from its layers" in str(caught.value)) == (how != "anchor")
 
 
 # ---- averaged weights ------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from .loop import Outcome, train
 from .metrics import import_wandb, log_in
 from .parallel import Processes, speaks, without_local_rank
 from .schedule import packing
-from .start import knobs_of, load_start
+from .start import Start, knobs_of, load_start
 from .state import first_difference
 from .step import use_flex
 from .zero import import_deepspeed
@@ -126,7 +126,7 @@ class _Prepared:
     data: PromptData
     work: Path
     record: dict[str, Any]
-    start: Drafter | None  # what `init_from` names
+    start: Start | None  # what `init_from` names
 
 
 def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
@@ -147,15 +147,15 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output)
-        config = replace(config, drafter=knobs_of(start.config))
-    shape = start.config if start else drafter_config(config, target_config, tokenizer)
+        config = replace(config, drafter=knobs_of(start.drafter.config))
+    shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
     check_fits(shape, target_config)
     data = load_prompts(config, tokenizer)
     work = output / WORK
     _make(work, f"output {output}")
     record = _provenance(config, shape, data, template_hash(tokenizer))
     if start:
-        record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start)}
+        record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start.drafter)}
     if _finished(output, record):
         return f"{output} holds this run, finished; give another --output to train again"
     if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
@@ -166,11 +166,13 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
 def _train(run: _Prepared, processes: Processes) -> None:
     config, data, shape, record = run.config, run.data, run.shape, run.record
     output = Path(config.output_dir)
+    for line in run.start.changed if run.start else ():
+        _say(processes, line)
     answered = data.rows
     if config.answers.regenerate and not config.answer_files:
         answered = _answered(run, processes)  # before the target is loaded: the engine has its own copy
     target, rows = processes.together(_loaded, run, answered, processes)
-    drafter = run.start or Drafter.fresh(shape, config.run.seed)
+    drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
     answers = sum(row.answer_tokens for row in rows)

@@ -253,9 +253,7 @@ class TrainConfig:
     held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
     output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
     init_from: str | None = knob(
-        None,
-        "drafter to start from, with its shape: directory or Hugging Face id; full attention, plain rope and the "
-        "target's whole vocabulary only",
+        None, "drafter to start from, with its shape: directory or Hugging Face id, of any form"
     )
     drafter: DrafterKnobs = group(DrafterKnobs)
     prompts: DataKnobs = group(DataKnobs)

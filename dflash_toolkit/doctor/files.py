@@ -13,6 +13,7 @@ from ..checkpoint import PROVENANCE_KEY, check_fits, locate, read_config, read_j
 from ..config import UserError
 from ..drafter import Drafter, DrafterConfig
 from ..prompts import template_hash
+from ..rope import RopeScaling
 from ..target import declared_stop_ids
 from .finding import Finding
 
@@ -199,11 +200,27 @@ def check_rope(case: Case) -> list[Finding]:
     """Theta and scaling beside the target's: a drafter may have its own. (Which works best is a sweep.)"""
     if case.config is None:
         return []
+    theta, scaling = rope_of(case.target)
+    words = f"{rope_words(case.config.rope_theta, case.config.rope_scaling)}; the target's {rope_words(theta, scaling)}"
     own = getattr(case.target, "rope_parameters", None) or {}
-    theta, kind = own.get("rope_theta"), own.get("rope_type", "default")
-    words = f"theta {case.config.rope_theta:g}, the target's {'unknown' if theta is None else f'{theta:g}'}"
-    scaling = "" if kind == "default" else f"; the target scales its RoPE ({kind}), a drafter never does"
-    return [Finding("rope", "ok", words + scaling, figures={"target": dict(own)})]
+    if scaling is None and own.get("rope_type", "default") != "default":
+        words += f", scaled as no drafter is ({own['rope_type']})"
+    return [Finding("rope", "ok", words, figures={"target": dict(own)})]
+
+
+def rope_of(target: PreTrainedConfig) -> tuple[float | None, RopeScaling | None]:
+    """A target's theta, None if it says none, and its scaling, None if plain or of a type that no drafter has."""
+    group = dict(getattr(target, "rope_parameters", None) or {})
+    try:
+        scaling = RopeScaling.read(group, {"max_position_embeddings": target.max_position_embeddings})
+    except ValueError:
+        scaling = None
+    return group.get("rope_theta"), scaling
+
+
+def rope_words(theta: float | None, scaling: RopeScaling | None) -> str:
+    """`theta 10000`, and how it is scaled."""
+    return f"theta {'unknown' if theta is None else f'{theta:g}'}" + (f", {scaling}" if scaling else "")
 
 
 def check_mask_token(case: Case) -> list[Finding]:

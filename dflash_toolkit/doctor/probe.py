@@ -16,6 +16,7 @@ from torch import Tensor
 from ..acceptance import ratio
 from ..decode import Generation, SamplingParams, generate
 from ..drafter import Drafter
+from ..rope import RopeScaling
 from ..target import Target
 
 NEAR = 16  # recall is counted among so many best tokens
@@ -29,6 +30,7 @@ class Setting:
 
     layer_ids: tuple[int, ...]  # EMBEDDING..n - 1; the last layer's output is the normed one
     rope_theta: float
+    rope_scaling: RopeScaling | None
     mask_token_id: int
     is_causal: bool | None
     context_end: int = 0  # a block sees context before anchor + context_end
@@ -37,8 +39,8 @@ class Setting:
 
     @classmethod
     def of(cls, drafter: Drafter) -> "Setting":
-        config = drafter.config
-        return cls(config.target_layer_ids, config.rope_theta, config.mask_token_id, config.is_causal)
+        c = drafter.config
+        return cls(c.target_layer_ids, c.rope_theta, c.rope_scaling, c.mask_token_id, c.is_causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class Probe:
         drafter.config = replace(
             drafter.config,
             rope_theta=setting.rope_theta,
+            rope_scaling=setting.rope_scaling,
             is_causal=setting.is_causal,
             mask_token_id=setting.mask_token_id,
         )

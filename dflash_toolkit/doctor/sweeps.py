@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..progress import Progress
 from ..target import RESERVED_WORDS
-from .files import Case
+from .files import Case, rope_of, rope_words
 from .finding import Finding
 from .probe import Answer, Probe, Scores, Setting, gain
 
@@ -68,16 +68,21 @@ def layer_ids(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def rope(case: Case, now: Setting) -> Iterator[Way]:
-    """The target's own theta, and the common ones."""
-    own = float((getattr(case.target, "rope_parameters", None) or {}).get("rope_theta") or now.rope_theta)
-    for theta in dict.fromkeys((own, *COMMON_THETAS)):
-        if theta != now.rope_theta:
-            whose = " (the target's)" if theta == own else ""
-            keys = "rope_theta and rope_parameters.rope_theta"
-            if case.speculators:
-                keys = "rope_theta and rope_parameters.rope_theta of transformer_layer_config"
-            remedy = f"set {keys} to {theta:g} in config.json"
-            yield Way(f"theta {theta:g}{whose}", replace(now, rope_theta=theta), remedy)
+    """The target's own theta and scaling, the common thetas, and no scaling."""
+    theta, scaling = rope_of(case.target)
+    own = theta or now.rope_theta
+    tried = [(theta, now.rope_scaling) for theta in (own, *COMMON_THETAS)]
+    tried += [(theta, other) for other in (scaling, None) for theta in (own, now.rope_theta)]
+    inside = " of transformer_layer_config" if case.speculators else ""
+    for theta, other in dict.fromkeys(tried):
+        if (theta, other) == (now.rope_theta, now.rope_scaling):
+            continue
+        remedy = f"set rope_theta and rope_parameters.rope_theta{inside} to {theta:g} in config.json"
+        if other != now.rope_scaling:
+            group = (other.parameters if other else {"rope_type": "default"}) | {"rope_theta": theta}
+            remedy = f"set rope_parameters{inside} (and rope_theta, rope_scaling, if there) to {group} in config.json"
+        whose = " (the target's)" if theta == own and other in (scaling, now.rope_scaling) else ""
+        yield Way(rope_words(theta, other) + whose, replace(now, rope_theta=theta, rope_scaling=other), remedy)
 
 
 def mask_row(case: Case, now: Setting) -> Iterator[Way]:
@@ -141,7 +146,7 @@ def labels(case: Case, now: Setting) -> Iterator[Way]:
 
 FAMILIES = (
     Family("layer ids", layer_ids, lambda now: f"taps {list(now.layer_ids)}"),
-    Family("rope", rope, lambda now: f"theta {now.rope_theta:g}"),
+    Family("rope", rope, lambda now: rope_words(now.rope_theta, now.rope_scaling)),
     Family("mask row", mask_row, lambda now: f"mask {now.mask_token_id}"),
     Family("causality", causality, lambda now: f"is_causal {str(now.is_causal).lower()}"),
     Family("context", context, lambda now: "context strictly before the anchor", strict=True),

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..config import UserError
 from ..drafter import Drafter, DrafterConfig
 from ..kernels.scaled import Matrix, ScaledMatrix
+from ..rope import ROPE_TYPES, scaled_frequencies
 from ..target import context_limit
 from .filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
 
 WIDE_IN_FP8 = 4096  # hidden size from which layers gain by fp8 beyond MAX_ROWS rows; 896 loses, none between was tried
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +75,10 @@ class ModelSpec:
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         if kind == "default":
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            frequencies, factor = 1.0 / c.rope_parameters["rope_theta"] ** exponents, 1.0
+            plain = 1.0 / c.rope_parameters["rope_theta"] ** exponents
+            frequencies, factor = tuple(plain.double().tolist()), 1.0
         else:
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](c)
+            frequencies, factor = scaled_frequencies(c)
         bias = c.model_type == "qwen2" or bool(getattr(c, "attention_bias", False))
         return cls(
             hidden_size=c.hidden_size,
@@ -94,16 +94,14 @@ class ModelSpec:
             o_bias=bias and c.model_type != "qwen2",
             tied_head=bool(c.tie_word_embeddings),
             context_limit=context_limit(c),
-            rope_frequencies=tuple(frequencies.double().tolist()),
-            rope_factor=float(factor),
+            rope_frequencies=frequencies,
+            rope_factor=factor,
             causal=(True,) * c.num_hidden_layers,
             windows=(0,) * c.num_hidden_layers,
         )
 
     @classmethod
     def of_drafter(cls, config: DrafterConfig) -> "ModelSpec":
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-        frequencies = config.rope_theta ** (-half / config.head_dim)
         sliding = [kind == "sliding_attention" for kind in config.layer_types]
         return cls(
             hidden_size=config.hidden_size,
@@ -119,7 +117,8 @@ class ModelSpec:
             o_bias=config.attention_bias,
             tied_head=True,
             context_limit=config.max_position_embeddings,
-            rope_frequencies=tuple(frequencies.double().tolist()),
+            rope_frequencies=tuple(config.rope_frequencies().double().tolist()),
+            rope_factor=config.rope_factor,
             causal=tuple(config.causal_inside_block(i) for i in range(config.num_layers)),
             windows=tuple((config.sliding_window or 0) if s else 0 for s in sliding),
         )

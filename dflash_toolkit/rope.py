@@ -1,0 +1,108 @@
+"""RoPE stretched beyond the context that a model was first trained on: linear, llama3 and YaRN.
+
+transformers' own functions compute the frequencies, for targets and drafters alike.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ORIGINAL = "original_max_position_embeddings"
+NEEDED = {"linear": ("factor",), "yarn": ("factor", ORIGINAL)}
+NEEDED["llama3"] = (*NEEDED["yarn"], "low_freq_factor", "high_freq_factor")
+ALLOWED = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
+# keys of the same group that say nothing about the scaling; text turns the same under mrope
+OTHERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
+    """Radians per position [H / 2], and the factor on cosines and sines, of a config whose RoPE is scaled."""
+    with torch.device("cpu"):  # some of these functions allocate on the default device, which may be meta
+        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+    return tuple(frequencies.double().tolist()), float(factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How frequencies are stretched, under the names of `rope_parameters`; None is a key that is not given.
+
+    Raises:
+        ValueError: a type that is not supported, a key that it needs or does not know, a number out of range.
+    """
+
+    rope_type: str  # linear, llama3 or yarn
+    factor: float
+    original_max_position_embeddings: float | None = None  # llama3, yarn; in tokens
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    attention_factor: float | None = None  # yarn; on cosines and sines, None: of factor and the two mscales
+    beta_fast: float | None = None  # yarn; turns within the original context
+    beta_slow: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool | None = None  # yarn
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES[1:]:
+            raise ValueError(f"rope type {self.rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+        needed, given = NEEDED[self.rope_type], self.parameters
+        if missing := next((key for key in needed if key not in given), None):
+            raise ValueError(f"rope type {self.rope_type!r} needs {missing!r}")
+        for key, value in given.items():
+            if key not in ("rope_type", *needed, *ALLOWED.get(self.rope_type, ())):
+                raise ValueError(f"rope type {self.rope_type!r} knows no {key!r}")
+            if key == "truncate" and not isinstance(value, bool):
+                raise ValueError(f"truncate is {value!r}; it must be true or false")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if key not in ("rope_type", "truncate") and not (number and 0 < value < math.inf):
+                raise ValueError(f"{key} is {value!r}; it must be a number > 0")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if low in given and high in given and given[low] > given[high]:
+                raise ValueError(f"{low} is {given[low]}, above {high} {given[high]}")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What `rope_scaling` of a config.json holds: the type and the keys that are given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @classmethod
+    def read(cls, group: dict[str, Any], beside: dict[str, Any]) -> "RopeScaling | None":
+        """Of `rope_parameters` or `rope_scaling`, and the keys beside that group; None for plain RoPE.
+
+        Raises:
+            ValueError: as the class.
+        """
+        if nested := next((key for key, value in group.items() if isinstance(value, dict)), None):
+            raise ValueError(f"a rope of its own for {nested!r} is not supported; all layers share one")
+        kind = group.get("rope_type", group.get("type", "default"))
+        if kind == "default":
+            return None
+        given = {key: value for key, value in group.items() if key not in OTHERS and value is not None}
+        if kind in ("llama3", "yarn"):  # transformers' precedence
+            given[ORIGINAL] = beside.get(ORIGINAL) or given.get(ORIGINAL) or beside.get("max_position_embeddings")
+        known = {key: value for key, value in given.items() if key in cls.__slots__}
+        found = cls(**({"rope_type": kind, "factor": None} | known))
+        if unknown := next((key for key in given if key not in known), None):
+            raise ValueError(f"rope type {kind!r} knows no {unknown!r}")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.rope_type} x {self.factor:g}"
+
+    def frequencies(self, theta: float, head_dim: int) -> tuple[tuple[float, ...], float]:
+        """`scaled_frequencies` of heads of this size. Raises ValueError: numbers out of range make no frequencies."""
+        config = Qwen3Config(head_dim=head_dim)
+        config.rope_parameters = self.parameters | {"rope_theta": theta}  # set later: its checks would warn of nothing
+        try:
+            found, factor = scaled_frequencies(config)
+        except ArithmeticError as error:
+            raise ValueError(f"theta {theta:g} with {self.parameters} makes no frequencies ({error})") from error
+        if not all(map(math.isfinite, (*found, factor))):
+            raise ValueError(f"theta {theta:g} with {self.parameters} makes frequencies that are no numbers")
+        return found, factor

@@ -1,0 +1,193 @@
+"""Scaled RoPE of a drafter: transformers' own numbers, in the module, in the engine, and in config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_same, make_drafter, make_target
+from test_runtime_engine import make_engine, prompts_of, same
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter, save_drafter
+from dflash_toolkit.checkpoint import read_config
+from dflash_toolkit.doctor.files import Case, check_rope
+from dflash_toolkit.doctor.probe import Setting
+from dflash_toolkit.doctor.sweeps import rope
+from dflash_toolkit.rope import RopeScaling
+from dflash_toolkit.runtime.model import ModelSpec
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn-given": YARN | {"attention_factor": 1.25, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "yarn-mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+}
+scalings = pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+
+
+def scaled(target: Target, scaling: dict[str, Any]) -> Drafter:
+    return make_drafter(target, rope_scaling=RopeScaling(**scaling))
+
+
+def write_config(path: Path, drafter_dir: Path, changes: dict[str, Any]) -> Path:
+    """A drafter's config.json with other values; None removes a key."""
+    values = json.loads((drafter_dir / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return path
+
+
+@scalings
+def test_the_frequencies_are_those_of_transformers(scaling: dict[str, Any], target: Target) -> None:
+    config = Qwen3Config(head_dim=8, max_position_embeddings=512, rope_parameters=scaling | {"rope_theta": 1e4})
+    theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+    drafter = scaled(target, scaling)
+    assert torch.equal(drafter.config.rope_frequencies(), theirs) and drafter.config.rope_factor == factor
+    spec = ModelSpec.of_drafter(drafter.config)
+    assert spec.rope_frequencies == tuple(theirs.double().tolist()) and spec.rope_factor == factor
+    assert (factor != 1.0) == (scaling["rope_type"] == "yarn")
+    assert not torch.equal(theirs, make_drafter(target).config.rope_frequencies())
+
+
+@scalings
+def test_transformers_reads_the_same_rope_out_of_an_exported_config(
+    scaling: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    drafter = scaled(target, scaling)
+    save_drafter(drafter, tmp_path)
+    check_same(load_drafter(str(tmp_path)), drafter)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["rope_scaling"] == scaling, "all that transformers 4 reads, beside the flat theta"
+    assert values["rope_parameters"] == scaling | {"rope_theta": 1e4} and values["rope_theta"] == 1e4
+    positions = torch.tensor([[0, 1, 70, 300]])
+    theirs = Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(tmp_path))(torch.zeros(1), positions)
+    for ours, their in zip(drafter.rope(positions), theirs, strict=True):
+        assert torch.allclose(ours, their, atol=1e-6)
+
+
+@scalings
+def test_the_engine_drafts_as_the_reference_does(scaling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(tied=False)  # its own embedding of the mask would be the best token of every slot
+    drafter, plain = scaled(target, scaling), make_drafter(target)
+    for module in (drafter, plain):  # attention far from uniform, so that it matters where a key stands
+        module.init_weights(torch.Generator().manual_seed(5), std=1.0)
+    (prompt,) = prompts_of(50)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    drafts: dict[str, list[list[int]]] = {"engine": [], "reference": [], "plain": []}
+
+    def noted(whose: str) -> Any:
+        def propose(*args: Any) -> list[int]:
+            drafts[whose].append(reference(*args))
+            return drafts[whose][-1]
+
+        return propose
+
+    reference = decode.propose
+    engine = make_engine(target, drafter)
+    engine_propose = engine.runner._propose
+
+    def propose(*args: Any) -> torch.Tensor:
+        drafted = engine_propose(*args)
+        drafts["engine"] += drafted.tolist()
+        return drafted
+
+    monkeypatch.setattr(engine.runner, "_propose", propose)
+    (got,) = engine.generate([prompt], params)
+    for whose, module in (("reference", drafter), ("plain", plain)):
+        monkeypatch.setattr(decode, "propose", noted(whose))
+        expected = generate(target, module, prompt, params)
+        assert same(got, expected) or whose == "plain"
+    assert drafts["engine"][: len(drafts["reference"])] == drafts["reference"], "but for a step that was run ahead"
+    assert drafts["reference"] != drafts["plain"] and len(drafts["reference"]) > 9
+
+
+# ---- the doctor ------------------------------------------------------------------------------------------------
+
+
+def case_of(target: Target, drafter: Drafter) -> Case:
+    return Case("tiny", {}, drafter.config, "", {}, target.config, target.tokenizer, None)
+
+
+def test_the_doctor_names_and_tries_both_scalings() -> None:
+    target = make_target(rope_parameters=YARN | {"rope_theta": 5e5})
+    drafter = scaled(target, SCALINGS["linear"])
+    case = case_of(target, drafter)
+    (finding,) = check_rope(case)
+    assert finding.measured == "theta 10000, linear x 3; the target's theta 500000, yarn x 8"
+    ways = {way.words: way for way in rope(case, Setting.of(drafter))}
+    own = "theta 500000, yarn x 8 (the target's)"
+    assert {own, "theta 10000, yarn x 8", "theta 10000", "theta 1e+06, linear x 3"} <= set(ways)
+    assert "theta 10000, linear x 3" not in ways, "as it is configured"
+    assert ways[own].setting.rope_scaling == RopeScaling(**YARN) and ways[own].setting.rope_theta == 5e5
+    assert str(YARN)[1:-1] in ways[own].remedy and "to 1e+06 in" in ways["theta 1e+06, linear x 3"].remedy
+
+
+def test_a_target_s_scaling_that_no_drafter_has_is_not_tried(target: Target) -> None:
+    other = make_target(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    drafter = make_drafter(target)
+    plain, dynamic = ([way.words for way in rope(case_of(t, drafter), Setting.of(drafter))] for t in (target, other))
+    assert plain == dynamic and all("," not in words for words in plain)
+    (finding,) = check_rope(case_of(other, drafter))
+    assert finding.measured == "theta 10000; the target's theta 10000, scaled as no drafter is (dynamic)"
+
+
+# ---- config.json of others -------------------------------------------------------------------------------------
+
+
+def test_the_older_key_is_read_and_what_it_leaves_to_the_keys_beside_it(drafter_dir: Path, tmp_path: Path) -> None:
+    given = {"type": "yarn", "factor": 8.0, "attention_factor": None}
+    older = {"rope_parameters": None, "rope_scaling": given, "rope_theta": 5e5}
+    config = read_config(write_config(tmp_path, drafter_dir, older))
+    assert config.rope_theta == 5e5, "beside the group"
+    yarn = RopeScaling(rope_type="yarn", factor=8.0, original_max_position_embeddings=512)
+    assert config.rope_scaling == yarn, "of the whole context, which stands beside it too"
+    config = read_config(write_config(tmp_path, drafter_dir, older | {"original_max_position_embeddings": 128}))
+    assert config.rope_scaling is not None and config.rope_scaling.original_max_position_embeddings == 128
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported; known: default, linear, "),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "rope type 'longrope' is not supported"),
+        ({"rope_type": ["yarn"]}, "rope type ['yarn'] is not supported"),
+        ({"rope_type": "linear"}, "rope type 'linear' needs 'factor'"),
+        (LLAMA3 | {"low_freq_factor": None}, "rope type 'llama3' needs 'low_freq_factor'"),
+        (LLAMA3 | {"low_freq_factor": 5}, "low_freq_factor is 5, above high_freq_factor 4.0"),
+        (LLAMA3 | {"beta_fast": 32}, "rope type 'llama3' knows no 'beta_fast'"),
+        (YARN | {"attn_factor": 1.0}, "rope type 'yarn' knows no 'attn_factor'"),
+        (YARN | {"factor": "4"}, "factor is '4'; it must be a number > 0"),
+        (YARN | {"factor": True}, "factor is True; it must be a number > 0"),
+        (YARN | {"factor": 0}, "factor is 0; it must be a number > 0"),
+        (YARN | {"attention_factor": float("inf")}, "attention_factor is inf; it must be a number > 0"),
+        (YARN | {"truncate": 1}, "truncate is 1; it must be true or false"),
+        (YARN | {"rope_theta": 1.0}, "makes no frequencies (float division by zero)"),
+        (YARN | {"factor": 1e-320}, "makes frequencies that are no numbers"),
+        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"full_attention": YARN}, "a rope of its own for 'full_attention' is not supported"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_scaling_that_no_drafter_has_is_one_line(
+    name: str, scaling: dict[str, Any], said: str, drafter_dir: Path, tmp_path: Path
+) -> None:
+    changes = {"rope_parameters": None} | {name: scaling}
+    with pytest.raises(UserError) as caught:
+        read_config(write_config(tmp_path, drafter_dir, changes))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_two_scalings_that_differ_are_refused(drafter_dir: Path, tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    with pytest.raises(UserError, match="'rope_parameters' and 'rope_scaling' differ"):
+        read_config(write_config(tmp_path, drafter_dir, {"rope_parameters": plain, "rope_scaling": YARN}))
+    both = {"rope_parameters": YARN | {"rope_theta": 1e4}, "rope_scaling": YARN}
+    assert read_config(write_config(tmp_path, drafter_dir, both)).rope_scaling == RopeScaling(**YARN)
