@@ -34,6 +34,7 @@ PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1
 EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
     "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "chat_template_kwargs": None,
 }  # fmt: skip
+RENAMED = 2  # of `_forms`, the one with max_completion_tokens
 KNOBS = {"top_k": "sampler.top_k", "min_p": "sampler.min_p", "chat_template_kwargs": "sampler.thinking"}
 LOST = "\ufffd"  # stands for bytes that are no character: which they were is not known
 
@@ -194,12 +195,13 @@ class EndpointBackend:
             try:
                 reply = _request(url, self._timeout_s, forms[number])
             except _RefusedError as error:
-                refused = refused or error
+                if refused is None or number < RENAMED:  # an older server's word on the newer name tells nothing
+                    refused = error
             else:
                 self._known_form[url] = number
                 return reply
-        needed = ", ".join(f"{knob} needs {name}" for name, knob in KNOBS.items() if name in forms[-1])
-        raise _RefusedError(f"{refused}; {needed}" if needed else str(refused))
+        needed = ", ".join(f"{name} ({knob} needs it)" for name, knob in KNOBS.items() if name in forms[-1])
+        raise _RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
 
     def _body(self, api: str, question: _Question) -> dict[str, Any]:
         params = question.params
@@ -224,17 +226,19 @@ class EndpointBackend:
     def _answer(self, url: str, question: _Question, reply: dict[str, Any]) -> Answer:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         reason = "length" if choice["finish_reason"] == "length" else "stop"
-        limit = question.params.max_new_tokens
         if "message" in choice:
             check_prompt(url, usage.get("prompt_tokens"), len(question.prompt))
-        tokens = choice.get("token_ids")
+        tokens, limit = choice.get("token_ids"), question.params.max_new_tokens
         if tokens is None:
             spellings = self._spellings(question, choice)
             counted = (self._counted(spelling, reason, usage.get("completion_tokens")) for spelling in spellings)
-            return Answer(question.key, next(filter(None, counted), []), reason)
-        tokens = [int(token) for token in tokens][:limit]
-        if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids) and len(tokens) < limit:
-            tokens += self._stop_ids[:1]  # left out by the server
+            tokens = next(filter(None, counted), [])
+        else:
+            tokens = [int(token) for token in tokens]
+            if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
+                tokens += self._stop_ids[:1]  # left out by the server
+        if len(tokens) > limit:  # which it was not told, or did not heed
+            tokens, reason = tokens[:limit], "length"
         return Answer(question.key, tokens, reason)
 
     def _known(self, server: int, answer: Answer) -> Answer:
