@@ -237,7 +237,7 @@ class EndpointBackend:
             tokens = [int(token) for token in tokens]
             if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
                 tokens += self._stop_ids[:1]  # left out by the server
-        if len(tokens) > limit:  # which it was not told, or did not heed
+        if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
             tokens, reason = tokens[:limit], "length"
         return Answer(question.key, tokens, reason)
 
