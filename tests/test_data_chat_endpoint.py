@@ -227,6 +227,14 @@ def test_reasoning_that_the_template_writes_only_behind_another_prompt_is_unknow
     assert WORDS.decode(ask(fake, said("so</o>hi"), tokenizer=opens).tokens) == "so</o>hi<|end|>"
 
 
+def test_what_the_template_writes_before_a_plain_text_counts_too(fake: Fake) -> None:
+    channels = words(
+        TEMPLATE.replace("{{ m['content'] }}", "{% if m.role == 'assistant' %}<f>{% endif %}{{ m.content }}")
+    )
+    assert WORDS.decode(ask(fake, said("hi", count=6), tokenizer=channels).tokens) == "<f>hi<|end|>"
+    assert WORDS.decode(ask(fake, said("hi", count=3), tokenizer=channels).tokens) == "hi<|end|>", "it said no more"
+
+
 def calling(arguments: str, count: int) -> dict[str, Any]:
     call = {"id": "x1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return said(None, tool_calls=[call], count=count, reason="tool_calls")
