@@ -228,9 +228,8 @@ def test_reasoning_that_the_template_writes_only_behind_another_prompt_is_unknow
 
 
 def test_what_the_template_writes_before_a_plain_text_counts_too(fake: Fake) -> None:
-    channels = words(
-        TEMPLATE.replace("{{ m['content'] }}", "{% if m.role == 'assistant' %}<f>{% endif %}{{ m.content }}")
-    )
+    channel = "{% if m.role == 'assistant' %}<f>{% endif %}{{ m.content }}"
+    channels = words(TEMPLATE.replace("{{ m['content'] }}", channel))
     assert WORDS.decode(ask(fake, said("hi", count=6), tokenizer=channels).tokens) == "<f>hi<|end|>"
     assert WORDS.decode(ask(fake, said("hi", count=3), tokenizer=channels).tokens) == "hi<|end|>", "it said no more"
 
