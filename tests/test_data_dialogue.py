@@ -9,7 +9,7 @@ from conftest import EOS, TEMPLATE, make_tokenizer
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.prompts import encode_chat
 from train.answers import Row, converse, seed_of
-from train.backends import Answer
+from train.backends import Answer, Chat
 from train.dialogue import ChatDialogue
 from train.shapes import Conversation
 
@@ -153,7 +153,7 @@ class Backwards:
         self.asked: list[tuple[int, list[int]]] = []
         self.most = 0
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         self.asked.append((key, prompt))
         self.most = max(self.most, len(self.asked))
 

@@ -15,7 +15,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.progress import Progress
 
-from .backends import Answer, Backend
+from .backends import Answer, Backend, Chat
 from .config import AnswerKnobs
 
 Span = tuple[int, int]  # start and end of an answer in its row
@@ -69,6 +69,10 @@ class Dialogue(Protocol):
     def question(self) -> tuple[list[int], SamplingParams] | None:
         """The prompt to answer next and how; None when all is said."""
 
+    @property
+    def chat(self) -> Chat | None:
+        """What that prompt was rendered from, if it is known."""
+
     def hear(self, answer: Answer) -> None:
         """The answer to the question."""
 
@@ -96,7 +100,7 @@ def converse(backend: Backend, dialogues: Iterable[D]) -> Iterator[D]:
             else:
                 key += 1
                 asked[key] = dialogue
-                backend.ask(key, *dialogue.question)
+                backend.ask(key, *dialogue.question, dialogue.chat)
         if not asked:
             return
         answer = backend.wait()
@@ -106,7 +110,7 @@ def converse(backend: Backend, dialogues: Iterable[D]) -> Iterator[D]:
             del asked[answer.key]
             yield dialogue
         else:
-            backend.ask(answer.key, *dialogue.question)
+            backend.ask(answer.key, *dialogue.question, dialogue.chat)
 
 
 def seed_of(seed: int, index: int, sample: int = 0) -> int:
@@ -146,6 +150,8 @@ def read_rows(path: Path, vocab_size: int | None = None) -> list[Row]:
 
 class _Single:
     """A question, answered once."""
+
+    chat = None
 
     def __init__(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         self.row = Row(index, len(tokens), tokens)

@@ -11,6 +11,7 @@ import torch
 from dflash_toolkit.checkpoint import check_fits, load_drafter
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams, generate
+from dflash_toolkit.prompts import Message, Tool
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.loading import load_target
@@ -28,12 +29,20 @@ class Answer:
     finish_reason: str  # stop or length
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a prompt was rendered from, for servers that render it themselves."""
+
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+
+
 class Backend(Protocol):
     """Answers questions, several at a time, in the order in which they are finished."""
 
     width: int  # questions worth having asked at a time
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         """Begin to answer a prompt. Raises UserError for one that cannot be answered."""
 
     def wait(self) -> Answer:
@@ -51,7 +60,7 @@ class EngineBackend:
         self._finished: deque[Answer] = deque()
         self.width = 2 * (engine.options.max_batch or 1)  # whoever ends finds the next one waiting
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         def on_progress(request: Request, step: object) -> None:
             if request.finished:
                 self._finished.append(Answer(key, request.tokens, request.generation.finish_reason or "length"))
@@ -82,7 +91,7 @@ class ReferenceBackend:
         self._target: Target | None = target
         self._asked: deque[tuple[int, list[int], SamplingParams]] = deque()
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         self._asked.append((key, prompt, params))
 
     def wait(self) -> Answer:

@@ -34,7 +34,7 @@ from .backends import Backend, EngineBackend, open_backend
 from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
 from .dialogue import ChatDialogue
-from .endpoint import EndpointBackend, find_models
+from .endpoint import APIS, EndpointBackend, find_models
 from .identity import target_digest
 from .shapes import Conversation
 from .sources import Malformed, Source
@@ -87,6 +87,7 @@ class ServerKnobs:
     """How --endpoint is asked."""
 
     model: str | None = knob(None, "name of the target there (default: the only one it has)")
+    api: str = knob("auto", "auto is completions, and chat where these are refused or missing", choices=APIS)
     timeout: float = knob(600.0, "seconds for one answer")
     retries: int = knob(6, "times a question is asked again after an error that may pass, pausing 1, 2, 4, ... seconds")
 
@@ -385,7 +386,8 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
         )  # fmt: skip
     return EndpointBackend(
         config.endpoint, tokenizer, stops, vocab_size=int(target_config.vocab_size), model=config.server.model,
-        concurrency=config.batch, timeout_s=config.server.timeout, retries=config.server.retries,
+        api=config.server.api, thinking=config.sampler.thinking, concurrency=config.batch,
+        timeout_s=config.server.timeout, retries=config.server.retries,
     )  # fmt: skip
 
 

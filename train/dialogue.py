@@ -11,7 +11,7 @@ from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.prompts import Message, Tool, apply_template, encode_chat
 
 from .answers import Row, Span
-from .backends import Answer
+from .backends import Answer, Chat
 from .shapes import Conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
@@ -73,6 +73,10 @@ class ChatDialogue:
         self._tokenizer, self._max_length, self._thinking = tokenizer, max_length, thinking
         self.question: tuple[list[int], SamplingParams] | None = None
         self._ask()
+
+    @property
+    def chat(self) -> Chat:
+        return Chat(self._messages, self.tools)
 
     def _ask(self) -> None:
         """The next turn becomes the question, if there is one and it fits."""
@@ -157,17 +161,35 @@ def recorded_rows(
             return [Row(0, spans[0][0], tokens[: spans[-1][1]], spans)], left_out
         for i in turns:
             prompt = encode_chat(tokenizer, messages[:i], thinking, tools)
-            whole = encode_chat(tokenizer, messages[: i + 1], thinking, tools, ask=False)
-            if whole[: len(prompt)] != prompt:
+            answer = rendered_answer(tokenizer, prompt, messages[: i + 1], tools, stop_ids, thinking)
+            if answer is None:
                 left_out["that do not follow their prompt token for token"] += 1
                 continue
-            answer = whole[len(prompt) :]
-            end = next((at for at in range(len(answer), 0, -1) if answer[at - 1] in stop_ids), len(answer))
-            row, goes_on = continued(rows[-1] if rows else None, 0, prompt, answer[:end])
+            row, goes_on = continued(rows[-1] if rows else None, 0, prompt, answer)
             rows[len(rows) - goes_on :] = [row]
     except UserError:
         left_out[REFUSED] += 1
     return rows, left_out
+
+
+def rendered_answer(
+    tokenizer: Any,
+    prompt: list[int],
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    stop_ids: Collection[int],
+    thinking: bool | None,
+) -> list[int] | None:
+    """What the chat template writes behind a prompt for the last message, up to and with the last stop token.
+
+    None: the rendered messages do not begin with the prompt token for token. Raises as `encode_chat` does.
+    """
+    whole = encode_chat(tokenizer, messages, thinking, tools, ask=False)
+    if whole[: len(prompt)] != prompt:
+        return None
+    answer = whole[len(prompt) :]
+    end = next((at for at in range(len(answer), 0, -1) if answer[at - 1] in stop_ids), len(answer))
+    return answer[:end]
 
 
 def _has_generation_tags(tokenizer: Any, tools: Sequence[Tool]) -> bool:

@@ -1,28 +1,42 @@
-"""Answers from any OpenAI-compatible server: /v1/completions with token ids, so that only we apply the template."""
+"""Answers from any OpenAI-compatible server: /v1/completions with token ids, so that only we apply the template.
+
+A server without that, or whose prompts are text, is asked through /v1/chat/completions (`chat_endpoint.py`).
+"""
 
 import http.client
 import json
 import os
 import queue
+import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 
-from .backends import Answer
+from .backends import Answer, Chat
+from .chat_endpoint import chat_fields, check_prompt, plain_text, rendered_message
 
 LONGEST_PAUSE_S = 60.0
 BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error", "content_filter")  # finish_reason of half an answer
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 REFUSED = (400, 422)
-EXTRAS = ("return_token_ids", "top_k", "min_p", "repetition_penalty")  # which OpenAI's own API does not know
+MISSING = (404, 405, 501)
+APIS = ("auto", "completions", "chat")
+PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1/
+EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
+    "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "chat_template_kwargs": None,
+}  # fmt: skip
+RENAMED = 2  # of `_forms`, the one with max_completion_tokens
+KNOBS = {"top_k": "sampler.top_k", "min_p": "sampler.min_p", "chat_template_kwargs": "sampler.thinking"}
+LOST = "\ufffd"  # stands for bytes that are no character: which they were is not known
 
 
 class _TryAgainError(Exception):
@@ -37,17 +51,35 @@ class _RefusedError(UserError):
     """The server takes offence at something in the request."""
 
 
+class _MissingError(UserError):
+    """The server has no such API."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What `EndpointBackend.ask` was given."""
+
+    key: int
+    prompt: list[int]
+    params: SamplingParams
+    chat: Chat | None
+
+
 class EndpointBackend:
     """Asks one or more servers of the same target, each question on its own, from so many threads.
 
     A server that returns token ids (`return_token_ids`: vLLM, SGLang, dflash-serve) is taken at its word. From any
     other the text is tokenised again, and counts only if that gives as many tokens as the server says it wrote. A
-    server that refuses a request is asked without what only these know, unless the sampler needs it.
+    server that refuses a request is asked without what only these know, unless the sampler or the thinking mode needs
+    it. One that refuses the first through /v1/completions, or has no such thing, is asked through
+    /v1/chat/completions from then on, where reasoning and tool calls become text by the target's own template.
 
     Args:
         urls: with or without the closing /v1; questions go round.
         vocab_size: of the target; an answer with a token beyond it is another model's.
         model: the name to ask for; None takes the only one that a server has.
+        api: one of `APIS`; auto tries, once for each server, and says what it found.
+        thinking: the mode that prompts were rendered in, for servers that render them too.
         concurrency: questions asked at a time, over all servers.
         timeout_s: for one answer.
         retries: how often a question is asked again after an error that may pass, with growing pauses.
@@ -68,6 +100,8 @@ class EndpointBackend:
         *,
         vocab_size: int,
         model: str | None = None,
+        api: str = "auto",
+        thinking: bool | None = None,
         concurrency: int = 64,
         timeout_s: float = 600.0,
         retries: int = 6,
@@ -76,31 +110,20 @@ class EndpointBackend:
         self.width = concurrency
         self._urls = [base_url(url) for url in urls]
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._thinking = vocab_size, thinking
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
-        self._strict: set[str] = set()  # servers that know OpenAI's own fields only
+        self._apis = {} if api == "auto" else dict.fromkeys(self._urls, api)  # by server, once it is known
+        self._known_form: dict[str, int] = {}  # by address, the first of `_forms` that was not refused
+        self._settling = threading.Lock()
         self._closed = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
         self.models = find_models(urls, model, timeout_s)
         for i in range(concurrency):  # daemons: an interrupted run does not wait for answers
             threading.Thread(target=self._work, args=(i % len(self._urls),), name=f"ask-{i}", daemon=True).start()
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
-        body = {
-            "prompt": prompt,
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "seed": params.seed,
-            "stream": False,
-            "return_token_ids": True,
-            # said even where they ask for nothing: some servers fill in the checkpoint's generation_config
-            "top_p": params.top_p,
-            "top_k": params.top_k or -1,
-            "min_p": params.min_p,
-            "repetition_penalty": 1.0,
-        }
-        self._asked.put((key, body))
+    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+        self._asked.put(_Question(key, prompt, params, chat))
 
     def wait(self) -> Answer:
         answer = self._answers.get()
@@ -116,57 +139,107 @@ class EndpointBackend:
     # ---- in the threads ----------------------------------------------------------------------------------
 
     def _work(self, server: int) -> None:
-        while (item := self._asked.get()) is not None and not self._closed.is_set():
-            key, body = item
+        url = self._urls[server]
+        while (question := self._asked.get()) is not None and not self._closed.is_set():
             try:
-                reply = self._persist(self._urls[server], {"model": self.models[server], **body})
-                self._answers.put(self._known(server, self._answer(key, reply, body["max_tokens"])))
+                self._answers.put(self._known(server, self._answer(url, question, self._persist(server, question))))
             except UserError as error:
                 self._answers.put(error)
             except Exception as error:
-                broken = UserError(f"{self._urls[server]}: not the reply of /v1/completions ({error!r})")
-                self._answers.put(broken)
+                path = PATHS[self._apis.get(url, "completions")]
+                self._answers.put(UserError(f"{url}: not the reply of /v1/{path} ({error!r})"))
 
-    def _persist(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _persist(self, server: int, question: _Question) -> dict[str, Any]:
         for attempt in range(self._retries + 1):
             try:
-                return _whole(self._complete(f"{url}/completions", body))
+                return _whole(self._reply(server, question))
             except _TryAgainError as error:
                 reason = str(error)
                 pause = min(self._pause_s * 2**attempt, LONGEST_PAUSE_S)
                 if attempt < self._retries and self._closed.wait(max(pause, min(error.after_s, LONGEST_PAUSE_S))):
                     break
         raise UserError(
-            f"{url}: no answer after {self._retries + 1} attempts ({reason}); "
+            f"{self._urls[server]}: no answer after {self._retries + 1} attempts ({reason}); "
             f"what was answered is kept, run the same command again to go on"
         )
 
-    def _complete(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        refused: UserError | None = None
-        if url not in self._strict:
-            try:
-                return _request(url, self._timeout_s, body)
-            except _RefusedError as error:
-                if body["top_k"] > 0 or body["min_p"] > 0:
-                    raise
-                refused = error
+    def _reply(self, server: int, question: _Question) -> dict[str, Any]:
+        """What the server says, through the API that it has."""
+        url = self._urls[server]
+        api = self._apis.get(url) or ("completions" if question.chat is None else None)
+        if api is not None:
+            return self._post(server, api, question)
         try:
-            reply = _request(url, self._timeout_s, {key: value for key, value in body.items() if key not in EXTRAS})
-        except _RefusedError as error:
-            raise refused or error from None
-        self._strict.add(url)
+            reply = self._post(server, "completions", question)
+        except (_RefusedError, _MissingError) as error:
+            try:
+                reply = self._post(server, "chat", question)
+            except (_RefusedError, _MissingError) as other:
+                raise UserError(f"{error}; {other}") from error
+            self._settle(url, "chat", f", for {error}")
+        else:
+            self._settle(url, "completions")
         return reply
 
-    def _answer(self, key: int, reply: dict[str, Any], limit: int) -> Answer:
-        choice = reply["choices"][0]
+    def _settle(self, url: str, api: str, why: str = "") -> None:
+        with self._settling:  # several threads find out at once
+            if url not in self._apis:
+                self._apis[url] = api
+                print(f"asking {url}/{PATHS[api]}{why}", file=sys.stderr)
+
+    def _post(self, server: int, api: str, question: _Question) -> dict[str, Any]:
+        url = f"{self._urls[server]}/{PATHS[api]}"
+        forms = _forms({"model": self.models[server], **self._body(api, question)})
+        refused: _RefusedError | None = None
+        for number in range(self._known_form.get(url, 0), len(forms)):
+            try:
+                reply = _request(url, self._timeout_s, forms[number])
+            except _RefusedError as error:
+                if refused is None or number < RENAMED:  # an older server's word on the newer name tells nothing
+                    refused = error
+            else:
+                self._known_form[url] = number
+                return reply
+        needed = ", ".join(f"{name} ({knob} needs it)" for name, knob in KNOBS.items() if name in forms[-1])
+        raise _RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
+
+    def _body(self, api: str, question: _Question) -> dict[str, Any]:
+        params = question.params
+        if api == "chat":
+            assert question.chat is not None, "asked without a chat"
+            prompt = chat_fields(question.chat, self._thinking)
+        else:
+            prompt = {"prompt": question.prompt}
+        return prompt | {
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "stream": False,
+            "return_token_ids": True,
+            # said even where they ask for nothing: some servers fill in the checkpoint's generation_config
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "repetition_penalty": 1.0,
+        }
+
+    def _answer(self, url: str, question: _Question, reply: dict[str, Any]) -> Answer:
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
         reason = "length" if choice["finish_reason"] == "length" else "stop"
-        tokens = choice.get("token_ids")
+        if "message" in choice:
+            check_prompt(url, usage.get("prompt_tokens"), len(question.prompt))
+        tokens, limit = choice.get("token_ids"), question.params.max_new_tokens
         if tokens is None:
-            return Answer(key, self._tokenized(choice["text"], reason, (reply.get("usage") or {})), reason)
-        tokens = [int(token) for token in tokens][:limit]
-        if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids) and len(tokens) < limit:
-            tokens += self._stop_ids[:1]  # left out by the server
-        return Answer(key, tokens, reason)
+            spellings = self._spellings(question, choice)
+            counted = (self._counted(spelling, reason, usage.get("completion_tokens")) for spelling in spellings)
+            tokens = next(filter(None, counted), [])
+        else:
+            tokens = [int(token) for token in tokens]
+            if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
+                tokens += self._stop_ids[:1]  # left out by the server
+        if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
+            tokens, reason = tokens[:limit], "length"
+        return Answer(question.key, tokens, reason)
 
     def _known(self, server: int, answer: Answer) -> Answer:
         """The answer, if all of its tokens are the target's."""
@@ -178,11 +251,26 @@ class EndpointBackend:
             )
         return answer
 
-    def _tokenized(self, text: str, reason: str, usage: dict[str, Any]) -> list[int]:
-        """The tokens of a text, none if they cannot be those that the server wrote."""
-        tokens = list(self._tokenizer(text, add_special_tokens=False).input_ids)
-        ended = tokens + list(self._stop_ids[:1]) if reason == "stop" else tokens
-        return ended if usage.get("completion_tokens") in (len(tokens), len(ended)) else []
+    def _spellings(self, question: _Question, choice: dict[str, Any]) -> Iterator[list[int]]:
+        """The tokens that a text may have been, likeliest first, with a stop token or without."""
+        message = choice.get("message")
+        text = choice["text"] if message is None else plain_text(message)
+        if text is not None:
+            yield list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        if message is not None and question.chat is not None:
+            rendered = rendered_message(
+                message, question.prompt, question.chat, self._tokenizer, self._stop_ids, self._thinking
+            )
+            if rendered is not None:
+                yield rendered
+
+    def _counted(self, tokens: list[int], reason: str, count: int | None) -> list[int]:
+        """The tokens of an answer, none if they cannot be the `count` that the server wrote."""
+        end = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
+        spoken = tokens[: len(tokens) - len(end)]
+        ended = spoken + (end or list(self._stop_ids[:1])) if reason == "stop" else spoken
+        known = count in (len(spoken), len(ended)) and LOST not in self._tokenizer.decode(spoken)
+        return ended if known else []
 
 
 def find_models(urls: Sequence[str], wanted: str | None, timeout_s: float) -> list[str]:
@@ -225,8 +313,8 @@ def _request(url: str, timeout_s: float, body: dict[str, Any] | None = None) -> 
         reason = f"HTTP {error.code}: {_message(error)}"
         if error.code in TRANSIENT:
             raise _TryAgainError(reason, _seconds(error.headers.get("Retry-After"))) from error
-        kind = _RefusedError if error.code in REFUSED else UserError
-        raise kind(f"{url}: {reason}") from error
+        kinds = dict.fromkeys(REFUSED, _RefusedError) | dict.fromkeys(MISSING, _MissingError)
+        raise kinds.get(error.code, UserError)(f"{url}: {reason}") from error
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
     try:
@@ -236,6 +324,15 @@ def _request(url: str, timeout_s: float, body: dict[str, Any] | None = None) -> 
     if not isinstance(reply, dict):
         raise UserError(f"{url}: the reply is no JSON object")
     return reply
+
+
+def _forms(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A request, what is left of it for servers that know OpenAI's own fields only, and for the newest of these."""
+    lean = {name: value for name, value in body.items() if name not in EXTRAS or value != EXTRAS[name]}
+    if "messages" not in body:
+        return [body, lean]
+    renamed = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in lean.items()}
+    return [body, lean, renamed]
 
 
 def _whole(reply: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams, int64_seed
 
-from .backends import Answer
+from .backends import Answer, Chat
 
 
 def import_vllm() -> Any:
@@ -51,7 +51,7 @@ class VllmBackend:
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"vllm cannot load {target}: {' '.join(str(error).split())}") from error
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams) -> None:
+    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         wanted = self._vllm.SamplingParams(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
             seed=int64_seed(params.seed) if params.temperature > 0 else None, max_tokens=params.max_new_tokens,
