@@ -87,13 +87,13 @@ def test_acceptance_after_minutes_of_training() -> None:
         "after 8 minutes, two answers a prompt": "pipeline",
         "after 4 minutes, two answers a prompt": "regenerated_four_minutes",
         "after 2 minutes, two answers a prompt": "regenerated_two_minutes",
-        "after 4 minutes on 9160 given answers": "four_minutes",
-        "those answers, four times as many blocks of each a step: after 8 minutes": "eight_minutes",
-        "after 4 minutes": "four_minutes_of_earlier_defaults",
-        "after 2 minutes": "two_minutes",
+        "after 4 minutes on those": "four_minutes",
+        "on those, four times as many blocks of each a step: after 8 minutes": "eight_minutes",
     }
-    for label, name in runs.items():
-        run = training[name]["runs"][-1] if "runs" in training[name] else training[name]
+    runs_shown = {label: training[name]["runs"][-1] for label, name in runs.items()}
+    two, eight = training["given_two_and_eight_minutes"]["runs"]
+    runs_shown |= {"after 2 minutes on those": two, "after 8 minutes on 9160 given answers": eight}
+    for label, run in runs_shown.items():
         speed = f"{run['steps']} steps, {run['sequences_per_second']:.0f} sequences/s"
         shown = next(row for row in rows if row in (label, f"{label}: {speed}", f"{label}, {speed}"))
         assert rows.pop(shown) == cells(run["sets"], run["pooled"]["tau"]), label
@@ -132,6 +132,25 @@ def test_minutes_of_training_with_todays_defaults() -> None:
         expected.append(["", "tokens/s", *(f"{sets[name]['tokens_per_second']:.0f}" for name in names)])
     plain = [f"{runs[1][name]['plain_tokens_per_second']:.0f}" for name in names]
     assert table("docs/training.md", "minutes") == [*expected, ["none", "tokens/s", *plain]]
+
+
+def test_which_settings() -> None:
+    jobs = result("train_qwen05")["ablation"]
+    runs = {
+        run["name"]: run
+        for job in ("base", "optimizers_and_layers", "weights_taps_and_kl")
+        for run in jobs[job]["runs"]
+    }
+    expected = []
+    for run in sorted(runs.values(), key=lambda run: -run["pooled"]["tau"]):
+        speed, tau = run["pooled"]["tokens_per_second"], run["pooled"]["tau"]
+        expected.append(
+            [str(run["steps"]), f"{run['epochs']:.1f}", f"{run['held_out_tau']:.2f}", f"{tau:.2f}", f"{speed:.0f}"]
+        )
+    shown = table("docs/training.md", "two minutes of")
+    assert [row[1:] for row in shown] == expected
+    settings = [", ".join(run["settings"]) for run in runs.values()]
+    assert {row[0].replace("`", "") for row in shown[1:]} == set(filter(None, settings))
 
 
 def test_what_useless_drafts_cost() -> None:

@@ -1,13 +1,13 @@
 """Every knob of a training run, with its default. The defaults are a complete run for an 8B target on one large GPU.
 
-The choices among them are from an ablation (docs/training.md, "Which settings"): Qwen2.5-Coder-0.5B-Instruct, an H200,
-two minutes each on the same answers, 3072 tokens a step, acceptance length decoded on four sets. As chosen here it was
-2.49 and, again, 2.52; with AdamW instead of Muon 1.87, with decay weights instead of D-PACE 2.38, with 3 taps for 5
-2.40, with KL for half of the cross-entropy 2.43. With 2 layers for 5 it was 2.56, as good in that time; five stay,
-because that is the checkpoints' usual shape. Muon's learning rate is from half a minute each: 2.28 at 6e-4, 2.73 at
-1.2e-3, 2.95 at 3e-3 (teacher-forced, after 200 steps). The same 2304 blocks of a step from 12288 tokens gave 4.91
-instead of 3.98 (teacher-forced, after 66 seconds), with four times as many answers seen; that is about the density of
-the paper's recipe.
+The choices among them are from an ablation (docs/training.md, "Which settings"): Qwen2.5-Coder-0.5B-Instruct, an
+H200, two minutes each on the same answers, acceptance length decoded on four sets. As chosen here it was 2.92; with
+AdamW instead of Muon 2.23, with decay weights instead of D-PACE 2.86, with 3 taps for 5 2.77, with KL for half of the
+cross-entropy 2.85, with 2 layers for 5 2.77 (and 3 % more tokens a second on that small target; five are the
+checkpoints' usual shape). Muon's learning rate is from half a minute each: 2.28 at 6e-4, 2.73 at 1.2e-3, 2.95 at 3e-3
+(teacher-forced, after 200 steps). The same 2304 blocks of a step from 12288 tokens gave 4.91 instead of 3.98
+(teacher-forced, after 66 seconds), with four times as many answers seen; that is about the density of the paper's
+recipe.
 """
 
 import math
