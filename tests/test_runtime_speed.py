@@ -70,16 +70,16 @@ def test_what_is_known_of_others_is_known() -> None:
 def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
     choose = chooser(s1=4.0, s2=4.9, s4=5.0, s16=5.6)
     chosen = [choose(requests(0.0)) for _ in range(520)]
-    assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [16, 48, 112, 240, 368, 496]
+    assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [8, 24, 56, 120, 248, 376, 504]
     assert choose(requests(0.95)) == 16, "it pays again"
-    assert [choose(requests(0.0)) for _ in range(16)] == [1] * 15 + [4], "soon at first, again"
+    assert [choose(requests(0.0)) for _ in range(8)] == [1] * 7 + [4], "soon at first, again"
     dear = chooser(s1=5.1, s2=6.2, s4=7.4)  # as in large batches
-    assert [dear(requests(0.0)) for _ in range(16)] == [1] * 15 + [2], "the cheapest that tells"
+    assert [dear(requests(0.0)) for _ in range(8)] == [1] * 7 + [2], "the cheapest that tells"
     none_shorter = chooser(s1=4.0, s8=5.0, s16=5.6)
-    assert [none_shorter(requests(0.0)) for _ in range(16)] == [1] * 15 + [8]
+    assert [none_shorter(requests(0.0)) for _ in range(8)] == [1] * 7 + [8]
 
 
-@pytest.mark.parametrize(("new", "old", "steps"), [(1, 0, 16), (1, 3, 64), (2, 2, 32), (1, 31, 128)])
+@pytest.mark.parametrize(("new", "old", "steps"), [(1, 0, 8), (1, 3, 32), (2, 2, 16), (1, 31, 128)])
 def test_a_plain_batch_tries_sooner_the_more_of_it_is_new(new: int, old: int, steps: int) -> None:
     choose = chooser(s1=4.0, s4=5.0)
     for _ in range(500):

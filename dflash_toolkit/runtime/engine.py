@@ -81,7 +81,7 @@ def operations(device: torch.device) -> ModuleType:
 
 def expected_of_first_requests() -> RollingAcceptance:
     """The acceptance of a request that has no blocks of its own yet: what some hundred blocks of others had."""
-    return RollingAcceptance(weight=6, decay=0.99)
+    return RollingAcceptance(weight=3, decay=0.99)
 
 
 class Engine:

@@ -37,7 +37,7 @@ class BlockChooser:
     GAIN = 1.02
     PROBE = 4  # tokens of the block that is tried, at most where there are shorter ones
     DOUBTFUL = 0.3  # an acceptance at which drafts begin to pay: a try is as long as it would be best then
-    FIRST_PROBE, LAST_PROBE = 16, 128  # plain steps between two probes, doubling
+    FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
 
     def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
