@@ -17,7 +17,7 @@ from test_data_tools import TOOL, WITH_TOOLS, words
 from test_serve_api import serving
 from test_serve_engine import make_engine
 
-from dflash_toolkit import SamplingParams
+from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.prompts import encode_chat
 from train.backends import Answer, Chat
 from train.data_cli import main
@@ -313,3 +313,17 @@ def test_a_run_goes_on_where_the_server_failed(
     fake.reply = only_chat(lambda body: (200, {"choices": []}))
     assert main([*command[:5], str(tmp_path / "b.jsonl"), *command[6:]]) == 2
     assert "not the reply of /v1/chat/completions (IndexError" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "error", [{"error": {"message": "overloaded", "code": 429}}, {"error": "overloaded"}, {"message": "overloaded"}]
+)
+def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake: Fake, error: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"no answer after 3 attempts \(overloaded\)"):
+        ask(fake, error, retries=2)
+    replies = [error, said("ask")]
+    fake.reply = only_chat(lambda body: (200, replies.pop(0)))
+    one = backend(fake)
+    one.ask(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
+    assert one.wait().tokens and not replies
+    one.close()

@@ -3,6 +3,7 @@
 A server without that, or whose prompts are text, is asked through /v1/chat/completions (`chat_endpoint.py`).
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -336,7 +337,9 @@ def _forms(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _whole(reply: dict[str, Any]) -> dict[str, Any]:
-    """A completion, unless it was broken off, which a server that is paused or stopped reports with status 200."""
+    """A completion, unless it failed or was broken off, which proxies and servers that stop report with status 200."""
+    if "choices" not in reply and (said := _said(reply)):
+        raise _TryAgainError(said)
     reason = reply["choices"][0]["finish_reason"]
     if reason in BROKEN_OFF:
         raise _TryAgainError(f"the answer was broken off, finish_reason is {reason!r}")
@@ -361,12 +364,16 @@ def _message(error: urllib.error.HTTPError) -> str:
         text = error.read().decode(errors="replace")
     except (OSError, http.client.HTTPException):
         return str(error.reason)
-    try:
-        body = json.loads(text)
-        text = str(body["error"]["message"] if isinstance(body.get("error"), dict) else body.get("message", text))
-    except (ValueError, LookupError, AttributeError):
-        pass
+    with contextlib.suppress(ValueError, RecursionError):
+        text = _said(json.loads(text)) or text
     return " ".join(text.split())[:300] or str(error.reason)
+
+
+def _said(body: Any) -> str | None:
+    """The message of an error's body, {"error": {"message": ...}} or with one of the two alone."""
+    for key in ("error", "message"):
+        body = body.get(key, body) if isinstance(body, dict) else body
+    return body if isinstance(body, str) else None
 
 
 def _seconds(retry_after: str | None) -> float:
