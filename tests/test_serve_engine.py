@@ -302,7 +302,7 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
     client = TestClient(create_app(engine, "org/tiny"))
     steps = committed = accepted = 0
     for i in range(6):
-        ask = {"model": "org/tiny", "prompt": [1, i], "max_tokens": 20, "ignore_eos": True}
+        ask = {"model": "org/tiny", "prompt": [1, i], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
         long = client.post("/v1/completions", json=ask | {"return_token_ids": True}).json()
         stops = {"stop_token_ids": [long["choices"][0]["token_ids"][11 + i % 3]], "ignore_eos": False}
         short = client.post("/v1/completions", json=ask | stops).json()
