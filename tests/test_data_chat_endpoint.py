@@ -327,3 +327,22 @@ def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake:
     one.ask(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
     assert one.wait().tokens and not replies
     one.close()
+
+
+def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fake) -> None:
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        return (400, {"error": "too large"}) if body.get("max_tokens") == 77 else (200, said("ask"))
+
+    fake.reply = only_chat(reply)
+    one = backend(fake)
+    prompt = encode_chat(WORDS, CHAT.messages)
+    for number, most in enumerate((99, 77, 99)):
+        one.ask(number, prompt, SamplingParams(max_new_tokens=most), CHAT)
+        if most == 77:
+            with pytest.raises(UserError, match="too large"):
+                one.wait()
+        else:
+            assert one.wait().tokens
+    one.close()
+    bodies = [body for body in fake.asked if "messages" in body]
+    assert len(bodies) == 3 and all(body["repetition_penalty"] == 1.0 and "max_tokens" in body for body in bodies)

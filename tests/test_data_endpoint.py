@@ -20,7 +20,7 @@ from test_serve_engine import make_engine
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.prompts import encode_chat
 from train.data_cli import main
-from train.endpoint import EndpointBackend, _seconds, base_url
+from train.endpoint import EndpointBackend, _seconds, base_url, find_models
 
 WORDS = make_tokenizer()
 
@@ -164,8 +164,18 @@ def test_the_tokens_are_the_server_s_own_or_none(fake: Fake, reply: Any, tokens:
     assert (answer.key, answer.tokens, answer.finish_reason) == (7, tokens, reason)
 
 
-@pytest.mark.parametrize("failure", [(503, {"error": {"message": "busy"}}), (429, {}), (500, b"oops"), (0, None),
-                                     (200, b"<html>")])  # fmt: skip
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (503, {"error": {"message": "busy"}}),
+        (429, {}),
+        (500, b"oops"),
+        (524, b"of a proxy"),
+        (200, {"choices": None, "error": {"message": "busy"}}),
+        (0, None),
+        (200, b"<html>"),
+    ],
+)
 def test_an_error_that_may_pass_is_tried_again(fake: Fake, failure: tuple[int, Any]) -> None:
     fake.reply = lambda body, number: failure if number < 4 else (200, whole("fine"))
     assert ask(fake).tokens == [*WORDS("fine").input_ids, EOS]
@@ -293,6 +303,8 @@ def test_a_key_that_cannot_be_sent_is_not_shown(fake: Fake, monkeypatch: pytest.
 def test_an_address_that_cannot_be_read_is_named() -> None:
     with pytest.raises(UserError, match=r"endpoint 'http://\[::1:80' is no address"):
         base_url("http://[::1:80")
+    with pytest.raises(UserError, match=r"endpoint 'http://a..b:8000/v1/models' is no address"):
+        find_models(["http://a..b:8000"], None, 1.0)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])

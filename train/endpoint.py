@@ -27,7 +27,7 @@ from .chat_endpoint import chat_fields, check_prompt, plain_text, rendered_messa
 
 LONGEST_PAUSE_S = 60.0
 BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error", "content_filter")  # finish_reason of half an answer
-TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504, *range(520, 531))  # the last of proxies
 REFUSED = (400, 422)
 MISSING = (404, 405, 501)
 APIS = ("auto", "completions", "chat")
@@ -192,14 +192,16 @@ class EndpointBackend:
         url = f"{self._urls[server]}/{PATHS[api]}"
         forms = _forms({"model": self.models[server], **self._body(api, question)})
         refused: _RefusedError | None = None
-        for number in range(self._known_form.get(url, 0), len(forms)):
+        known = self._known_form.get(url)
+        # what refuses one question later is no reason to ask all others with less: their answers would be other ones
+        for number in range(len(forms)) if known is None else (known,):
             try:
                 reply = _request(url, self._timeout_s, forms[number])
             except _RefusedError as error:
                 if refused is None or number < RENAMED:  # an older server's word on the newer name tells nothing
                     refused = error
             else:
-                self._known_form[url] = number
+                self._known_form.setdefault(url, number)
                 return reply
         needed = ", ".join(f"{name} ({knob} needs it)" for name, knob in KNOBS.items() if name in forms[-1])
         raise _RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
@@ -316,6 +318,8 @@ def _request(url: str, timeout_s: float, body: dict[str, Any] | None = None) -> 
             raise _TryAgainError(reason, _seconds(error.headers.get("Retry-After"))) from error
         kinds = dict.fromkeys(REFUSED, _RefusedError) | dict.fromkeys(MISSING, _MissingError)
         raise kinds.get(error.code, UserError)(f"{url}: {reason}") from error
+    except UnicodeError as error:  # a host that no name server knows how to ask for
+        raise UserError(f"endpoint {url!r} is no address ({error})") from error
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
     try:
@@ -338,7 +342,7 @@ def _forms(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _whole(reply: dict[str, Any]) -> dict[str, Any]:
     """A completion, unless it failed or was broken off, which proxies and servers that stop report with status 200."""
-    if "choices" not in reply and (said := _said(reply)):
+    if not reply.get("choices") and (said := _said(reply)):
         raise _TryAgainError(said)
     reason = reply["choices"][0]["finish_reason"]
     if reason in BROKEN_OFF:
