@@ -246,7 +246,8 @@ def test_a_run_on_a_target_in_four_bits(
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
 
 
-def test_a_run_on_a_target_in_fp8(target_dir: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp_path: Path) -> None:
     """A checkpoint as llm-compressor writes it: e4m3 weights with a scale for each row, activations by the token."""
     pytest.importorskip("compressed_tensors")
     path = Path(shutil.copytree(target_dir, tmp_path / "target"))
@@ -268,14 +269,15 @@ def test_a_run_on_a_target_in_fp8(target_dir: Path, data: Path, tmp_path: Path) 
     }  # fmt: skip
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
-    loaded = Target.load(str(path), "cpu")
-    assert loaded.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn and loaded.dtype == torch.float32
-    ids = torch.arange(20)[None]
+    loaded = Target.load(str(path), device)
+    assert loaded.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn and loaded.device.type == device
+    ids = torch.arange(20, device=device)[None]
     rounded, exact = (
-        target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), "cpu"))
+        target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), device))
     )
     assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
-    assert main(argv(path, data, tmp_path / "run", "optim.steps=2")) == 0
+    knobs = ("optim.steps=2", "drafter.head_dim=16", f"run.device={device}")  # the least that FlexAttention takes
+    assert main(argv(path, data, tmp_path / "run", *knobs)) == 0
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])
