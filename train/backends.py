@@ -25,8 +25,9 @@ class Answer:
     """What came back for a question."""
 
     key: int  # that it was asked with
-    tokens: list[int]  # stop token included; none if the backend cannot say which they were
+    tokens: list[int]  # stop token included; none for an answer to leave out
     finish_reason: str  # stop or length
+    dropped: str = "of unknown tokens"  # why there are none
 
 
 @dataclass(frozen=True, slots=True)

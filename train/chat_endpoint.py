@@ -1,7 +1,8 @@
 """/v1/chat/completions: a chat as that API has it, and the target's own tokens of what a server says there."""
 
+import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from dflash_toolkit.config import UserError
@@ -24,30 +25,43 @@ def chat_fields(chat: Chat, thinking: bool | None) -> dict[str, Any]:
 def _sent(messages: list[Message]) -> list[Message]:
     """Messages of a template as the API wants them: arguments are text, and a result names the call that it is of."""
     sent = []
-    count = 0
-    names = iter(())
+    given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+    fresh = (name for i in itertools.count() if (name := f"call_{i}") not in given)
+    names: Iterator[str] = iter(())
     for message in messages:
         if "tool_calls" in message:
             calls = []
             for call in message["tool_calls"]:
                 arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-                calls.append({"id": f"call_{count}", **call, "function": call["function"] | {"arguments": arguments}})
-                count += 1
+                named = call if call.get("id") else call | {"id": next(fresh)}
+                calls.append(named | {"function": call["function"] | {"arguments": arguments}})
             names = iter([call["id"] for call in calls])
             message = message | {"tool_calls": calls}
         elif message["role"] == "tool":
-            message = {"tool_call_id": next(names, "call_0"), **message}
+            message = {"tool_call_id": next(names, None) or next(fresh), **message}
         sent.append(message)
     return sent
 
 
-def check_prompt(url: str, theirs: int | None, ours: int) -> None:
-    """Raises UserError if a server made another number of tokens of a chat, as far as it says."""
-    if theirs not in (None, ours):
+def is_our_prompt(url: str, theirs: int | Sequence[int], ours: list[int], *, agreed: bool) -> bool:
+    """Whether a server made our tokens, or as many, of a chat.
+
+    Args:
+        theirs: its tokens, or their number where it says no more.
+        agreed: it did so for another chat.
+
+    Raises:
+        UserError: it does not, and never did.
+    """
+    count, same = (theirs, theirs == len(ours)) if isinstance(theirs, int) else (len(theirs), list(theirs) == ours)
+    if not (same or agreed):
+        other = "other " if count == len(ours) else ""
         raise UserError(
-            f"{url}: the prompt has {theirs} tokens there and {ours} with the target's own chat template, so that the "
-            f"answer is to another prompt; serve the target with its own template, in the mode of sampler.thinking"
+            f"{url}: the prompt has {count} {other}tokens there and {len(ours)} with the target's own chat template, "
+            f"so that the answer is to another prompt; serve the target with its own template, in the mode of "
+            f"sampler.thinking"
         )
+    return same
 
 
 def plain_text(message: dict[str, Any]) -> str | None:
@@ -63,13 +77,19 @@ def rendered_message(
     stop_ids: Collection[int],
     thinking: bool | None,
 ) -> list[int] | None:
-    """The tokens of an assistant's message as the target's template writes it; None if it cannot behind this prompt."""
+    """The tokens of an assistant's message as the target's template writes it.
+
+    None: it cannot behind this prompt, or leaves out what the message says.
+    """
     given = {"role": "assistant", "content": message.get("content") or "", "tool_calls": message.get("tool_calls")}
     try:
         (said,) = read_chat({"messages": [given]})[0]
+        answer = rendered_answer(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
         if reasoning := _reasoning(message):
             said |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one name or the other
-        return rendered_answer(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
+            thought = rendered_answer(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
+            answer = None if thought == answer and reasoning.strip() else thought  # it leaves the reasoning out
+        return answer
     except (*MALFORMED, UserError):  # a call whose arguments are no JSON, a template without tools
         return None
 

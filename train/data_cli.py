@@ -33,9 +33,10 @@ from .answers import append, converse, seed_of
 from .backends import Backend, EngineBackend, open_backend
 from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
-from .dialogue import ChatDialogue
-from .endpoint import APIS, EndpointBackend, find_models
+from .dialogue import ChatDialogue, likeliest_end_first
+from .endpoint import APIS, EndpointBackend
 from .identity import target_digest
+from .openai_http import find_models
 from .shapes import Conversation
 from .sources import Malformed, Source
 from .state import first_difference
@@ -377,8 +378,7 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
             batch=config.batch, context=length,
         )  # fmt: skip
     stops = declared_stop_ids(target_config, load_generation_config(config.target))
-    # the one that ends a chat goes first: it stands for the end where a server does not say which it was
-    stops = tuple(sorted(stops, key=lambda token: token != tokenizer.eos_token_id))
+    stops = likeliest_end_first(tokenizer, stops)
     if not config.endpoint:
         most = min(length, context_limit(target_config))
         return VllmBackend(

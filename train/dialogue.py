@@ -1,5 +1,6 @@
 """Conversations as rows of token ids: in the making, answered by the target turn by turn, or as they were recorded."""
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -112,7 +113,7 @@ class ChatDialogue:
         ids, _ = self.question
         self.question = None
         if not answer.tokens:
-            self._end("of unknown tokens")
+            self._end(answer.dropped)
             return
         self.answer_tokens += len(answer.tokens)
         spoken = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
@@ -190,6 +191,15 @@ def rendered_answer(
     answer = whole[len(prompt) :]
     end = next((at for at in range(len(answer), 0, -1) if answer[at - 1] in stop_ids), len(answer))
     return answer[:end]
+
+
+def likeliest_end_first(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int, ...]:
+    """Stop tokens, first the one that the chat template writes behind an answer, else the tokenizer's own."""
+    end = tokenizer.eos_token_id
+    with contextlib.suppress(UserError):  # a template that wants other messages
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        end = next((token for token in reversed(encode_chat(tokenizer, chat, ask=False)) if token in stop_ids), end)
+    return tuple(sorted(stop_ids, key=lambda token: token != end))
 
 
 def _has_generation_tags(tokenizer: Any, tools: Sequence[Tool]) -> bool:

@@ -3,57 +3,32 @@
 A server without that, or whose prompts are text, is asked through /v1/chat/completions (`chat_endpoint.py`).
 """
 
-import contextlib
-import http.client
-import json
-import os
 import queue
 import sys
 import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 
 from .backends import Answer, Chat
-from .chat_endpoint import chat_fields, check_prompt, plain_text, rendered_message
+from .chat_endpoint import chat_fields, is_our_prompt, plain_text, rendered_message
+from .openai_http import MissingError, RefusedError, TryAgainError, base_url, error_message, find_models, request_json
 
 LONGEST_PAUSE_S = 60.0
-BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error", "content_filter")  # finish_reason of half an answer
-TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504, *range(520, 531))  # the last of proxies
-REFUSED = (400, 422)
-MISSING = (404, 405, 501)
+BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of half an answer
 APIS = ("auto", "completions", "chat")
 PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1/
 EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
     "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "chat_template_kwargs": None,
 }  # fmt: skip
-RENAMED = 2  # of `_forms`, the one with max_completion_tokens
-KNOBS = {"top_k": "sampler.top_k", "min_p": "sampler.min_p", "chat_template_kwargs": "sampler.thinking"}
+KNOBS = {"top_k": "sampler.top_k", "min_p": "sampler.min_p", "chat_template_kwargs": "sampler.thinking",
+         "top_p": "sampler.top_p"}  # fmt: skip
+RENAMED = "max_completion_tokens"  # what max_tokens is called by the newest servers
 LOST = "\ufffd"  # stands for bytes that are no character: which they were is not known
-
-
-class _TryAgainError(Exception):
-    """The server may answer later."""
-
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
-
-
-class _RefusedError(UserError):
-    """The server takes offence at something in the request."""
-
-
-class _MissingError(UserError):
-    """The server has no such API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +41,33 @@ class _Question:
     chat: Chat | None
 
 
+@dataclass(slots=True)
+class _Server:
+    """One of those that are asked, and what its replies have told of it."""
+
+    url: str
+    model: str
+    api: str | None  # of `PATHS`, None as long as it is not known
+    forms: dict[str, int] = field(default_factory=dict)  # by API, the first of `_forms` that was not refused
+    counts: bool = False  # it says which tokens it wrote, or how many
+    ends: Counter[bool] = field(default_factory=Counter)  # answers by whether its count has their stop token
+    agrees: bool = False  # it has made our prompt of a chat
+
+
 class EndpointBackend:
     """Asks one or more servers of the same target, each question on its own, from so many threads.
 
     A server that returns token ids (`return_token_ids`: vLLM, SGLang, dflash-serve) is taken at its word. From any
     other the text is tokenised again, and counts only if that gives as many tokens as the server says it wrote. A
-    server that refuses a request is asked without what only these know, unless the sampler or the thinking mode needs
-    it. One that refuses the first through /v1/completions, or has no such thing, is asked through
-    /v1/chat/completions from then on, where reasoning and tool calls become text by the target's own template.
+    server that refuses its first request is asked with less, as far as the sampler and the thinking mode allow. One
+    that refuses the first through /v1/completions, or has no such thing, is asked through /v1/chat/completions from
+    then on, where reasoning and tool calls become text by the target's own template.
 
     Args:
         urls: with or without the closing /v1; questions go round.
         vocab_size: of the target; an answer with a token beyond it is another model's.
         model: the name to ask for; None takes the only one that a server has.
+        stop_ids: of the target; the first of them stands for an end that a server does not show.
         api: one of `APIS`; auto tries, once for each server, and says what it found.
         thinking: the mode that prompts were rendered in, for servers that render them too.
         concurrency: questions asked at a time, over all servers.
@@ -109,19 +98,19 @@ class EndpointBackend:
         pause_s: float = 1.0,
     ) -> None:
         self.width = concurrency
-        self._urls = [base_url(url) for url in urls]
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
         self._vocab_size, self._thinking = vocab_size, thinking
         self._timeout_s, self._retries, self._pause_s = timeout_s, retries, pause_s
-        self._apis = {} if api == "auto" else dict.fromkeys(self._urls, api)  # by server, once it is known
-        self._known_form: dict[str, int] = {}  # by address, the first of `_forms` that was not refused
+        self.models = find_models(urls, model, timeout_s)
+        known = None if api == "auto" else api
+        self._servers = [_Server(base_url(url), name, known) for url, name in zip(urls, self.models, strict=True)]
         self._settling = threading.Lock()
         self._closed = threading.Event()
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-        self.models = find_models(urls, model, timeout_s)
         for i in range(concurrency):  # daemons: an interrupted run does not wait for answers
-            threading.Thread(target=self._work, args=(i % len(self._urls),), name=f"ask-{i}", daemon=True).start()
+            server = self._servers[i % len(urls)]
+            threading.Thread(target=self._work, args=(server,), name=f"ask-{i}", daemon=True).start()
 
     def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         self._asked.put(_Question(key, prompt, params, chat))
@@ -137,74 +126,79 @@ class EndpointBackend:
         for _ in range(self.width):
             self._asked.put(None)
 
-    # ---- in the threads ----------------------------------------------------------------------------------
+    # ---- in the threads: asking --------------------------------------------------------------------------
 
-    def _work(self, server: int) -> None:
-        url = self._urls[server]
+    def _work(self, server: _Server) -> None:
         while (question := self._asked.get()) is not None and not self._closed.is_set():
             try:
-                self._answers.put(self._known(server, self._answer(url, question, self._persist(server, question))))
+                self._answers.put(self._answer(server, question, self._persist(server, question)))
             except UserError as error:
                 self._answers.put(error)
             except Exception as error:
-                path = PATHS[self._apis.get(url, "completions")]
-                self._answers.put(UserError(f"{url}: not the reply of /v1/{path} ({error!r})"))
+                path = PATHS[server.api or "completions"]
+                self._answers.put(UserError(f"{server.url}: not the reply of /v1/{path} ({error!r})"))
 
-    def _persist(self, server: int, question: _Question) -> dict[str, Any]:
+    def _persist(self, server: _Server, question: _Question) -> dict[str, Any]:
         for attempt in range(self._retries + 1):
             try:
-                return _whole(self._reply(server, question))
-            except _TryAgainError as error:
+                return self._reply(server, question)
+            except TryAgainError as error:
                 reason = str(error)
                 pause = min(self._pause_s * 2**attempt, LONGEST_PAUSE_S)
                 if attempt < self._retries and self._closed.wait(max(pause, min(error.after_s, LONGEST_PAUSE_S))):
                     break
+        untried = question.chat is not None and server.api is None
         raise UserError(
-            f"{self._urls[server]}: no answer after {self._retries + 1} attempts ({reason}); "
-            f"what was answered is kept, run the same command again to go on"
+            f"{server.url}: no answer after {self._retries + 1} attempts ({reason}); what was answered is kept, run "
+            f"the same command again to go on" + (", with server.api=chat if it answers chats only" if untried else "")
         )
 
-    def _reply(self, server: int, question: _Question) -> dict[str, Any]:
+    def _reply(self, server: _Server, question: _Question) -> dict[str, Any]:
         """What the server says, through the API that it has."""
-        url = self._urls[server]
-        api = self._apis.get(url) or ("completions" if question.chat is None else None)
+        api = server.api or ("completions" if question.chat is None else None)
         if api is not None:
             return self._post(server, api, question)
         try:
             reply = self._post(server, "completions", question)
-        except (_RefusedError, _MissingError) as error:
+        except (RefusedError, MissingError) as error:
             try:
                 reply = self._post(server, "chat", question)
-            except (_RefusedError, _MissingError) as other:
+            except (RefusedError, MissingError) as other:
                 raise UserError(f"{error}; {other}") from error
-            self._settle(url, "chat", f", for {error}")
+            self._settle(server, "chat", f", for {error}")
         else:
-            self._settle(url, "completions")
+            self._settle(server, "completions")
         return reply
 
-    def _settle(self, url: str, api: str, why: str = "") -> None:
+    def _settle(self, server: _Server, api: str, why: str = "") -> None:
         with self._settling:  # several threads find out at once
-            if url not in self._apis:
-                self._apis[url] = api
-                print(f"asking {url}/{PATHS[api]}{why}", file=sys.stderr)
+            if server.api is None:
+                server.api = api
+                print(f"asking {server.url}/{PATHS[api]}{why}", file=sys.stderr)
 
-    def _post(self, server: int, api: str, question: _Question) -> dict[str, Any]:
-        url = f"{self._urls[server]}/{PATHS[api]}"
-        forms = _forms({"model": self.models[server], **self._body(api, question)})
-        refused: _RefusedError | None = None
-        known = self._known_form.get(url)
+    def _post(self, server: _Server, api: str, question: _Question) -> dict[str, Any]:
+        url = f"{server.url}/{PATHS[api]}"
+        forms = _forms({"model": server.model, **self._body(api, question)})
+        refused: RefusedError | None = None
+        known = server.forms.get(api)
         # what refuses one question later is no reason to ask all others with less: their answers would be other ones
         for number in range(len(forms)) if known is None else (known,):
             try:
-                reply = _request(url, self._timeout_s, forms[number])
-            except _RefusedError as error:
-                if refused is None or number < RENAMED:  # an older server's word on the newer name tells nothing
+                reply = _whole(request_json(url, self._timeout_s, forms[number]))
+            except RefusedError as error:
+                if refused is None or RENAMED not in forms[number]:  # an older server's word on that name tells nothing
                     refused = error
+            except (LookupError, TypeError, AttributeError) as error:
+                raise UserError(f"{server.url}: not the reply of /v1/{PATHS[api]} ({error!r})") from error
             else:
-                self._known_form.setdefault(url, number)
+                with self._settling:
+                    if api not in server.forms and number:
+                        less = ", ".join(name for name in forms[0] if name not in {*forms[number], "max_tokens"})
+                        print(f"asking {url} without {less}, for {refused}", file=sys.stderr)
+                    server.forms.setdefault(api, number)
                 return reply
         needed = ", ".join(f"{name} ({knob} needs it)" for name, knob in KNOBS.items() if name in forms[-1])
-        raise _RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
+        raise RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
 
     def _body(self, api: str, question: _Question) -> dict[str, Any]:
         params = question.params
@@ -226,33 +220,48 @@ class EndpointBackend:
             "repetition_penalty": 1.0,
         }
 
-    def _answer(self, url: str, question: _Question, reply: dict[str, Any]) -> Answer:
+    # ---- in the threads: what a reply says ---------------------------------------------------------------
+
+    def _answer(self, server: _Server, question: _Question, reply: dict[str, Any]) -> Answer:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
+        if choice["finish_reason"] == "content_filter":  # it would be again
+            return Answer(question.key, [], "stop", "stopped by a content filter")
         reason = "length" if choice["finish_reason"] == "length" else "stop"
         if "message" in choice:
-            check_prompt(url, usage.get("prompt_tokens"), len(question.prompt))
-        tokens, limit = choice.get("token_ids"), question.params.max_new_tokens
+            theirs = choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or usage.get("prompt_tokens")
+            if theirs and is_our_prompt(server.url, theirs, question.prompt, agreed=server.agrees):
+                server.agrees = True
+            elif theirs:
+                return Answer(question.key, [], reason, "to another prompt")
+        tokens, count = choice.get("token_ids"), usage.get("completion_tokens")
+        server.counts |= tokens is not None or count is not None
+        if not server.counts:
+            raise UserError(
+                f"{server.url}: the reply says neither which tokens were written (token_ids) nor how many "
+                f"(usage.completion_tokens), so that no text of it can be checked; ask a server that does"
+            )
         if tokens is None:
             spellings = self._spellings(question, choice)
-            counted = (self._counted(spelling, reason, usage.get("completion_tokens")) for spelling in spellings)
+            counted = (self._counted(server, spelling, reason, count) for spelling in spellings)
             tokens = next(filter(None, counted), [])
         else:
-            tokens = [int(token) for token in tokens]
+            tokens = self._known(server, [int(token) for token in tokens])
             if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
                 tokens += self._stop_ids[:1]  # left out by the server
+        limit = question.params.max_new_tokens
         if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
             tokens, reason = tokens[:limit], "length"
         return Answer(question.key, tokens, reason)
 
-    def _known(self, server: int, answer: Answer) -> Answer:
-        """The answer, if all of its tokens are the target's."""
-        strange = next((token for token in answer.tokens if not 0 <= token < self._vocab_size), None)
+    def _known(self, server: _Server, tokens: list[int]) -> list[int]:
+        """The tokens, if all are the target's."""
+        strange = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if strange is not None:
             raise UserError(
-                f"{self._urls[server]}: {self.models[server]} answered with token {strange}, outside the target's "
-                f"vocabulary of {self._vocab_size}; serve the target itself"
+                f"{server.url}: {server.model} answered with token {strange}, outside the target's vocabulary of "
+                f"{self._vocab_size}; serve the target itself"
             )
-        return answer
+        return tokens
 
     def _spellings(self, question: _Question, choice: dict[str, Any]) -> Iterator[list[int]]:
         """The tokens that a text may have been, likeliest first, with a stop token or without."""
@@ -267,126 +276,41 @@ class EndpointBackend:
             if rendered is not None:
                 yield rendered
 
-    def _counted(self, tokens: list[int], reason: str, count: int | None) -> list[int]:
+    def _counted(self, server: _Server, tokens: list[int], reason: str, count: int | None) -> list[int]:
         """The tokens of an answer, none if they cannot be the `count` that the server wrote."""
         end = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
         spoken = tokens[: len(tokens) - len(end)]
-        ended = spoken + (end or list(self._stop_ids[:1])) if reason == "stop" else spoken
-        known = count in (len(spoken), len(ended)) and LOST not in self._tokenizer.decode(spoken)
-        return ended if known else []
-
-
-def find_models(urls: Sequence[str], wanted: str | None, timeout_s: float) -> list[str]:
-    """The name that each server is asked for: `wanted`, or the only one that it has.
-
-    Raises:
-        UserError: a server does not answer, or has no such model.
-    """
-    return [_find_model(base_url(url), wanted, timeout_s) for url in urls]
-
-
-def _find_model(url: str, wanted: str | None, timeout_s: float) -> str:
-    try:
-        cards = _request(f"{url}/models", timeout_s)["data"]
-        names = [str(card["id"]) for card in cards]
-    except _TryAgainError as error:
-        raise UserError(f"endpoint {url} does not answer ({error})") from error
-    except (LookupError, TypeError) as error:
-        raise UserError(f"endpoint {url}: not the reply of /v1/models ({error!r})") from error
-    if wanted is None and len(names) == 1:
-        return names[0]
-    if wanted not in names:
-        raise UserError(f"endpoint {url} has {', '.join(names) or 'no model'}; name one as server.model=NAME")
-    return str(wanted)
-
-
-def _request(url: str, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    if not (key.isascii() and key.isprintable()):  # the error of http.client would show it
-        raise UserError("OPENAI_API_KEY cannot be sent, it holds a character that no header may")
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            text = response.read()
-    except urllib.error.HTTPError as error:
-        reason = f"HTTP {error.code}: {_message(error)}"
-        if error.code in TRANSIENT:
-            raise _TryAgainError(reason, _seconds(error.headers.get("Retry-After"))) from error
-        kinds = dict.fromkeys(REFUSED, _RefusedError) | dict.fromkeys(MISSING, _MissingError)
-        raise kinds.get(error.code, UserError)(f"{url}: {reason}") from error
-    except UnicodeError as error:  # a host that no name server knows how to ask for
-        raise UserError(f"endpoint {url!r} is no address ({error})") from error
-    except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
-        raise _TryAgainError(str(getattr(error, "reason", None) or error) or type(error).__name__) from error
-    try:
-        reply = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _TryAgainError(f"the reply is not JSON ({error})") from error
-    if not isinstance(reply, dict):
-        raise UserError(f"{url}: the reply is no JSON object")
-    return reply
+        if LOST in self._tokenizer.decode(spoken):
+            return []
+        if reason != "stop":
+            return spoken if count == len(spoken) else []
+        ended = spoken + (end or list(self._stop_ids[:1]))
+        if count not in (len(spoken), len(ended)):
+            return []
+        # servers count the stop token or do not; one too many or too few for what this one does is another text
+        with_end = count == len(ended)
+        server.ends[with_end] += 1
+        return ended if server.ends[with_end] >= server.ends[not with_end] else []
 
 
 def _forms(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A request, what is left of it for servers that know OpenAI's own fields only, and for the newest of these."""
-    lean = {name: value for name, value in body.items() if name not in EXTRAS or value != EXTRAS[name]}
+    """A request, and what is left of it for servers that know fewer fields, or values, than vLLM and SGLang."""
+    unnamed = {name: value for name, value in body.items() if name != "return_token_ids"}
+    openai = {name: value for name, value in body.items() if name not in EXTRAS or value != EXTRAS[name]}
+    bare = {name: value for name, value in openai.items() if (name, value) != ("top_p", 1.0) and name != "seed"}
     if "messages" not in body:
-        return [body, lean]
-    renamed = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in lean.items()}
-    return [body, lean, renamed]
+        return [body, unnamed, openai, bare]
+    newer, newer_bare = (
+        {RENAMED if name == "max_tokens" else name: value for name, value in form.items()} for form in (openai, bare)
+    )
+    return [body, unnamed, openai, newer, bare, newer_bare]
 
 
 def _whole(reply: dict[str, Any]) -> dict[str, Any]:
     """A completion, unless it failed or was broken off, which proxies and servers that stop report with status 200."""
-    if not reply.get("choices") and (said := _said(reply)):
-        raise _TryAgainError(said)
+    if not reply.get("choices") and (said := error_message(reply)):
+        raise TryAgainError(said)
     reason = reply["choices"][0]["finish_reason"]
     if reason in BROKEN_OFF:
-        raise _TryAgainError(f"the answer was broken off, finish_reason is {reason!r}")
+        raise TryAgainError(f"the answer was broken off, finish_reason is {reason!r}")
     return reply
-
-
-def base_url(url: str) -> str:
-    """The address that /completions and /models follow. Raises UserError."""
-    try:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-    except ValueError as error:
-        raise UserError(f"endpoint {url!r} is no address ({error})") from error
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UserError(f"endpoint {url!r} is no address; expected something like http://localhost:8000")
-    path = parts.path.rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """What an error's body says, on one line."""
-    try:
-        text = error.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    with contextlib.suppress(ValueError, RecursionError):
-        text = _said(json.loads(text)) or text
-    return " ".join(text.split())[:300] or str(error.reason)
-
-
-def _said(body: Any) -> str | None:
-    """The message of an error's body, {"error": {"message": ...}} or with one of the two alone."""
-    for key in ("error", "message"):
-        body = body.get(key, body) if isinstance(body, dict) else body
-    return body if isinstance(body, str) else None
-
-
-def _seconds(retry_after: str | None) -> float:
-    """What a Retry-After header asks for, as seconds or as a date (RFC 9110, section 10.2.3)."""
-    try:
-        return max(0.0, float(retry_after or 0))
-    except ValueError:
-        pass  # a date, then
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
-    except (ValueError, OverflowError):  # neither: the pauses are our own
-        return 0.0
