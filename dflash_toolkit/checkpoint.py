@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from .config import UserError
 from .drafter import Drafter, DrafterConfig
-from .rope import RopeScaling
+from .rope import read_rope
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -266,7 +266,6 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     body = group(raw, "transformer_layer_config") or raw
     nested, provenance = group(raw, "dflash_config"), group(raw, PROVENANCE_KEY)
     rope, scaling = group(body, "rope_parameters"), group(body, "rope_scaling")
-    rotary = rope | scaling
 
     def find(key: str, default: Any = None) -> Any:
         parts = (nested, raw, body, provenance)
@@ -301,8 +300,10 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         raise UserError(f"drafter {path}: its slots predict the token behind them; this is not plain DFlash")
     if find("hidden_act", "silu") != "silu":
         raise UserError(f"drafter {path}: hidden_act {find('hidden_act')!r} is not supported; only silu is")
-    if rotary.get("partial_rotary_factor", find("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"drafter {path}: partial_rotary_factor is not supported; drafters turn whole heads")
+    key = "partial_rotary_factor"  # the groups' before the one beside them; null says nothing
+    part = next((keys[key] for keys in (scaling, rope) if keys.get(key) is not None), find(key, 1.0))
+    if part != 1.0:
+        raise UserError(f"drafter {path}: {key} is {part!r}; only 1.0 is supported: drafters turn whole heads")
 
     causal = _read_causality(raw, nested, speculators)
     if causal not in (None, True, False):
@@ -313,11 +314,8 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         raise UserError(f"drafter {path}: config.json: {key!r} is {ids!r}; expected layer ids")
     ids = [i - shift for i in ids]
     layer_types = get("layer_types", [], kind=list)
-    theta = find("rope_theta") if rotary.get("rope_theta") is None else rotary["rope_theta"]
     try:
-        rope_scaling = RopeScaling.read(rope or scaling, body)
-        if scaling and rope_scaling != RopeScaling.read(scaling, body):
-            raise ValueError("'rope_parameters' and 'rope_scaling' differ")
+        theta, rope_scaling = read_rope(rope, scaling, body)
         return DrafterConfig(
             hidden_size=get("hidden_size"),
             num_layers=get("num_hidden_layers"),
@@ -331,7 +329,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             mask_token_id=get("mask_token_id"),
             block_size=get("block_size", 16),
             rms_norm_eps=float(get("rms_norm_eps", 1e-6, kind=int | float)),
-            rope_theta=float(checked("rope_theta", theta, int | float)),
+            rope_theta=float(checked("rope_theta", find("rope_theta") if theta is None else theta, int | float)),
             max_position_embeddings=get("max_position_embeddings", 32768),
             layer_types=tuple(layer_types),
             sliding_window=None if body.get("sliding_window") is None else get("sliding_window"),

@@ -17,7 +17,8 @@ NEEDED = {"linear": ("factor",), "yarn": ("factor", ORIGINAL)}
 NEEDED["llama3"] = (*NEEDED["yarn"], "low_freq_factor", "high_freq_factor")
 ALLOWED = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 # keys of the same group that say nothing about the scaling; text turns the same under mrope
-OTHERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+OTHERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
+MSCALES = ("mscale", "mscale_all_dim")
 
 
 def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
@@ -55,7 +56,7 @@ class RopeScaling:
             raise ValueError(f"rope type {self.rope_type!r} needs {missing!r}")
         for key, value in given.items():
             if key not in ("rope_type", *needed, *ALLOWED.get(self.rope_type, ())):
-                raise ValueError(f"rope type {self.rope_type!r} knows no {key!r}")
+                raise ValueError(_unknown(self.rope_type, key, value))
             if key == "truncate" and not isinstance(value, bool):
                 raise ValueError(f"truncate is {value!r}; it must be true or false")
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -75,21 +76,30 @@ class RopeScaling:
     def read(cls, group: dict[str, Any], beside: dict[str, Any]) -> "RopeScaling | None":
         """Of `rope_parameters` or `rope_scaling`, and the keys beside that group; None for plain RoPE.
 
+        What transformers passes over without a difference to a frequency is passed over here.
+
         Raises:
             ValueError: as the class.
         """
         if nested := next((key for key, value in group.items() if isinstance(value, dict)), None):
             raise ValueError(f"a rope of its own for {nested!r} is not supported; all layers share one")
-        kind = group.get("rope_type", group.get("type", "default"))
+        unsaid: Any = None if group.keys() & {"rope_type", "type"} else "default"  # null alone says no type
+        kind = next((group[key] for key in ("rope_type", "type") if group.get(key) is not None), unsaid)
         if kind == "default":
             return None
         given = {key: value for key, value in group.items() if key not in OTHERS and value is not None}
+        given = {key: value for key, value in given.items() if key not in MSCALES or value != 0}  # 0 is as not given
         if kind in ("llama3", "yarn"):  # transformers' precedence
-            given[ORIGINAL] = beside.get(ORIGINAL) or given.get(ORIGINAL) or beside.get("max_position_embeddings")
+            places = (beside.get(ORIGINAL), given.get(ORIGINAL), beside.get("max_position_embeddings"))
+            given[ORIGINAL] = next((value for value in places if value is not None), None)
+        elif kind == "linear":
+            given.pop(ORIGINAL, None)  # it divides every frequency by the factor, wherever it starts from
+        if kind == "yarn" and "truncate" in group and group["truncate"] is None:
+            given["truncate"] = False  # transformers takes its null for false, and true where the key is missing
         known = {key: value for key, value in given.items() if key in cls.__slots__}
         found = cls(**({"rope_type": kind, "factor": None} | known))
         if unknown := next((key for key in given if key not in known), None):
-            raise ValueError(f"rope type {kind!r} knows no {unknown!r}")
+            raise ValueError(_unknown(kind, unknown, given[unknown]))
         return found
 
     def __str__(self) -> str:
@@ -106,3 +116,29 @@ class RopeScaling:
         if not all(map(math.isfinite, (*found, factor))):
             raise ValueError(f"theta {theta:g} with {self.parameters} makes frequencies that are no numbers")
         return found, factor
+
+
+def _unknown(kind: str, key: str, value: Any) -> str:
+    return f"rope type {kind!r} knows no {key!r} (it is {value!r}); remove it if the drafter was trained without it"
+
+
+def read_rope(rope: dict[str, Any], scaling: dict[str, Any], beside: dict[str, Any]) -> tuple[Any, RopeScaling | None]:
+    """Theta as it stands, None if nowhere, and the scaling that transformers 5 reads out of a config.json.
+
+    Args:
+        rope: `rope_parameters`.
+        scaling: `rope_scaling`, which replaces it, theta and all.
+        beside: the keys around the two.
+
+    Raises:
+        ValueError: as `RopeScaling`; the two groups name other scalings; theta stands where it would not be read.
+    """
+    found = RopeScaling.read(scaling or rope, beside)
+    names_scaling = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+    if scaling and names_scaling and RopeScaling.read(rope, beside) != found:
+        raise ValueError("'rope_parameters' and 'rope_scaling' differ; leave out the one that it was not trained with")
+    places = ((scaling or rope).get("rope_theta"), beside.get("rope_theta"))
+    theta = next((value for value in places if value is not None), None)
+    if theta is None and (lost := rope.get("rope_theta")) is not None:
+        raise ValueError(f"rope_theta is {lost!r} in 'rope_parameters', which 'rope_scaling' replaces; move it there")
+    return theta, found

@@ -152,6 +152,70 @@ def test_the_older_key_is_read_and_what_it_leaves_to_the_keys_beside_it(drafter_
     assert config.rope_scaling is not None and config.rope_scaling.original_max_position_embeddings == 128
 
 
+def theirs(path: Path) -> Qwen3RotaryEmbedding:
+    return Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(path))
+
+
+LINEAR = SCALINGS["linear"]
+HARMLESS: dict[str, dict[str, Any]] = {
+    "mscale_all_dim 0": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0}},
+    "mscale 0": {"rope_parameters": YARN | {"mscale": 0.0, "mscale_all_dim": 1.2}},
+    "finetuned": {"rope_parameters": YARN | {"finetuned": True}},
+    "linear finetuned": {"rope_scaling": {"type": "linear", "factor": 3.0, "finetuned": False}},
+    "linear original": {"rope_parameters": LINEAR | {"original_max_position_embeddings": 64}},
+    "truncate null": {"rope_parameters": YARN | {"truncate": None}},
+    "partial 1.0": {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}},
+    "partial 1 beside": {"rope_parameters": LLAMA3, "partial_rotary_factor": 1},
+    "partial 1.0 within": {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "partial_rotary_factor": 0.5},
+    "partial null, plain": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": None}},
+    "theta alone": {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LINEAR},
+    "theta of the older group": {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN | {"rope_theta": 2e4}},
+    "theta beside": {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LINEAR, "rope_theta": 2e4},
+    "an original beside and in the group": {"rope_parameters": YARN, "original_max_position_embeddings": 16},
+    "an original beside, llama3": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize("changes", HARMLESS.values(), ids=HARMLESS)
+def test_keys_that_change_nothing_are_read_as_transformers_reads_them(
+    changes: dict[str, Any], drafter_dir: Path, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, drafter_dir, {"rope_parameters": None, "head_dim": 32} | changes)
+    config, expected = read_config(path), theirs(path)
+    assert torch.allclose(config.rope_frequencies(), expected.inv_freq, rtol=1e-6, atol=0)
+    assert config.rope_factor == expected.attention_scaling
+
+
+@pytest.mark.parametrize("nulls", [{"rope_type": None, "type": "yarn"}, {"partial_rotary_factor": None}], ids=str)
+def test_nulls_that_transformers_fails_on_say_as_little_as_missing_keys(
+    nulls: dict[str, Any], drafter_dir: Path, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, drafter_dir, {"rope_parameters": YARN})
+    expected, clean = theirs(path), read_config(path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"rope_parameters": YARN | nulls}))
+    with pytest.raises((KeyError, TypeError)):
+        theirs(path)
+    assert read_config(path) == clean
+    assert torch.equal(clean.rope_frequencies(), expected.inv_freq)
+
+
+def test_an_original_context_beside_the_group_comes_before_the_group_s() -> None:
+    group, whole = YARN | {"original_max_position_embeddings": 64}, {"max_position_embeddings": 512}
+    for beside, expected in (({"original_max_position_embeddings": 128}, 128), ({}, 64)):
+        found = RopeScaling.read(group, whole | beside)
+        assert found is not None and found.original_max_position_embeddings == expected
+    with pytest.raises(ValueError, match="original_max_position_embeddings is 0; it must be a number > 0"):
+        RopeScaling.read(group, whole | {"original_max_position_embeddings": 0})
+
+
+@scalings
+def test_frequencies_are_numbers_also_where_modules_are_built_without_memory(scaling: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        found = RopeScaling(**scaling).frequencies(1e4, 8)
+    assert found == RopeScaling(**scaling).frequencies(1e4, 8)
+
+
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize(
     ("scaling", "said"),
@@ -159,11 +223,15 @@ def test_the_older_key_is_read_and_what_it_leaves_to_the_keys_beside_it(drafter_
         ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported; known: default, linear, "),
         ({"rope_type": "longrope", "short_factor": [1.0]}, "rope type 'longrope' is not supported"),
         ({"rope_type": ["yarn"]}, "rope type ['yarn'] is not supported"),
+        ({"rope_type": None, "factor": 2.0}, "rope type None is not supported"),
+        ({"rope_type": None, "type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported"),
         ({"rope_type": "linear"}, "rope type 'linear' needs 'factor'"),
         (LLAMA3 | {"low_freq_factor": None}, "rope type 'llama3' needs 'low_freq_factor'"),
         (LLAMA3 | {"low_freq_factor": 5}, "low_freq_factor is 5, above high_freq_factor 4.0"),
-        (LLAMA3 | {"beta_fast": 32}, "rope type 'llama3' knows no 'beta_fast'"),
-        (YARN | {"attn_factor": 1.0}, "rope type 'yarn' knows no 'attn_factor'"),
+        (LLAMA3 | {"beta_fast": 32}, "rope type 'llama3' knows no 'beta_fast' (it is 32); remove it if"),
+        (YARN | {"attn_factor": 1.5}, "rope type 'yarn' knows no 'attn_factor' (it is 1.5); remove it if"),
+        (YARN | {"mscale": -1, "mscale_all_dim": 1.0}, "mscale is -1; it must be a number > 0"),
+        (YARN | {"attention_factor": 0}, "attention_factor is 0; it must be a number > 0"),
         (YARN | {"factor": "4"}, "factor is '4'; it must be a number > 0"),
         (YARN | {"factor": True}, "factor is True; it must be a number > 0"),
         (YARN | {"factor": 0}, "factor is 0; it must be a number > 0"),
@@ -171,7 +239,7 @@ def test_the_older_key_is_read_and_what_it_leaves_to_the_keys_beside_it(drafter_
         (YARN | {"truncate": 1}, "truncate is 1; it must be true or false"),
         (YARN | {"rope_theta": 1.0}, "makes no frequencies (float division by zero)"),
         (YARN | {"factor": 1e-320}, "makes frequencies that are no numbers"),
-        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0 is supported"),
         ({"full_attention": YARN}, "a rope of its own for 'full_attention' is not supported"),
     ],
     ids=lambda value: str(value)[:60],
@@ -191,3 +259,6 @@ def test_two_scalings_that_differ_are_refused(drafter_dir: Path, tmp_path: Path)
         read_config(write_config(tmp_path, drafter_dir, {"rope_parameters": plain, "rope_scaling": YARN}))
     both = {"rope_parameters": YARN | {"rope_theta": 1e4}, "rope_scaling": YARN}
     assert read_config(write_config(tmp_path, drafter_dir, both)).rope_scaling == RopeScaling(**YARN)
+    lost = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": None}
+    with pytest.raises(UserError, match=r"rope_theta is 500000\.0 in 'rope_parameters', which 'rope_scaling' replaces"):
+        read_config(write_config(tmp_path, drafter_dir, lost))
