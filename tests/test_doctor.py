@@ -169,11 +169,11 @@ def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: py
 BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "layer ids - 1": (edit(target_layer_ids=[0, 1, 2]), "layer ids", "[1, 2, 3]"),
     "layer ids + 1": (edit(target_layer_ids=[2, 3, 4]), "layer ids", "[1, 2, 3]"),
-    "theta": (edit(rope_theta=1e2), "rope", "to 10000 in"),
+    "theta": (edit(rope_theta=1e2), "rope", "to 10000.0 in"),
     "scaled": (
         stretch,
         "rope",
-        "set rope_parameters (and rope_theta, rope_scaling, if there) to {'rope_type': 'default'",
+        'set rope_theta to 10000.0 and rope_parameters (and rope_scaling, if there) to {"rope_type": "default"',
     ),
     "mask row": (edit(mask_token_id=MASK - 1), "mask row", f"mask_token_id to {MASK}"),
     "mask pad": (edit(mask_token_id=PAD), "mask row", f"mask_token_id to {MASK}"),
@@ -370,7 +370,7 @@ def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) 
         (
             edit(rope_theta=1e2),
             "rope",
-            "rope_parameters.rope_theta of transformer_layer_config to 10000",
+            "rope_parameters.rope_theta of transformer_layer_config to 10000.0 in",
         ),
         (edit(mask_token_id=PAD), "mask row", f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}"),
     ):

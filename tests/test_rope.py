@@ -1,6 +1,7 @@
 """Scaled RoPE of a drafter: transformers' own numbers, in the module, in the engine, and in config.json."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,23 @@ def test_the_doctor_names_and_tries_both_scalings() -> None:
     assert {own, "theta 10000, yarn x 8", "theta 10000", "theta 1e+06, linear x 3"} <= set(ways)
     assert "theta 10000, linear x 3" not in ways, "as it is configured"
     assert ways[own].setting.rope_scaling == RopeScaling(**YARN) and ways[own].setting.rope_theta == 5e5
-    assert str(YARN)[1:-1] in ways[own].remedy and "to 1e+06 in" in ways["theta 1e+06, linear x 3"].remedy
+    assert "to 1000000.0 in" in ways["theta 1e+06, linear x 3"].remedy
+
+
+@pytest.mark.parametrize("theta", [5e5, 11158840.0, 1234567])
+@scalings
+def test_what_the_doctor_tells_to_set_can_be_pasted(
+    scaling: dict[str, Any], theta: float, drafter_dir: Path, tmp_path: Path
+) -> None:
+    target = make_target(rope_parameters=scaling | {"rope_theta": theta})
+    drafter = make_drafter(target)
+    ways = list(rope(case_of(target, drafter), Setting.of(drafter)))
+    way = next(way for way in ways if (way.setting.rope_theta, way.setting.rope_scaling is None) == (theta, False))
+    pasted = json.loads(re.search(r" to (\{.*\}) in config.json$", way.remedy)[1])
+    config = read_config(write_config(tmp_path, drafter_dir, {"rope_parameters": pasted, "rope_theta": None}))
+    assert (config.rope_theta, config.rope_scaling) == (theta, RopeScaling(**scaling))
+    way = next(way for way in ways if (way.setting.rope_theta, way.setting.rope_scaling) == (theta, None))
+    assert json.loads(way.remedy.removesuffix(" in config.json").rpartition(" ")[2]) == theta
 
 
 def test_a_target_s_scaling_that_no_drafter_has_is_not_tried(target: Target) -> None:

@@ -4,6 +4,7 @@ All ways of all families compete. The best one that is clearly better is a fault
 rest compete again, so that the shadow of one mistake is not reported as another, and two mistakes are both found.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -77,10 +78,12 @@ def rope(case: Case, now: Setting) -> Iterator[Way]:
     for theta, other in dict.fromkeys(tried):
         if (theta, other) == (now.rope_theta, now.rope_scaling):
             continue
-        remedy = f"set rope_theta and rope_parameters.rope_theta{inside} to {theta:g} in config.json"
+        base = json.dumps(theta)
+        remedy = f"set rope_theta and rope_parameters.rope_theta{inside} to {base} in config.json"
         if other != now.rope_scaling:
-            group = (other.parameters if other else {"rope_type": "default"}) | {"rope_theta": theta}
-            remedy = f"set rope_parameters{inside} (and rope_theta, rope_scaling, if there) to {group} in config.json"
+            group = json.dumps((other.parameters if other else {"rope_type": "default"}) | {"rope_theta": theta})
+            both = f"rope_parameters (and rope_scaling, if there){inside}"
+            remedy = f"set rope_theta to {base} and {both} to {group} in config.json"
         whose = " (the target's)" if theta == own and other in (scaling, now.rope_scaling) else ""
         yield Way(rope_words(theta, other) + whose, replace(now, rope_theta=theta, rope_scaling=other), remedy)
 
