@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from .config import UserError
 from .drafter import Drafter, DrafterConfig
-from .rope import read_rope
+from .rope import read_rope, tell_of_vllm
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -90,7 +90,8 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None) -> None:
     """Write `config.json` and bf16 weights to the directory `path`, then read them back and compare.
 
-    Files of an earlier export are replaced together; others in `path` (metrics, state) stay.
+    Files of an earlier export are replaced together; others in `path` (metrics, state) stay. A rope that vLLM turns
+    otherwise is told of on stderr.
 
     Raises:
         UserError: a weight, or what they compute, is no finite number, the disk is full or `path` cannot be written;
@@ -110,6 +111,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
             if not torch.equal(value, tensors[name]):
                 raise RuntimeError(f"{path}: tensor {name} read back differs from the one written")
         _compare_hidden(drafter, reread)
+    tell_of_vllm(str(path), drafter.config.rope_scaling)
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 transformers' own functions compute the frequencies, for targets and drafters alike.
 """
 
+import functools
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,6 +21,7 @@ ALLOWED = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "msc
 # keys of the same group that say nothing about the scaling; text turns the same under mrope
 OTHERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
 MSCALES = ("mscale", "mscale_all_dim")
+UNREAD_BY_VLLM = ("attention_factor", *MSCALES)  # 0.26, of a YaRN group; its pull request 48351 is about the first
 
 
 def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
@@ -102,6 +105,21 @@ class RopeScaling:
             raise ValueError(_unknown(kind, unknown, given[unknown]))
         return found
 
+    def vllm_note(self) -> str:
+        """In a line, that vLLM 0.26 scales cosines and sines by another factor; empty where it is the same."""
+        given = [key for key in UNREAD_BY_VLLM if getattr(self, key) is not None]
+        if not given:
+            return ""
+        read = RopeScaling(**{key: value for key, value in self.parameters.items() if key not in given})
+        # the factor depends on neither theta nor the heads; without those keys it is the one that vLLM computes
+        ours, theirs = (scaling.frequencies(1e4, 2)[1] for scaling in (self, read))
+        if math.isclose(ours, theirs, rel_tol=1e-3):  # bf16 does not tell them apart
+            return ""
+        return (
+            f"vLLM 0.26 ignores {' and '.join(given)} of a YaRN rope: cosines and sines are scaled by {theirs:g} "
+            f"there, by {ours:g} here, so it drafts otherwise there"
+        )
+
     def __str__(self) -> str:
         return f"{self.rope_type} x {self.factor:g}"
 
@@ -142,3 +160,10 @@ def read_rope(rope: dict[str, Any], scaling: dict[str, Any], beside: dict[str, A
     if theta is None and (lost := rope.get("rope_theta")) is not None:
         raise ValueError(f"rope_theta is {lost!r} in 'rope_parameters', which 'rope_scaling' replaces; move it there")
     return theta, found
+
+
+@functools.cache
+def tell_of_vllm(path: str, scaling: RopeScaling | None) -> None:
+    """Say on stderr that vLLM runs the drafter exported to `path` otherwise; once, for a run exports many times."""
+    if scaling is not None and (note := scaling.vllm_note()):
+        print(f"warning: drafter {path}: {note}", file=sys.stderr)

@@ -11,12 +11,15 @@ from transformers import PreTrainedConfig
 from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, staged
 from .config import UserError
 from .drafter import Drafter
+from .rope import tell_of_vllm
 
 
 def save_speculators(
     drafter: Drafter, path: str | Path, target: PreTrainedConfig, embedding: Tensor, head: Tensor
 ) -> None:
     """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
+
+    A rope that vLLM turns otherwise is told of on stderr.
 
     Args:
         embedding: [V, D]; head: [V, D].
@@ -64,3 +67,4 @@ def save_speculators(
         save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         load_drafter(str(stage))
+    tell_of_vllm(str(path), drafter.config.rope_scaling)

@@ -20,6 +20,7 @@ from dflash_toolkit.doctor.probe import Setting
 from dflash_toolkit.doctor.sweeps import rope
 from dflash_toolkit.rope import RopeScaling
 from dflash_toolkit.runtime.model import ModelSpec
+from dflash_toolkit.speculators import save_speculators
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -153,6 +154,43 @@ def test_a_target_s_scaling_that_no_drafter_has_is_not_tried(target: Target) -> 
     assert plain == dynamic and all("," not in words for words in plain)
     (finding,) = check_rope(case_of(other, drafter))
     assert finding.measured == "theta 10000; the target's theta 10000, scaled as no drafter is (dynamic)"
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "factor"),
+    [
+        ({"attention_factor": 1.25}, "attention_factor", "1.25"),
+        ({"attention_factor": 1.0, "mscale": 0.7}, "attention_factor and mscale", "1"),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, "mscale and mscale_all_dim", "1"),
+        ({}, "", ""),
+        ({"mscale": 0.7}, "", ""),
+        ({"attention_factor": 1.20794, "beta_fast": 16, "truncate": False}, "", ""),  # as it is computed
+    ],
+    ids=str,
+)
+def test_a_factor_that_vllm_ignores_is_told_of_at_export_and_by_the_doctor(
+    more: dict[str, float],
+    keys: str,
+    factor: str,
+    target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafter = scaled(target, YARN | more)
+    said = f"vLLM 0.26 ignores {keys} of a YaRN rope: cosines and sines are scaled by 1.20794 there, by {factor} here"
+    for path in (tmp_path / "ours", tmp_path / "theirs"):
+        for _ in range(2):  # a run exports many times
+            if path.name == "ours":
+                save_drafter(drafter, path)
+            else:
+                save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == bool(factor)
+        assert all(line.startswith(f"warning: drafter {path}: {said}") for line in lines)
+        assert load_drafter(str(path)).config.rope_scaling == drafter.config.rope_scaling
+    findings = check_rope(case_of(target, drafter))
+    assert [(finding.check, finding.severity) for finding in findings[1:]] == [("rope", "warning")] * len(lines)
+    assert all(finding.measured in lines[0] and "train it without" in finding.remedy for finding in findings[1:])
 
 
 # ---- config.json of others -------------------------------------------------------------------------------------

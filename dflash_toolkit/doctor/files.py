@@ -197,7 +197,10 @@ def _is_initial(tensor: Tensor) -> bool:
 
 
 def check_rope(case: Case) -> list[Finding]:
-    """Theta and scaling beside the target's: a drafter may have its own. (Which works best is a sweep.)"""
+    """Theta and scaling beside the target's, for a drafter may have its own; what vLLM makes of them.
+
+    Which works best is a sweep.
+    """
     if case.config is None:
         return []
     theta, scaling = rope_of(case.target)
@@ -205,7 +208,11 @@ def check_rope(case: Case) -> list[Finding]:
     own = getattr(case.target, "rope_parameters", None) or {}
     if scaling is None and own.get("rope_type", "default") != "default":
         words += f", scaled as no drafter is ({own['rope_type']})"
-    return [Finding("rope", "ok", words, figures={"target": dict(own)})]
+    found = [Finding("rope", "ok", words, figures={"target": dict(own)})]
+    if case.config.rope_scaling and (note := case.config.rope_scaling.vllm_note()):
+        remedy = "serve it with dflash-serve, or train it without those keys in its rope for vLLM"
+        found.append(Finding("rope", "warning", note, remedy))
+    return found
 
 
 def rope_of(target: PreTrainedConfig) -> tuple[float | None, RopeScaling | None]:
