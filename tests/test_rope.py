@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,19 @@ def test_a_factor_that_vllm_ignores_is_told_of_at_export_and_by_the_doctor(
     findings = check_rope(case_of(target, drafter))
     assert [(finding.check, finding.severity) for finding in findings[1:]] == [("rope", "warning")] * len(lines)
     assert all(finding.measured in lines[0] and "train it without" in finding.remedy for finding in findings[1:])
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type", "partial_rotary_factor"])
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_a_null_that_vllm_fails_on_is_named(name: str, key: str, target: Target) -> None:
+    group = {"rope_type": "linear", "type": "linear", "factor": 3.0} | {key: None}
+    raws = ({name: group}, {"transformer_layer_config": {name: group}})
+    for raw in raws:
+        case = replace(case_of(target, scaled(target, SCALINGS["linear"])), raw=raw)
+        _, finding = check_rope(case)
+        assert (finding.severity, finding.measured) == ("warning", f"{name} says null for {key}")
+        assert f"from {name} of config.json" in finding.remedy
+    assert len(check_rope(replace(case, raw={name: group | {key: "linear"}}))) == 1
 
 
 # ---- config.json of others -------------------------------------------------------------------------------------

@@ -212,6 +212,12 @@ def check_rope(case: Case) -> list[Finding]:
     if case.config.rope_scaling and (note := case.config.rope_scaling.vllm_note()):
         remedy = "serve it with dflash-serve, or train it without those keys in its rope for vLLM"
         found.append(Finding("rope", "warning", note, remedy))
+    layer = case.raw.get("transformer_layer_config") or case.raw
+    name = "rope_scaling" if layer.get("rope_scaling") else "rope_parameters"
+    group = layer.get(name) or {}
+    if nulls := [key for key in ("rope_type", "type", "partial_rotary_factor") if group.get(key, "") is None]:
+        remedy = f"remove what is null from {name} of config.json: vLLM 0.26 fails on it"
+        found.append(Finding("rope", "warning", f"{name} says null for {' and '.join(nulls)}", remedy))
     return found
 
 
