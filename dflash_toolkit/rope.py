@@ -73,6 +73,8 @@ class RopeScaling:
     def parameters(self) -> dict[str, Any]:
         """What `rope_scaling` of a config.json holds: the type and the keys that are given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if type(self.factor) is int and self.factor > 0:  # vLLM's linear rope takes whole numbers for lists
+            values["factor"] = float(self.factor)
         return {key: value for key, value in values.items() if value is not None}
 
     @classmethod

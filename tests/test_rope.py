@@ -75,6 +75,11 @@ def test_transformers_reads_the_same_rope_out_of_an_exported_config(
         assert torch.allclose(ours, their, atol=1e-6)
 
 
+def test_a_whole_factor_is_exported_as_vllm_takes_it(target: Target, tmp_path: Path) -> None:
+    save_drafter(scaled(target, {"rope_type": "linear", "factor": 4}), tmp_path)
+    assert '"factor": 4.0' in (tmp_path / "config.json").read_text(), "its linear rope takes 4 for a list of factors"
+
+
 @scalings
 def test_the_engine_drafts_as_the_reference_does(scaling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(tied=False)  # its own embedding of the mask would be the best token of every slot
