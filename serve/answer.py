@@ -90,17 +90,26 @@ class Answer:
     def completion_tokens(self) -> int:
         return len(self.tokens)
 
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`, with the acceptance statistics under `dflash`."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "dflash": {
-                "verify_steps": self.verify_steps,
-                "drafted": self.drafted,
-                "accepted": self.accepted,
-                # committed tokens per verify step, bonus included; none before the first step
-                "acceptance_length": self.committed / self.verify_steps if self.verify_steps else None,
-            },
-        }
+
+def usage(answers: Sequence[Answer], of_a_prompt: int) -> dict[str, Any]:
+    """OpenAI's `usage` of a request, with the acceptance statistics under `dflash`.
+
+    Args:
+        of_a_prompt: answers to each prompt, which follow each other; its tokens count once.
+    """
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::of_a_prompt])
+    completion_tokens = sum(answer.completion_tokens for answer in answers)
+    verify_steps = sum(answer.verify_steps for answer in answers)
+    committed = sum(answer.committed for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "dflash": {
+            "verify_steps": verify_steps,
+            "drafted": sum(answer.drafted for answer in answers),
+            "accepted": sum(answer.accepted for answer in answers),
+            # committed tokens per verify step, bonus included; none before the first step
+            "acceptance_length": committed / verify_steps if verify_steps else None,
+        },
+    }

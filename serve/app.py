@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -15,9 +16,10 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import PromptError, SamplingParams, check_prompt
 from dflash_toolkit.prompts import encode_chat
 
-from .answer import Answer, Piece
+from .answer import Answer, Piece, usage
 from .engine import Engine, EngineClosedError
-from .logprobs import Spelling
+from .logprobs import Spelling, SpokenToken
+from .merging import Merged, merged
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
@@ -85,22 +87,22 @@ def create_app(
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
         service.check_prompt(ids, "messages")
-        replies = Replies("chat", model, body.include_usage, service.spelling_for(body))
-        return await service.respond(request, body, ids, replies)
+        spelling = service.spelling_for(body)
+        replies = Replies("chat", model, body.include_usage, spelling, of_a_prompt=body.answers)
+        return await service.respond(request, body, [ids], replies)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = CompletionRequest.parse(await read_body(request))
         service.check_model(body.model)
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            ids = await service.in_thread(lambda: list(engine.tokenizer.encode(prompt)))
-        else:
-            ids = prompt
-        service.check_prompt(ids, "prompt")
-        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids)
-        replies = Replies("text", model, body.include_usage, service.spelling_for(body), len(text))
-        return await service.respond(request, body, ids, replies)
+        encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
+        prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
+        for ids in prompts:
+            service.check_prompt(ids, "prompt")
+        spelling = service.spelling_for(body)
+        lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if spelling else [0]
+        replies = Replies("text", model, body.include_usage, spelling, lengths, body.answers)
+        return await service.respond(request, body, prompts, replies)
 
     async def refuse(request: Request, error: Any) -> Response:
         metrics.refused()
@@ -140,8 +142,8 @@ class _Service:
         self._spelling = Spelling(engine.tokenizer)
         self._encoding = asyncio.Lock()
 
-    async def in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
-        """Encode a prompt, one at a time, while answers go on: megabytes of text take seconds."""
+    async def in_thread(self, encode: Callable[[], T]) -> T:
+        """Encode prompts, one request's at a time, while answers go on: megabytes of text take seconds."""
         async with self._encoding:
             return await asyncio.to_thread(encode)
 
@@ -162,8 +164,30 @@ class _Service:
         """What names the tokens, if the request is to hear of them."""
         return None if body.best_tokens() is None else self._spelling
 
-    async def respond(self, request: Request, body: GenerationRequest, ids: list[int], replies: Replies) -> Response:
-        """Decode `ids` and answer, at once or as events."""
+    async def respond(
+        self, request: Request, body: GenerationRequest, prompts: list[list[int]], replies: Replies
+    ) -> Response:
+        """Decode as many answers to each of `prompts` as are asked for, and send them, at once or as events."""
+        asked = [one for ids in prompts for one in self._asked(body, ids)]
+        before = self._spelling.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
+        answers = [
+            Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling, before) for ids, _ in asked
+        ]
+        pieces = merged([self._pieces(answer, *one) for answer, one in zip(answers, asked, strict=True)])
+        if body.stream:
+            return EventResponse(self._events(pieces, answers, replies))
+        whole = await _unless_disconnected(request, _join(pieces, len(answers)))
+        if whole is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        reasons = [answer.finish_reason for answer in answers]
+        reply = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
+        if body.return_token_ids:
+            for choice, answer, (ids, _) in zip(reply["choices"], answers, asked, strict=True):
+                choice |= {"token_ids": answer.tokens, "prompt_token_ids": ids}
+        return JSONResponse(reply)
+
+    def _asked(self, body: GenerationRequest, ids: list[int]) -> list[tuple[list[int], SamplingParams]]:
+        """A prompt once for each of its answers, of which each has a seed of its own. Raises ApiError (400)."""
         eos = self._engine.tokenizer.eos_token_id
         params = body.sampling(self._engine.context_limit - len(ids), self._defaults, eos)
         try:
@@ -174,18 +198,8 @@ class _Service:
             self._engine.check(ids, params)  # before a stream begins, whose status would be sent
         except UserError as error:
             raise ApiError(400, str(error)) from error
-        before = self._spelling.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
-        answer = Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling, before)
-        pieces = self._pieces(answer, ids, params)
-        if body.stream:
-            return EventResponse(self._events(pieces, answer, replies))
-        whole = await _unless_disconnected(request, _join(pieces))
-        if whole is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        reply = replies.whole(whole, answer.finish_reason, answer.usage())
-        if body.return_token_ids:
-            reply["choices"][0] |= {"token_ids": answer.tokens, "prompt_token_ids": ids}
-        return JSONResponse(reply)
+        seeds = [params.seed + i - (params.seed + i >= 1 << 63) * (1 << 64) for i in range(body.answers)]
+        return [(ids, replace(params, seed=seed)) for seed in seeds]
 
     async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """The answer as it comes, counted however it ends."""
@@ -206,14 +220,17 @@ class _Service:
         finally:
             self._metrics.ended(answer, outcome)
 
-    async def _events(self, pieces: AsyncGenerator[Piece], answer: Answer, replies: Replies) -> AsyncGenerator[bytes]:
+    async def _events(self, pieces: Merged, answers: list[Answer], replies: Replies) -> AsyncGenerator[bytes]:
         try:
-            for chunk in replies.opening():
+            for chunk in replies.opening(len(answers)):
                 yield event(chunk)
             async with aclosing(pieces):
-                async for piece in pieces:
-                    yield event(replies.piece(piece))
-            for chunk in replies.closing(answer.finish_reason, answer.usage()):
+                async for index, piece in pieces:
+                    if piece is None:
+                        yield event(replies.ended(index, answers[index].finish_reason))
+                    else:
+                        yield event(replies.piece(index, piece))
+            for chunk in replies.closing(usage(answers, replies.of_a_prompt)):
                 yield event(chunk)
             yield DONE
         except Exception as error:  # the status has been sent, so the error can only be an event
@@ -254,9 +271,16 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _join(pieces: AsyncGenerator[Piece]) -> Piece:
-    all_of_it = [piece async for piece in pieces]
-    return Piece("".join(piece.text for piece in all_of_it), tuple(t for piece in all_of_it for t in piece.tokens))
+async def _join(pieces: Merged, answers: int) -> list[Piece]:
+    """Each answer in one piece."""
+    texts: list[list[str]] = [[] for _ in range(answers)]
+    tokens: list[list[SpokenToken]] = [[] for _ in range(answers)]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            if piece is not None:
+                texts[index].append(piece.text)
+                tokens[index] += piece.tokens
+    return [Piece("".join(text), tuple(spoken)) for text, spoken in zip(texts, tokens, strict=True)]
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:

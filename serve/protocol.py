@@ -22,6 +22,8 @@ from dflash_toolkit.sampling import (
 
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
 COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
+MOST_OF_A_PROMPT = 128  # answers, OpenAI's limit
+MOST_ANSWERS = 1024  # of one request, to all of its prompts
 
 
 class ApiError(Exception):
@@ -85,7 +87,6 @@ class GenerationRequest(_Strict):
 
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "n": (1,),
         "min_tokens": (0,),
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
@@ -117,6 +118,7 @@ class GenerationRequest(_Strict):
     }
 
     model: str
+    n: int | None = Field(None, ge=1, le=MOST_OF_A_PROMPT)  # answers to each prompt
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0.0, le=HOTTEST)
@@ -177,6 +179,11 @@ class GenerationRequest(_Strict):
                 message = f"`{name}` is not supported by this server; leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         return request
+
+    @property
+    def answers(self) -> int:
+        """To each prompt."""
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -262,7 +269,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions: one prompt, as text or as token ids."""
+    """The body of POST /v1/completions: prompts, as text or as token ids."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "echo": (False,),
@@ -271,20 +278,22 @@ class CompletionRequest(GenerationRequest):
         "add_special_tokens": (True,),
     }
 
-    prompt: str | list[int]
+    prompt: list[str | list[int]]  # one prompt may come without the list around it
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        token_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
-        if not isinstance(prompt, str) and not token_ids:
-            raise ValueError("must be one prompt: a string, a list of token ids, or a list of one of them")
-        if not prompt:
-            raise ValueError("must not be empty")
-        return prompt
+    def _prompts(cls, prompt: Any, info: ValidationInfo) -> Any:
+        several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
+        prompts = prompt if several else [prompt]
+        for one in prompts:
+            if not isinstance(one, str) and not (isinstance(one, list) and all(type(item) is int for item in one)):
+                raise ValueError("must be a string, a list of token ids, or a list of such prompts")
+            if not one:
+                raise ValueError("must not be empty")
+        if len(prompts) * (info.data.get("n") or 1) > MOST_ANSWERS:
+            raise ValueError(f"asks for more than {MOST_ANSWERS} answers, `n` to each prompt; send several requests")
+        return prompts
 
     def length(self, room: int) -> int:
         return min(self.max_tokens or COMPLETION_TOKENS, room)

@@ -26,52 +26,66 @@ class Replies:
     model: str
     include_usage: bool = False  # every chunk then has a `usage`, null in all but the last
     spelling: Spelling | None = None  # of a request for log-probabilities
-    prompt_length: int = 0  # characters of a completion's prompt
+    prompt_lengths: Sequence[int] = (0,)  # characters of each of a completion's prompts
+    of_a_prompt: int = 1  # answers to each, which follow each other
     unique: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
 
-    def whole(self, answer: Piece, finish_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
-        if self.kind == "chat":
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-            return {**self._body("chat.completion", content, answer.tokens, finish_reason), "usage": usage}
-        return {**self._body("text_completion", {"text": answer.text}, answer.tokens, finish_reason), "usage": usage}
+    def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
+        """All answers and why each ended."""
+        choices = []
+        for index, (answer, finish_reason) in enumerate(answers):
+            content: dict[str, Any] = {"text": answer.text}
+            if self.kind == "chat":
+                content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+            choices.append(self._choice(index, content, answer.tokens, finish_reason))
+        return {**self._body("chat.completion" if self.kind == "chat" else "text_completion", choices), "usage": usage}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks before the first text: a chat names the role."""
+    def opening(self, answers: int) -> list[dict[str, Any]]:
+        """The chunks before the first text: a chat names the role in every answer."""
         if self.kind == "text":
             return []
-        return [self._chunk({"delta": {"role": "assistant", "content": ""}}, (), None)]
+        return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}, (), None) for i in range(answers)]
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         content = {"delta": {"content": piece.text}} if self.kind == "chat" else {"text": piece.text}
-        return self._chunk(content, piece.tokens, None)
+        return self._chunk(index, content, piece.tokens, None)
 
-    def closing(self, finish_reason: str | None, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks after the last text: the finish reason and, when asked for, the usage (without choices)."""
-        last = self._chunk({"delta": {}} if self.kind == "chat" else {"text": ""}, None, finish_reason)
-        return [last, {**last, "choices": [], "usage": usage}] if self.include_usage else [last]
+    def ended(self, index: int, finish_reason: str | None) -> dict[str, Any]:
+        """The chunk after the last text of an answer."""
+        return self._chunk(index, {"delta": {}} if self.kind == "chat" else {"text": ""}, None, finish_reason)
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks after the last of all answers: the usage, without choices, when asked for."""
+        return [{**self._body(self._chunk_name, []), "usage": usage}] if self.include_usage else []
+
+    @property
+    def _chunk_name(self) -> str:
+        return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
     def _chunk(
-        self, content: dict[str, Any], tokens: Sequence[SpokenToken] | None, finish_reason: str | None
+        self, index: int, content: dict[str, Any], tokens: Sequence[SpokenToken] | None, finish_reason: str | None
     ) -> dict[str, Any]:
-        name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        body = self._body(name, content, tokens, finish_reason)
+        body = self._body(self._chunk_name, [self._choice(index, content, tokens, finish_reason)])
         return {**body, "usage": None} if self.include_usage else body
 
-    def _body(
-        self, name: str, content: dict[str, Any], tokens: Sequence[SpokenToken] | None, finish_reason: str | None
+    def _choice(
+        self, index: int, content: dict[str, Any], tokens: Sequence[SpokenToken] | None, finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
         if self.spelling is not None and tokens is not None:
             logprobs = (
                 chat_logprobs(self.spelling, tokens)
                 if self.kind == "chat"
-                else text_logprobs(self.spelling, tokens, self.prompt_length)
+                else text_logprobs(self.spelling, tokens, self.prompt_lengths[index // self.of_a_prompt])
             )
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.unique}",
             "object": name,
             "created": self.created,
             "model": self.model,
-            "choices": [{"index": 0, **content, "logprobs": logprobs, "finish_reason": finish_reason}],
+            "choices": choices,
         }

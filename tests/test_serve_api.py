@@ -268,7 +268,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"n": 2}, "n"), ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"n": 0}, "n"), ({"n": 129}, "n"), ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"logit_bias": {"a": 2}}, "logit_bias"), ({"logit_bias": {"1": 200}}, "logit_bias"),
@@ -297,8 +297,10 @@ def test_what_a_chat_cannot_ask_for_is_named(client: OpenAI, options: dict[str, 
     ("options", "param"),
     [
         ({"best_of": 2}, "best_of"), ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"),
-        ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [["a"]]}, "prompt"), ({"prompt": ["a"] * 9, "n": 128}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [300]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", [300]]}, "prompt"),
         ({"prompt": None}, "prompt"),
     ],
 )  # fmt: skip

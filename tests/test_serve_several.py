@@ -1,0 +1,153 @@
+"""Several answers to a prompt (`n`) and several prompts in a request: each is what it would be alone."""
+
+import contextlib
+import time
+from typing import Any
+
+import httpx
+import pytest
+from conftest import make_tokenizer
+from openai import APIError, APIStatusError, OpenAI
+from test_serve_api import LONG, MESSAGES, chat, client, client_of, complete, counters, engine, serving, url
+from test_serve_engine import SlowSteps, make_engine
+
+from dflash_toolkit import Drafter, Target
+from serve.answer import Answer
+from serve.answer import usage as usage_of
+from serve.engine import Engine
+
+__all__ = ["client", "engine", "url"]  # fixtures
+USAGE = {"include_usage": True}
+
+
+def by_index(chunks: Any) -> tuple[dict[int, list[Any]], Any]:
+    """The choices of a stream by answer, and its usage."""
+    choices: dict[int, list[Any]] = {}
+    usage = None
+    for chunk in chunks:
+        assert usage is None, "the usage is the last chunk"
+        usage = chunk.usage
+        for choice in chunk.choices:
+            assert not choices.get(choice.index) or choices[choice.index][-1].finish_reason is None
+            choices.setdefault(choice.index, []).append(choice)
+    return choices, usage
+
+
+def counted(usage: Any) -> tuple[int, int]:
+    return usage.prompt_tokens, usage.completion_tokens
+
+
+def test_each_answer_to_a_chat_has_a_seed_of_its_own(client: OpenAI) -> None:
+    alone = [chat(client, seed=seed) for seed in (7, 8, 9)]
+    several = chat(client, seed=7, n=3)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    for choice, one in zip(several.choices, alone, strict=True):
+        assert (choice.message, choice.finish_reason) == (one.choices[0].message, one.choices[0].finish_reason)
+    assert len({choice.message.content for choice in several.choices}) == 3
+    assert counted(several.usage) == (alone[0].usage.prompt_tokens, sum(one.usage.completion_tokens for one in alone))
+    assert len({choice.message.content for choice in chat(client, n=4).choices}) == 4, "without a seed they differ too"
+    greedy = chat(client, temperature=0, n=2)
+    assert greedy.choices[0].message == greedy.choices[1].message
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -(2**63)])
+def test_seeds_at_the_edge_of_their_range(client: OpenAI, seed: int) -> None:
+    following = -(2**63) if seed > 0 else seed + 1
+    several = complete(client, seed=seed, n=2, max_tokens=8)
+    alone = [complete(client, seed=s, max_tokens=8).choices[0].text for s in (seed, following)]
+    assert [choice.text for choice in several.choices] == alone
+
+
+def test_prompts_of_a_list_are_answered_in_its_order(target: Target, drafter: Drafter) -> None:
+    prompts = ["The sky", target.tokenizer.encode("Why is"), "b" * 40, "x"]
+    with serving(make_engine(target, drafter)) as first, serving(make_engine(target, drafter)) as second:
+        ask = {"seed": 3, "max_tokens": 24, "logprobs": 2, "extra_body": {"return_token_ids": True}}
+        several = complete(client_of(first), prompt=prompts, n=2, **ask)
+        alone = [complete(client_of(second), prompt=p, **ask | {"seed": s}) for p in prompts for s in (3, 4)]
+    assert [choice.index for choice in several.choices] == list(range(8))
+    for choice, one in zip(several.choices, alone, strict=True):
+        ours, theirs = choice.to_dict() | {"index": 0}, one.choices[0].to_dict()
+        best, numbers = ([found["logprobs"].pop(name) for found in (ours, theirs)]
+                         for name in ("top_logprobs", "token_logprobs"))  # fmt: skip
+        assert [list(names) for names in best[0]] == [list(names) for names in best[1]]
+        assert numbers[0] == pytest.approx(numbers[1], abs=1e-4), "a batch adds in another order than a request alone"
+        assert ours == theirs, "its offsets and token ids too"
+    usages = [one.usage for one in alone]
+    assert counted(several.usage) == (
+        sum(usage.prompt_tokens for usage in usages[::2]), sum(usage.completion_tokens for usage in usages),
+    )  # fmt: skip
+
+
+def test_the_usage_is_of_all_answers_and_each_prompt_counts_once() -> None:
+    answers = []
+    for i in range(4):
+        one = Answer(make_tokenizer(), 10 + i // 2, ())
+        one.tokens, one.verify_steps, one.drafted, one.accepted, one.committed = [1] * (i + 1), i, 7 * i, 2 * i, 3 * i
+        answers.append(one)
+    assert usage_of(answers, 2) == {
+        "prompt_tokens": 21, "completion_tokens": 10, "total_tokens": 31,
+        "dflash": {"verify_steps": 6, "drafted": 42, "accepted": 12, "acceptance_length": 3.0},
+    }  # fmt: skip
+    assert usage_of(answers[:1], 1)["dflash"]["acceptance_length"] is None, "no step was taken"
+
+
+def test_a_stream_holds_all_answers_in_pieces(client: OpenAI) -> None:
+    for ask, more in ((complete, {"prompt": ["The sky", "b"]}), (chat, {"messages": MESSAGES})):
+        whole = ask(client, seed=5, n=2, **more)
+        choices, usage = by_index(ask(client, seed=5, n=2, **more, stream=True, stream_options=USAGE))
+        assert sorted(choices) == list(range(len(whole.choices)))
+        for index, choice in enumerate(whole.choices):
+            pieces = choices[index]
+            if ask is chat:
+                assert pieces[0].delta.role == "assistant"
+                text = "".join(piece.delta.content or "" for piece in pieces)
+                assert text == choice.message.content
+            else:
+                assert "".join(piece.text for piece in pieces) == choice.text
+            assert pieces[-1].finish_reason == choice.finish_reason
+        assert counted(usage) == counted(whole.usage)
+        assert by_index(ask(client, n=2, **more, stream=True))[1] is None
+
+
+def test_more_answers_than_are_decoded_at_a_time(client: OpenAI) -> None:
+    prompts = [f"Prompt {i}" for i in range(40)]
+    several = complete(client, prompt=prompts, temperature=0, max_tokens=6)
+    alone = complete(client, prompt=prompts[37], temperature=0, max_tokens=6)
+    assert len(several.choices) == 40 and several.choices[37].text == alone.choices[0].text
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_stops_all_of_its_answers(
+    engine: Engine, url: str, client: OpenAI, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = 'dflash_requests_total{outcome="disconnected"}'
+    slow = SlowSteps(engine, monkeypatch)
+    before = counters(url).get(name, 0)
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=0.4) as http_client:
+        body = {"model": "org/tiny", "prompt": ["a", "b"], "max_tokens": 400, "stream": streamed, **LONG}
+        with http_client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number == 8:
+                    break
+    assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
+    steps = slow.done
+    time.sleep(0.1)
+    assert slow.done == steps < 100
+    assert counters(url)[name] == before + 2
+
+
+def test_a_failure_inside_is_the_request_s(
+    engine: Engine, client: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("secret details")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.runner, "decode", fail)
+        with pytest.raises(APIStatusError) as caught:
+            chat(client, n=3, extra_body=LONG)
+        assert caught.value.status_code == 500
+        with pytest.raises(APIError, match="internal error"):
+            by_index(complete(client, prompt=["a", "b"], stream=True, extra_body=LONG))
+    assert complete(client, n=2, max_tokens=1, extra_body=LONG).usage.completion_tokens == 2, "the next is served"
+    assert counters(url)["dflash_requests_open"] == 0
