@@ -42,7 +42,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def advance(self, done: int = 1, units: float | None = None, note: str | None = None) -> None:
+    def reach(self, done: float, units: float) -> None:
+        """Move to `done` of the total, by work of so many `units`."""
+        self.advance(done - self._bar.tasks[self._task].completed, units)
+
+    def advance(self, done: float = 1, units: float | None = None, note: str | None = None) -> None:
         """Move by `done`; `units` is how much work that was in the bar's unit (default: `done`)."""
         self._units += done if units is None else units
         task = self._bar.tasks[self._task]

@@ -38,6 +38,8 @@ class ServeConfig:
     draft_dtype: str = knob(
         "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
     )
+    prefill_chunk: int = knob(2048, "tokens of a prompt computed between two steps")
+    cache_tokens: int | None = knob(None, "room for so many tokens of all requests (default: what memory allows)")
     memory_fraction: float = knob(0.9, "of the GPU's memory, for weights, caches and all")
     api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
     sampling_defaults: str = knob(
@@ -62,6 +64,8 @@ class ServeConfig:
             max_context=self.max_context,
             block_size=self.block_size,
             draft_dtype=self.draft_dtype,
+            prefill_chunk=self.prefill_chunk,
+            cache_tokens=self.cache_tokens,
             memory_fraction=self.memory_fraction,
         )
 

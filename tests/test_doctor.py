@@ -109,7 +109,7 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
     drafter = fit(target, answered(target), path, block_size=6, steps=300, anchors=12)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
     note = {"target": "tiny", "template_hash": template_hash(target.tokenizer), "answers": [answers]}
-    return Clinic(path, target, drafter, note | {"acceptance_length": 5.5})
+    return Clinic(path, target, drafter, note | {"acceptance_length": 5.5, "trained_block_size": 6})
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
@@ -155,7 +155,7 @@ def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: py
     checks = [finding["check"] for finding in found["ok"]]
     assert set(checks) == {
         "configuration", "fit", "tensors", "weights", "template", "layer ids", "rope", "mask row", "causality",
-        "context", "positions", "labels", "thinking", "serving", "recall", "acceptance",
+        "context", "positions", "labels", "thinking", "curve", "serving", "recall", "acceptance",
     }  # fmt: skip
     assert "nothing is wrong with this drafter" in capsys.readouterr().out
     acceptance, serving = (next(f for f in found["ok"] if f["check"] == name) for name in ("acceptance", "serving"))

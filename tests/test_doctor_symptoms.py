@@ -4,14 +4,21 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from test_doctor import BREAKS, Clinic, clinic, tensors  # noqa: F401
+from conftest import make_target
+from test_doctor import BREAKS, Clinic, answered, clinic, edit, fit, tensors  # noqa: F401
 
 import dflash_toolkit.decode
+import train.loop
+from dflash_toolkit.doctor.probe import Scores
+from dflash_toolkit.doctor.symptoms import _cliff
 from dflash_toolkit.drafter import ContextKV, Drafter
 from dflash_toolkit.target import Target
+from train.blocks import Blocks
 
 # ---- training against serving ----------------------------------------------------------------------------------
 
@@ -68,6 +75,76 @@ def test_what_was_recorded_is_not_held_against_the_prompts_where_a_fault_explain
     assert [f["check"] for f in found["fault"]] == ["rope"] and warning["remedy"] == "mend the faults named here"
 
 
+# ---- the curve -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("present", "severity"), [(9, "fault"), (3, "warning")])
+def test_another_block_size_than_was_trained_is_named_and_nothing_else(
+    present: int, severity: str, clinic: Clinic
+) -> None:
+    found = clinic.examine(break_it=edit(block_size=present))
+    named = found["fault"] + found["warning"]
+    assert [f["check"] for f in named] == ["curve"] and named == found[severity]
+    assert f"block_size is {present}, it was trained with 6" in named[0]["measured"]
+    assert "set block_size to 6" in named[0]["remedy"]
+
+
+@pytest.mark.slow
+def test_slots_that_were_trained_otherwise_are_found_by_the_cliff(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = train.loop.sample_blocks
+
+    def spoiled(*arguments: Any, **more: Any) -> Blocks:
+        blocks = honest(*arguments, **more)
+        labels = blocks.labels.clone()
+        labels[:, :, 4:] = 5  # whatever the answer says
+        return replace(blocks, labels=labels)
+
+    monkeypatch.setattr(train.loop, "sample_blocks", spoiled)
+    target = make_target()
+    drafter = fit(target, answered(target), tmp_path, block_size=6, steps=250, anchors=12)
+    found = Clinic(tmp_path, target, drafter).examine()
+    assert [f["check"] for f in found["fault"]] == ["curve"]
+    assert "slot 4 is accepted" in found["fault"][0]["measured"] and "block_size 4" in found["fault"][0]["remedy"]
+
+
+def drawn(accepted: list[float], blocks: int, seed: int) -> Scores:
+    """Blocks whose slots are right with these probabilities."""
+    g = torch.Generator().manual_seed(seed)
+    hits = torch.rand(blocks, len(accepted), generator=g) < torch.tensor(accepted)
+    return Scores(hits, hits, torch.ones_like(hits), torch.zeros(blocks).long(), torch.arange(blocks))
+
+
+def test_only_a_sure_fall_is_a_cliff() -> None:
+    falling = [0.8 * 0.93**k for k in range(15)]
+    assert [_cliff(drawn(falling, 300, seed)) for seed in range(40)] == [None] * 40, "acceptance falls along a block"
+    assert [_cliff(drawn([0.9] * 5 + [0.2] * 10, 300, seed)) for seed in range(9)] == [6] * 9
+    assert _cliff(drawn([0.9, 0.2], 6, 0)) is None, "of six blocks nothing is sure"
+    assert _cliff(drawn([0.3, 0.05, 0.0], 300, 0)) is None, "a bad drafter has no cliff"
+
+
+# ---- position 1 ------------------------------------------------------------------------------------------------
+
+
+def blurred(noise: float) -> Any:
+    """Noise on every matrix, of so many times its own spread."""
+
+    def blur(held: dict[str, torch.Tensor]) -> None:
+        g = torch.Generator().manual_seed(0)
+        for weight in held.values():
+            if weight.dim() == 2:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=g).to(weight.dtype)
+
+    return blur
+
+
+def test_weights_that_know_nothing_are_told_by_position_1(clinic: Clinic) -> None:
+    faults = clinic.examine(break_it=tensors(blurred(2.0)))["fault"]
+    assert [f["check"] for f in faults] == ["acceptance"] and faults[0]["figures"]["position_1"] < 0.2
+    assert "knows nothing of this target" in faults[0]["remedy"]
+
+
 # ---- recall ----------------------------------------------------------------------------------------------------
 
 
@@ -79,16 +156,12 @@ def test_a_drafter_that_does_not_know_what_comes_next_lacks_data(clinic: Clinic,
 
 
 def test_a_drafter_that_knows_the_token_but_ranks_it_too_low_was_trained_too_short(clinic: Clinic) -> None:
-    def blur(held: dict[str, torch.Tensor]) -> None:
-        g = torch.Generator().manual_seed(0)
-        for weight in held.values():
-            if weight.dim() == 2:
-                weight += 0.45 * weight.std() * torch.randn(weight.shape, generator=g).to(weight.dtype)
-
-    found = clinic.examine(break_it=tensors(blur))
+    found = clinic.examine(break_it=tensors(blurred(0.45)))
     (warning,) = (f for f in found["warning"] if f["check"] == "recall")
     assert warning["figures"]["top_1"][0] < 0.5 < 0.6 < warning["figures"]["recall_16"][0]
     assert "knows the token but ranks it too low" in warning["remedy"]
+    (low,) = (f for f in found["warning"] if f["check"] == "acceptance")
+    assert 0.2 <= low["figures"]["position_1"] < 0.5 and "low: train longer" in low["remedy"]
     assert not found["fault"]
 
 

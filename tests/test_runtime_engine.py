@@ -113,7 +113,11 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParam
     assert [g.finish_reason for g in drafted] == [g.finish_reason for g in plain]
     assert [len(g.logprobs) for g in drafted] == [len(g.logprobs) for g in plain]
     assert sum(len(g.steps) for g in drafted) < sum(len(g.steps) for g in plain) / (1.5 if every == 3 else 2)
-    assert engine.stats.accepted == sum(step.accepted for g in drafted for step in g.steps)
+    steps, stats = [step for g in drafted for step in g.steps], engine.stats
+    assert stats.accepted == sum(step.accepted for step in steps) == sum(stats.accepted_per_position)
+    for name, counts in (("drafted", stats.drafted_per_position), ("accepted", stats.accepted_per_position)):
+        assert counts == [sum(getattr(step, name) > k for step in steps) for k in range(len(counts))]
+    assert sum(stats.drafted_per_position) == stats.drafted == sum(step.drafted for step in steps)
 
 
 @pytest.mark.parametrize("index", range(1, 14))

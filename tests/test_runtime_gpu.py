@@ -65,6 +65,14 @@ def prompts_of(count: int, seed: int = 1) -> list[list[int]]:
     return [torch.randint(0, VOCAB - 1, (n,), generator=dice).tolist() for n in lengths]
 
 
+def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
+    """Nats that the worst token of an answer lacks to the model's best, in Hugging Face's bf16."""
+    text = torch.tensor([prompt + answer], device="cuda")
+    with torch.inference_mode():
+        logprobs = target.model(text).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return float((logprobs.amax(-1) - logprobs.gather(1, text[0, len(prompt) :, None])[:, 0]).max())
+
+
 def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
     """Draft the known answers on the device, wrong at every seventh position: the graph holds the real steps."""
     texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
@@ -98,13 +106,16 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str) -> N
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
     alone = make_engine(target, None, max_batch=1).generate(prompts, params)
     assert [g.tokens for g in alone] == plain
-    for batch, block in ((8, 16), (1, 16), (8, 4)):
+    for batch, block in ((8, 16), (1, 16), (8, 8), (8, 4), (8, 2), (8, None)):
         engine = make_engine(target, drafter, max_batch=batch, block_size=block)
         knowing(engine, prompts, plain)
         drafted = engine.generate(prompts, params)
         assert [g.tokens for g in drafted] == plain
         steps = sum(len(g.steps) for g in drafted)
-        assert steps < 320 * 47 / 2.5, "drafts were accepted"
+        if block is None:  # the engine's choice, whose steps were captured with the random drafter when it timed them
+            assert engine.stats.drafted > 0
+        else:
+            assert steps < 320 * 47 / (1.5 if block == 2 else 2.5), "drafts were accepted"
         engine.pool.check()
 
 
@@ -121,6 +132,8 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_d
     again = engine.generate(prompts, params)  # now with prefix hits: a prefill cut elsewhere resolves ties otherwise
     assert engine.stats.cached_prompt_tokens > 1000
     assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 28
+    regrets = [regret(target, prompt, answer.tokens) for prompt, answer in zip(prompts, again, strict=True)]
+    assert max(regrets) <= 0.2, "the others are near ties too"
 
 
 @pytest.mark.parametrize("block", [2, 4, 16])  # of 16 requests: the head by tiles, by cuBLAS, and the layers in fp8 too

@@ -14,7 +14,7 @@ from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.runtime import Engine, EngineOptions, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, page_count
-from dflash_toolkit.runtime.model import ModelSpec, TargetWeights
+from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.sampling import Mode
 from dflash_toolkit.runtime.step import StepRunner
@@ -77,6 +77,46 @@ def test_a_step_that_does_not_fit_names_its_knobs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "workspace_of", full)
     with pytest.raises(UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_batch, block"):
         pages_of(OPTIONS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def full(*_: object) -> int:
+        raise errors.OutOfResources(180480, 166912, "shared memory")
+
+    def runner_of_heads(pages: int) -> Any:
+        return SimpleNamespace(**vars(runner(pages)), target=SimpleNamespace(spec=SimpleNamespace(head_dim=128)))
+
+    monkeypatch.setattr(memory, "workspace_of", full)
+    with pytest.raises(UserError, match=r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
+        page_count(runner_of_heads, [SPEC], OPTIONS, 1000)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        page_count(runner_of_heads, [SPEC], OPTIONS, 1000)
+
+
+@pytest.mark.parametrize("where", ["copies", "cache"])
+def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_knobs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
+
+    monkeypatch.setattr(DrafterWeights, "rounded", full if where == "copies" else lambda self, head: self)
+    if where == "cache":
+        monkeypatch.setattr(engine_module, "StepRunner", full)
+    target = make_target()
+    for draft_dtype in ("fp8", "full"):
+        options = EngineOptions(max_batch=2, draft_dtype=draft_dtype)
+        if where == "copies" and draft_dtype == "full":
+            Engine.of_modules(target, make_drafter(target), options)
+            continue
+        with pytest.raises(UserError, match=r"Tried to allocate 3.00 GiB.*lower max_batch, max_context") as caught:
+            Engine.of_modules(target, make_drafter(target), options)
+        assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
 
 
 @pytest.mark.usefixtures("gpu")

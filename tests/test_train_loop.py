@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dflash_toolkit import UserError
+from dflash_toolkit.progress import Progress
 from train.answers import Row
 from train.cli import main
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
@@ -182,13 +183,24 @@ def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, 
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
 
 
-def test_a_run_by_the_clock_ends_by_the_clock(target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_by_the_clock_ends_by_the_clock(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Any] = []
+
+    class Watched(Progress):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            bars.append(self._bar.tasks[0])
+
+    monkeypatch.setattr(sys.modules["train.loop"], "Progress", Watched)
     began = time.monotonic()
     clock = ("optim.minutes=0.1", "optim.steps=0", "run.evaluate_every=0")
     assert main(argv(target_dir, data, tmp_path / "run", *clock)) == 0
     lines = lines_without_speed(tmp_path / "run/work/metrics.jsonl")
     rates = [line["learning_rate"] for line in lines if "loss" in line]
     assert time.monotonic() - began > 6 and rates[-1] < max(rates) / 100
+    assert [(bar.description, bar.total, bar.completed) for bar in bars] == [("training s", 6, 6)], "its time left too"
 
 
 def test_other_settings_in_the_same_output_are_refused_by_name(

@@ -222,7 +222,9 @@ def test_a_target_with_a_quantised_head_is_refused() -> None:
         Target(model)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_run_on_a_target_in_four_bits(
+    device: str,
     target_dir: Path,
     data: Path,
     tmp_path: Path,
@@ -236,13 +238,14 @@ def test_a_run_on_a_target_in_four_bits(
     config.update({"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})  # rows of whole blocks of 64
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=four, device_map={"": "cpu"})
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=four, device_map={"": device})
     model.save_pretrained(path)
-    loaded = Target.load(str(path), "cpu")
-    assert type(loaded.layers[0].mlp.up_proj).__name__ == "Linear4bit" and loaded.dtype == torch.float32
+    loaded = Target.load(str(path), device)
+    assert type(loaded.layers[0].mlp.up_proj).__name__ == "Linear4bit" and loaded.device.type == device
+    assert loaded.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
     with pytest.raises(UserError, match="quantised weights are not supported by the runtime"):
         ModelSpec.of_target(loaded.config)
-    assert main(argv(path, data, tmp_path / "run", "optim.steps=2")) == 0
+    assert main(argv(path, data, tmp_path / "run", "optim.steps=2", f"run.device={device}")) == 0
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
 
 
@@ -278,6 +281,8 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp
     assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
     knobs = ("optim.steps=2", "drafter.head_dim=16", f"run.device={device}")  # the least that FlexAttention takes
     assert main(argv(path, data, tmp_path / "run", *knobs)) == 0
+    first = ("--init-from", str(tmp_path / "run"), "optim.steps=1", f"run.device={device}")
+    assert main(argv(path, data, tmp_path / "further", *first)) == 0, "it goes on from a drafter, too"
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])

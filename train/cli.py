@@ -187,7 +187,8 @@ def _train(run: _Prepared, processes: Processes) -> None:
 
     def export(trained: Drafter, acceptance_length: float) -> None:
         measured = None if math.isnan(acceptance_length) else round(acceptance_length, 4)
-        note = {"acceptance_length": measured, "num_target_layers": shape.num_target_layers} | _origin(record)
+        made = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
+        note = {"acceptance_length": measured} | made | _origin(record)
         save_drafter(trained, output, note)
 
     outcome = train(

@@ -5,9 +5,9 @@ H200, two minutes each on the same answers, acceptance length decoded on four se
 AdamW instead of Muon 2.23, with decay weights instead of D-PACE 2.86, with 3 taps for 5 2.77, with KL for half of the
 cross-entropy 2.85, with 2 layers for 5 2.77 (and 3 % more tokens a second on that small target; five are the
 checkpoints' usual shape). Muon's learning rate is from half a minute each: 2.28 at 6e-4, 2.73 at 1.2e-3, 2.95 at 3e-3
-(teacher-forced, after 200 steps). The same 2304 blocks of a step from 12288 tokens gave 4.91 instead of 3.98
-(teacher-forced, after 66 seconds), with four times as many answers seen; that is about the density of the paper's
-recipe.
+(teacher-forced, after 200 steps). One run each: the gaps to decay and KL are within chance. The same 2304 blocks of a
+step from 12288 tokens gave 4.91 instead of 3.98 (teacher-forced, after 66 seconds), with four times as many answers
+seen; that is about the density of the paper's recipe.
 """
 
 import math
@@ -253,7 +253,7 @@ class TrainConfig:
     held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
     output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
     init_from: str | None = knob(
-        None, "drafter to start from, with its shape: directory or Hugging Face id, of any form"
+        None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
     )
     drafter: DrafterKnobs = group(DrafterKnobs)
     prompts: DataKnobs = group(DataKnobs)

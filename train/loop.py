@@ -153,8 +153,12 @@ def train(
         if metrics:
             metrics.summarise(best_acceptance_length=best)
 
-    with _closing(metrics), Progress("training", total, unit="tok") as progress:
-        progress.advance(step, units=0)
+    clock = (
+        max(1, round(60 * optim.minutes)) if optim.minutes else 0
+    )  # seconds, what the bar shows, where a run ends by it
+    bar = Progress("training s", clock, unit="tok") if clock else Progress("training", total, unit="tok")
+    with _closing(metrics), bar as progress:
+        progress.reach(min(elapsed, clock) if clock else step, units=0)
         if micro != step * group:
             progress.print(f"goes on after {micro} micro batches in {step} steps with {group} a step")
         if held_out and config.init_from and step == 0:
@@ -187,7 +191,7 @@ def train(
             speed.count(seen, len(chosen))
             if step % run.log_every == 0 or last:
                 processes.alone(log, totals, norm, seen)
-            progress.advance(1, units=seen)
+            progress.reach(clock * share if clock else step, units=seen)
 
             with speed.paused():
                 if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):

@@ -1,4 +1,8 @@
-"""Where prompts come from: local files of every usual kind, and Hugging Face datasets, which are streamed."""
+"""Where prompts come from: local files of every usual kind, and Hugging Face datasets, which are streamed.
+
+Parquet and hub ids are read by `datasets`. JSON lines are read here, a line at a time: its reader wants one schema for
+all rows of a file, which chats with tools or parts of content do not have.
+"""
 
 import json
 from collections.abc import Callable, Iterator

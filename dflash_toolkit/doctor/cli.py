@@ -18,7 +18,7 @@ from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
 from .probe import NEAR, Answer, Probe, Setting
 from .sweeps import sweep
-from .symptoms import check_acceptance, check_recall, check_serving, check_thinking, enough
+from .symptoms import check_acceptance, check_curve, check_recall, check_serving, check_thinking, enough
 
 PROG = "dflash-doctor"
 DESCRIPTION = """\
@@ -114,6 +114,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     findings += swept
     findings += check_thinking(case, probe, prompts, answers, mended)
     scores = probe.score(answers, Setting.of(probe.drafter), near=NEAR)
+    findings += check_curve(case, scores, findings)
     findings += check_serving(case, answers, scores, findings)
     findings += check_recall(scores, findings)
     findings += check_acceptance(case, answers, scores, findings)

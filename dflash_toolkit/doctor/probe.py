@@ -87,9 +87,20 @@ class Scores:
     @property
     def given_previous(self) -> list[float]:
         """Share [S - 1] of right slots where all slots before were right."""
+        return self.share(self.hits, self._previous)
+
+    @property
+    def asked_given_previous(self) -> list[int]:
+        """Of how many blocks each is."""
+        counts: list[int] = (self.judged & self._previous).sum(0).tolist()
+        return counts
+
+    @property
+    def _previous(self) -> Tensor:
+        """Whether all slots before [R, S - 1] were right."""
         before = torch.ones_like(self.hits)
         before[:, 1:] = self.hits[:, :-1].long().cumprod(1).bool()
-        return self.share(self.hits, before)
+        return before
 
     @property
     def steps(self) -> int:

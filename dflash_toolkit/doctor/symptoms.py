@@ -20,6 +20,7 @@ LOW_RECALL = 0.6
 GAP_FAULT, GAP_WARNING = 0.8, 0.92  # decoded over teacher-forced tokens a step
 GAP_STEPS = 20  # fewer say nothing
 RECORDED = 0.6  # measured over recorded tokens a step
+CLIFF, CLIFF_Z = 0.5, 4.0  # acceptance of a slot over that of the one before, and how sure that must be
 THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode over those in this
 THINKING_Z = 3.0
 
@@ -65,6 +66,45 @@ def check_acceptance(
     return [Finding("acceptance", severity, measured, remedy, figures)]
 
 
+def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
+    """Is every slot of the block one that was trained, and does acceptance fall slowly along them?"""
+    assert case.config is not None
+    present, trained = case.config.block_size, case.provenance.get("trained_block_size")
+    shares = scores.given_previous
+    measured = f"given that those before are right, by slot {_curve(shares)}"
+    figures = {"given_previous": shares, "block_size": present, "trained_block_size": trained}
+    if isinstance(trained, int) and trained != present:
+        more = present > trained
+        words = f"block_size is {present}, it was trained with {trained}; {measured}"
+        remedy = f"set block_size to {trained} wherever config.json says it: " + (
+            f"slots from {trained} on were never trained" if more else "longer blocks can be accepted"
+        )
+        return [Finding("curve", "fault" if more else "warning", words, remedy, figures)]
+    slot = None if has_fault(earlier) else _cliff(scores)
+    if slot is None:
+        return [Finding("curve", "ok", measured, figures=figures)]
+    before, here = shares[slot - 2 : slot]
+    words = f"slot {slot} is accepted {here:.0%} of the time, slot {slot - 1} {before:.0%}; {measured}"
+    remedy = (
+        f"slots from {slot} on were trained otherwise than those before: look at their labels, weights and mask in "
+        f"training; until then serve it with block_size {slot}"
+    )
+    return [Finding("curve", "fault", words, remedy, figures)]
+
+
+def _cliff(scores: Scores) -> int | None:
+    """The first slot, from 2 on, that is accepted clearly less than half as often as the one before it."""
+    shares, counts = scores.given_previous, scores.asked_given_previous
+    for slot in range(2, len(shares) + 1):
+        (p, q), (m, n) = shares[slot - 2 : slot], counts[slot - 2 : slot]
+        if not n or p < LOW_FIRST or q >= CLIFF * p:
+            continue
+        pooled = (p * m + q * n) / (m + n)  # two proportions
+        if p - q > CLIFF_Z * math.sqrt(pooled * (1 - pooled) * (1 / m + 1 / n)):
+            return slot
+    return None
+
+
 def check_recall(scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
     """Does the drafter know the token but rank it too low, or not know it?"""
     recall, best = scores.share(scores.near), scores.share(scores.hits)
@@ -93,7 +133,8 @@ def check_serving(case: Case, answers: Sequence[Answer], scores: Scores, earlier
         severity: Severity = "fault" if decoded < GAP_FAULT * forced else "warning"
         remedy = "the features of decoding differ from those of a whole text: try dtype=float32, another device"
         found.append(Finding("serving", severity, measured, remedy, figures))
-    if isinstance(recorded, int | float) and decoded < RECORDED * recorded:
+    most = case.config.block_size if case.config else math.inf  # a step
+    if isinstance(recorded, int | float) and decoded < RECORDED * min(recorded, most):
         words = f"{decoded:.2f} tokens a step here, {recorded:.2f} when it was trained"
         named = has_fault([*earlier, *found])
         remedy = "mend the faults named here" if named else "these prompts are unlike those of training"

@@ -12,7 +12,7 @@ from ..config import UserError
 from ..decode import Generation, SamplingParams, Step, check_prompt
 from ..drafter import Drafter
 from ..target import Target
-from .memory import page_count
+from .memory import beside_the_weights, page_count
 from .model import DrafterWeights, ModelSpec, TargetWeights
 from .options import EngineOptions
 from .pages import PagePool
@@ -35,17 +35,20 @@ class EngineStats:
     steps: int = 0  # verifications, counted per request
     drafted: int = 0
     accepted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that accepted at least k drafts
+    drafted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that drafted at least k tokens
+    accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] of them, those that accepted k or more
     preemptions: int = 0
 
     def add(self, step: Step) -> None:
         self.steps += 1
         self.drafted += step.drafted
         self.accepted += step.accepted
-        longer = step.accepted - len(self.accepted_per_position)
-        self.accepted_per_position += [0] * max(longer, 0)
-        for k in range(step.accepted):
-            self.accepted_per_position[k] += 1
+        longer = [0] * max(0, step.drafted - len(self.drafted_per_position))
+        self.drafted_per_position += longer
+        self.accepted_per_position += longer
+        for k in range(step.drafted):
+            self.drafted_per_position[k] += 1
+            self.accepted_per_position[k] += k < step.accepted
 
 
 def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -115,7 +118,8 @@ class Engine:
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
         if drafter is not None and options.draft_dtype == "fp8":
-            drafter = drafter.rounded(target.head)
+            with beside_the_weights(options):
+                drafter = drafter.rounded(target.head)
         forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
 
         def runner(pages: int) -> StepRunner:
@@ -132,8 +136,9 @@ class Engine:
             )
 
         specs = [target.spec, *([drafter.spec] if drafter else [])]
-        pages = page_count(runner, specs, options, self.context_limit)
-        self.runner = runner(pages)
+        with beside_the_weights(options):
+            pages = page_count(runner, specs, options, self.context_limit)
+            self.runner = runner(pages)
         self.pool = PagePool(pages, options.page_size)
         self.scheduler = Scheduler(
             self.runner,

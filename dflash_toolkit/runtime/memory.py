@@ -1,6 +1,7 @@
 """How many pages the cache gets."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +61,25 @@ def page_count(
     return 1 + (wanted or min(pages, probe.max_batch * least * 4))
 
 
+@contextlib.contextmanager
+def beside_the_weights(options: "EngineOptions") -> Iterator[None]:
+    """Raises UserError, naming the knobs that help, where what an engine makes of loaded weights finds no memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        copies = (
+            "take draft_dtype full, which keeps no fp8 copy of the head, or " if options.draft_dtype == "fp8" else ""
+        )
+        raise UserError(
+            f"GPU memory does not hold the engine beside the weights ({_said(error)}); {copies}lower max_batch, "
+            f"max_context or cache_tokens"
+        ) from error
+
+
+def _said(error: torch.OutOfMemoryError) -> str:
+    return " ".join(str(error).split()).partition(" Including")[0]
+
+
 def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UserError if a target's weights are more than the GPU has free."""
     if device.type != "cuda":
@@ -79,10 +99,17 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> f
     try:
         workspace = workspace_of(probe, options.prefill_chunk)
     except torch.OutOfMemoryError as error:
-        said = " ".join(str(error).split()).partition(" Including")[0]
         raise UserError(
             f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of {options.prefill_chunk} "
-            f"tokens beside the weights ({said}); lower max_batch, block_size or prefill_chunk"
+            f"tokens beside the weights ({_said(error)}); lower max_batch, block_size or prefill_chunk"
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
+            raise
+        heads = probe.target.spec.head_dim
+        raise UserError(
+            f"a kernel for heads of {heads} in {str(probe.dtype).removeprefix('torch.')} does not fit this GPU "
+            f"({error}); take dtype bfloat16 if that is not it, or serve the target with vLLM or SGLang"
         ) from error
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
