@@ -198,7 +198,7 @@ class _Service:
             self._engine.check(ids, params)  # before a stream begins, whose status would be sent
         except UserError as error:
             raise ApiError(400, str(error)) from error
-        seeds = [params.seed + i - (params.seed + i >= 1 << 63) * (1 << 64) for i in range(body.answers)]
+        seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(body.answers)]  # in 64 bits, as it was
         return [(ids, replace(params, seed=seed)) for seed in seeds]
 
     async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[Piece]:

@@ -153,9 +153,7 @@ def train(
         if metrics:
             metrics.summarise(best_acceptance_length=best)
 
-    clock = (
-        max(1, round(60 * optim.minutes)) if optim.minutes else 0
-    )  # seconds, what the bar shows, where a run ends by it
+    clock = max(1, round(60 * optim.minutes)) if optim.minutes else 0  # seconds; a run that ends by it shows it
     bar = Progress("training s", clock, unit="tok") if clock else Progress("training", total, unit="tok")
     with _closing(metrics), bar as progress:
         progress.reach(min(elapsed, clock) if clock else step, units=0)
