@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from dflash_toolkit.kernels.attention import CUTS, cut_for, shared_bytes
+
 HERE = Path(__file__).parent
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 
@@ -29,3 +31,26 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
     assert [name for name, report in found.items() if report["serialized"]] == []
     assert max(report["shared"] for report in found.values()) <= 227 * 1024
+    attention = [report["shared"] for report in found.values() if report["kernel"] == "_attention_kernel"]
+    assert max(attention) <= shared_bytes(128, 2, *CUTS[0])
+
+
+# bytes that Triton 3.7 gave the kernel: fp32 and wide heads take a minute to compile
+COMPILED = {
+    (64, 4, 64, 3): (98304, 98304), (128, 4, 64, 3): (180480, 180480), (128, 4, 64, 2): (114944, 114944),
+    (256, 4, 64, 2): (213248, 213248), (256, 4, 32, 2): (139520, 139520), (64, 2, 64, 3): (40960, 57344),
+    (128, 2, 64, 3): (90112, 114688), (256, 2, 64, 3): (172032, 229376), (256, 2, 64, 2): (106496, 163840),
+}  # fmt: skip
+A100, H200 = 166912, 232448
+
+
+def test_attention_is_cut_so_that_it_fits() -> None:
+    for (width, itemsize, keys, stages), compiled in COMPILED.items():
+        assert max(compiled) <= shared_bytes(width, itemsize, keys, stages) <= max(compiled) + 1024
+    for itemsize, width, on_a100, on_h200 in (
+        (2, 128, (64, 3), (64, 3)), (4, 64, (64, 3), (64, 3)), (4, 128, (64, 2), (64, 3)), (2, 256, (64, 2), (64, 3)),
+        (4, 256, (32, 2), (64, 2)),
+    ):  # fmt: skip
+        assert cut_for(width, itemsize, A100) == on_a100 and cut_for(width, itemsize, H200) == on_h200
+    with pytest.raises(ValueError, match="265 KiB of shared memory for a thread block, and it has 227"):
+        cut_for(512, 4, H200)

@@ -96,6 +96,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
 
     for name, function in (("join", joined), ("move", moved), ("_propose", propose)):
         setattr(runner, name, function)
+    runner._graphs.clear()  # those that were captured for their times hold the random drafter
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
@@ -112,11 +113,9 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str) -> N
         drafted = engine.generate(prompts, params)
         assert [g.tokens for g in drafted] == plain
         steps = sum(len(g.steps) for g in drafted)
-        if block is None:  # the engine's choice, whose steps were captured with the random drafter when it timed them
-            assert engine.stats.drafted > 0
-        else:
-            assert steps < 320 * 47 / (1.5 if block == 2 else 2.5), "drafts were accepted"
+        assert steps < 320 * 47 / (1.5 if block in (2, None) else 2.5), "drafts were accepted"  # None: as it pays
         engine.pool.check()
+        assert 1 <= len(engine.runner._results._free) <= engine.runner.lag + 2, "buffers of results are used again"
 
 
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])

@@ -11,9 +11,9 @@ import torch
 from conftest import make_drafter, make_target
 
 from dflash_toolkit import SamplingParams, UserError
-from dflash_toolkit.runtime import Engine, EngineOptions, memory
+from dflash_toolkit.runtime import Engine, EngineOptions, loading, memory
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, page_count
+from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, for_the_drafter, page_count
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.sampling import Mode
@@ -163,6 +163,49 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
     named.update(capability=capability, shared=shared << 10)
     with pytest.raises(UserError, match=line):
         engine_module.operations(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("width", "dtype", "shared", "way_out"), [
+    (128, torch.float32, 227, None),
+    (128, torch.float32, 163, None),
+    (512, torch.float32, 227, "take dtype bfloat16, or serve the target with vLLM or SGLang"),
+    (512, torch.bfloat16, 163, "has 163; serve the target with vLLM or SGLang"),
+])  # fmt: skip
+def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
+    width: int, dtype: torch.dtype, shared: int, way_out: str | None, named: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pytest.importorskip("triton")
+    named.update(shared=shared << 10)
+    target = make_target()
+    spec = replace(ModelSpec.of_target(target.config), head_dim=width)
+    loaded = []
+    monkeypatch.setattr(TargetWeights, "load", lambda *_: loaded.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))
+    monkeypatch.setattr(loading, "_folder", lambda name: name)
+    monkeypatch.setattr("dflash_toolkit.target.load_generation_config", lambda _: None)
+
+    def load() -> None:
+        loading.load_target("T", target.config, spec, torch.device("cuda"), dtype)
+
+    if way_out is None:
+        load()
+        assert loaded
+        return
+    with pytest.raises(UserError, match=rf"attention heads of 512 in \w+ need \d+ KiB of shared memory .*{way_out}"):
+        load()
+    assert not loaded
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_drafter_that_finds_no_memory_is_one_line() -> None:
+    with (
+        pytest.raises(
+            UserError, match=r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
+        ),
+        for_the_drafter(torch.device("cuda")),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
 
 
 @pytest.mark.usefixtures("named")

@@ -158,6 +158,16 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
 def test_ten_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: int, max_batch: int, pages: int) -> None:
+    check_events(lag, seed, max_batch, pages)
+
+
+def test_such_events_preempt_and_cancel_and_find_prefixes() -> None:
+    counts = [check_events(1, seed, 5, 30) for seed in range(4)]
+    assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
+
+
+def check_events(lag: int, seed: int, max_batch: int, pages: int) -> tuple[int, int, int]:
+    """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were."""
     dice = random.Random(seed)
     pool = PagePool(pages, SIZE)
     done: list[Request] = []
@@ -198,6 +208,7 @@ def test_ten_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: in
     for request in done:
         assert request.tokens == truth(request.prompt_ids, request.limit)
         assert sum(len(step.tokens) for step in request.generation.steps) == request.limit - 1
+    return scheduler.preemptions, cancelled, sum(request.cached_tokens > 0 for request in done)
 
 
 def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:

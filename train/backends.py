@@ -15,6 +15,7 @@ from dflash_toolkit.prompts import Message, Tool
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.loading import load_target
+from dflash_toolkit.runtime.memory import for_the_drafter
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.target import Target, load_config, resolve_dtype, use_device
@@ -136,9 +137,10 @@ def open_backend(
     if runtime != "reference":
         draft = None
         if drafter is not None:  # before the target, which takes longest
-            module = load_drafter(drafter, where, precision)
-            check_fits(module.config, config)
-            draft = DrafterWeights.of_module(module)
+            with for_the_drafter(where):
+                module = load_drafter(drafter, where, precision)
+                check_fits(module.config, config)
+                draft = DrafterWeights.of_module(module)
         try:
             spec = ModelSpec.of_target(config)
             operations(where)

@@ -17,6 +17,7 @@ from ..prompts import template_hash
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import operations, resolve_draft_dtype
 from ..runtime.loading import load_target
+from ..runtime.memory import for_the_drafter
 from ..runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 
@@ -138,7 +139,8 @@ class EngineRuntime:
         with _way_out():
             weights, stop_ids = load_target(target, config, spec, where, precision)
         facts = _facts(target, config, tokenizer, weights.places().items(), drafter)
-        draft = DrafterWeights.of_module(drafter.to(where, precision))
+        with for_the_drafter(where):
+            draft = DrafterWeights.of_module(drafter.to(where, precision))
         return cls(weights, draft, stop_ids, tokenizer, facts, draft_dtype)
 
     @classmethod

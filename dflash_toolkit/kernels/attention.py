@@ -14,16 +14,38 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention_hopper
-from .launch import LOG2_E, padded, pdl
+from .launch import LOG2_E, padded, pdl, shared_memory
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
-KEYS = 64  # loaded at a time, or a page if that is shorter: a load touches one page only
+# keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
+CUTS = ((64, 3), (64, 2), (32, 2))
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
 MOST_SPLIT = 8  # requests; more of them fill the device without splitting
 LONGEST_SPLIT = 64  # slots; a prefill fills it too
 MERGE_SPLITS = 16
-STAGES = 3
+
+
+def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
+    """Shared memory that the first kernel takes at most: what Triton 3.7 makes of it for sm_80 and sm_90."""
+    head = padded(width)
+    loads, queries = 2 * keys * head * itemsize, ROWS * head * itemsize
+    if itemsize == 2:
+        return stages * loads + queries
+    return (stages - 1) * loads + queries + ROWS * keys * itemsize + 1024
+
+
+def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Keys at a time and loads ahead for heads of `width`, on a GPU with so many bytes of shared memory.
+
+    Raises:
+        ValueError: none fits.
+    """
+    needed = {cut: shared_bytes(width, itemsize, *cut) for cut in CUTS}
+    for cut, size in needed.items():
+        if size <= shared:
+            return cut
+    raise ValueError(f"{min(needed.values()) >> 10} KiB of shared memory for a thread block, and it has {shared >> 10}")
 
 
 def splits_of(reach: int) -> int:
@@ -227,11 +249,14 @@ def _attention(
             causal=causal, window=window, whole=whole,
         )  # fmt: skip
     else:
+        keys, stages = CUTS[0]
+        if q.is_cuda:
+            keys, stages = cut_for(width, q.element_size(), shared_memory(q.device))
         _attention_kernel[(programs, splits)](
             q, cache, lengths, page_table, out, b_m, b_l, b_acc,
             block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
-            KEYS=min(KEYS, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
-            num_warps=4, num_stages=STAGES, **shared, **pdl(q),
+            KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+            num_warps=4, num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
     if not whole:
         _merge_kernel[(programs, min(ROWS, block * group))](

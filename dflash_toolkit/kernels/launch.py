@@ -31,6 +31,12 @@ def is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a thread block may take on this GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)  # its types do not know all of it
+    return properties.shared_memory_per_block_optin
+
+
 def padded(n: int) -> int:
     """A side of a tile that holds n: matrix instructions take powers of two from 16 on."""
     return max(16, next_power_of_two(n))

@@ -57,3 +57,21 @@ def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
     host = torch.tensor(values, dtype=dtype)
     # the allocator of pinned memory keeps it until the copy has run
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class PinnedBuffers:
+    """Host memory that results are copied to: buffers of one size, used again once their results were read.
+
+    There are as many as results were ever on their way at a time, so none is overwritten before it is read.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """An int64 buffer of `size` that nothing is on its way to."""
+        return self._free.pop() if self._free else torch.empty(self._size, dtype=torch.int64, pin_memory=True)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)

@@ -11,8 +11,9 @@ import torch
 from ..config import UserError
 from ..decode import Generation, SamplingParams, Step, check_prompt
 from ..drafter import Drafter
+from ..kernels.launch import shared_memory
 from ..target import Target
-from .memory import beside_the_weights, page_count
+from .memory import beside_the_weights, check_heads, page_count
 from .model import DrafterWeights, ModelSpec, TargetWeights
 from .options import EngineOptions
 from .pages import PagePool
@@ -71,8 +72,7 @@ def operations(device: torch.device) -> ModuleType:
         kernels = importlib.import_module("dflash_toolkit.kernels.fused")
     except ModuleNotFoundError as error:
         raise UserError("triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'") from error
-    properties: Any = torch.cuda.get_device_properties(device)  # its types do not know all of it
-    shared = properties.shared_memory_per_block_optin
+    shared = shared_memory(device)
     if shared < SHARED_MEMORY:
         raise UserError(
             f"{torch.cuda.get_device_name(device)} has {shared >> 10} KiB of shared memory for a thread block and the "
@@ -112,6 +112,8 @@ class Engine:
         max_batch, self.context_limit = options.max_batch, options.max_context
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
+        for spec in (target.spec, *([drafter.spec] if drafter else [])):
+            check_heads(spec, device, target.embedding.dtype)
         self._stop_ids = frozenset(stop_ids)
         self._expected = expected_of_first_requests()
         longest = drafter.config.block_size if drafter else 1

@@ -43,6 +43,7 @@ def load_engine(
     from ..checkpoint import check_fits, load_drafter
     from ..target import load_config, load_tokenizer, resolve_dtype, use_device
     from .engine import Engine, operations
+    from .memory import for_the_drafter
     from .model import DrafterWeights, ModelSpec
 
     config = load_config(target)
@@ -52,9 +53,10 @@ def load_engine(
     operations(where)
     draft = None
     if drafter is not None:
-        module = load_drafter(drafter, where, precision)
-        check_fits(module.config, config)
-        draft = DrafterWeights.of_module(module)
+        with for_the_drafter(where):
+            module = load_drafter(drafter, where, precision)
+            check_fits(module.config, config)
+            draft = DrafterWeights.of_module(module)
     options = (options or EngineOptions()).fitted(spec, draft.config if draft else None, where)
     tokenizer = load_tokenizer(target)
     weights, stop_ids = load_target(target, config, spec, where, precision)
@@ -66,11 +68,12 @@ def load_target(
 ) -> "tuple[TargetWeights, tuple[int, ...]]":
     """The weights of a target and every end-of-sequence id it declares. Raises UserError."""
     from ..target import declared_stop_ids, load_generation_config
-    from .memory import check_weights
+    from .memory import check_heads, check_weights
     from .model import TargetWeights
 
     folder = _folder(name)
     stop_ids = declared_stop_ids(config, load_generation_config(folder))
+    check_heads(spec, device, dtype)
     check_weights(name, spec, device, dtype)
     return TargetWeights.load(folder, spec, device, dtype), stop_ids
 

@@ -76,6 +76,19 @@ def beside_the_weights(options: "EngineOptions") -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def for_the_drafter(device: torch.device) -> Iterator[None]:
+    """Raises UserError where a drafter's weights find no memory on the GPU."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise UserError(
+            f"GPU memory does not hold the drafter's weights ({_said(error)}); {free / GIB:.1f} of {total / GIB:.1f} "
+            f"GiB are free: end what else runs there, or take a smaller drafter or target"
+        ) from error
+
+
 def _said(error: torch.OutOfMemoryError) -> str:
     return " ".join(str(error).split()).partition(" Including")[0]
 
@@ -92,6 +105,22 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
             f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too little; "
             f"take a smaller target, or serve this one on several GPUs with vLLM or SGLang"
         )
+
+
+def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UserError if the kernels do not take attention heads that wide on this GPU."""
+    if device.type != "cuda":
+        return
+    from ..kernels.attention import cut_for  # needs triton
+    from ..kernels.launch import shared_memory
+
+    try:
+        cut_for(spec.head_dim, dtype.itemsize, shared_memory(device))
+    except ValueError as error:
+        raise UserError(
+            f"attention heads of {spec.head_dim} in {str(dtype).removeprefix('torch.')} need {error}; "
+            f"{'take dtype bfloat16, or ' if dtype.itemsize > 2 else ''}serve the target with vLLM or SGLang"
+        ) from error
 
 
 def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> float:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.launch import MAX_ROWS
-from .capture import Captures, to_device
+from .capture import Captures, PinnedBuffers, to_device
 from .context import ContextWriter
 from .decoder import Decoder, Rows
 from .model import DrafterWeights, TargetWeights
@@ -41,6 +41,7 @@ class Ticket:
     logprobs: Tensor | None  # fp64 [rows, S, ...], see `Sampler.choose`
     wanted: tuple[int | None, ...]  # SamplingParams.logprobs by row
     done: torch.cuda.Event | None
+    buffer: Tensor | None = None  # pinned memory that `tokens` is a view of, to be given back
 
 
 class StepRunner:
@@ -97,6 +98,7 @@ class StepRunner:
             self._wide_proposer = replace(self._proposer, layers=drafter.wide_layers)  # the same cache
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device)
+        self._results = PinnedBuffers(max_batch * (1 + max_block))
         self._context: ContextWriter | None = None
         if drafter and self._proposer and max_block > 1:
             self._context = ContextWriter(
@@ -268,6 +270,8 @@ class StepRunner:
             if best is not None and ticket.logprobs is not None:
                 logprobs = unpack_logprobs(ticket.logprobs[row, :count], best)
             found.append(Committed(tokens[:count], logprobs))
+        if ticket.buffer is not None:
+            self._results.give_back(ticket.buffer)
         return found
 
     def bucket(self, rows: int) -> int:
@@ -368,16 +372,14 @@ class StepRunner:
         wanted = tuple(request.params.logprobs for request in requests)
         if all(best is None for best in wanted):
             logprobs = None
-        tokens = self._to_host(tokens[:rows])
-        logprobs = None if logprobs is None else self._to_host(logprobs[:rows])
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return Ticket(tokens, logprobs, wanted, done)
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
         if self.device.type != "cuda":
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+            return Ticket(tokens[:rows], None if logprobs is None else logprobs[:rows], wanted, None)
+        buffer = self._results.take()
+        # contiguous, as else the copy would be waited for
+        host = buffer[: rows * tokens.shape[1]].view(rows, -1).copy_(tokens[:rows], non_blocking=True)
+        if logprobs is not None:
+            pinned = torch.empty(logprobs[:rows].shape, dtype=logprobs.dtype, pin_memory=True)
+            logprobs = pinned.copy_(logprobs[:rows], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Ticket(host, logprobs, wanted, done, buffer)
