@@ -5,7 +5,8 @@
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
 Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
-work is not.
+work is not. With `--useless N` nothing that is drafted for N requests of every batch is accepted; how long a token of
+theirs and of the others takes is told apart.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,10 +36,17 @@ ACCEPT = 0.865
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 
-def run(
-    engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: bool = False
-) -> tuple[float, list[Generation], list[float]]:
-    """Seconds of `batch` requests, their answers, and the seconds of every step that all of them took part in.
+class Run(NamedTuple):
+    """What one batch of requests took."""
+
+    seconds: float
+    answers: list[Generation]
+    full: list[float]  # seconds of every step that all requests took part in
+    ends: list[float]  # seconds until each request had its answer
+
+
+def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: bool = False) -> Run:
+    """Decode `batch` requests.
 
     Args:
         first: they are the first ones of an engine, as far as it knows.
@@ -52,49 +60,64 @@ def run(
     began = time.perf_counter()
     requests = [engine.submit(ids, params) for ids in prompts]
     full: list[float] = []
+    ends = [0.0] * batch
     before = None
     while not all(request.finished for request in requests):
         engine.step()
         now = time.perf_counter()
+        ends = [end or request.finished * (now - began) for end, request in zip(ends, requests, strict=True)]
         if before is not None and len(engine.scheduler.running) == batch:
             full.append(now - before)
         before = now if len(engine.scheduler.running) == batch else None
     torch.cuda.synchronize()
-    return time.perf_counter() - began, [request.generation for request in requests], full
+    return Run(time.perf_counter() - began, [request.generation for request in requests], full, ends)
 
 
 def measure(
-    engine: Engine, prompt: int, batch: int, short: int, long: int, repeats: int, first: bool = False
+    engine: Engine,
+    prompt: int,
+    batch: int,
+    short: int,
+    long: int,
+    repeats: int,
+    first: bool = False,
+    useless: int = 0,
 ) -> dict[str, Any]:
-    """Milliseconds a step and tokens a second of `batch` equal requests."""
-    for tokens in (
-        short,
-        long,
-    ):  # captures graphs, compiles kernels; batches that only the long answers come through too
-        run(engine, prompt, tokens, batch, 0, first)
-    found: dict[int, tuple[float, float, float]] = {}
-    every: list[float] = []
-    full: list[float] = []
+    """Milliseconds a step and tokens a second of `batch` equal requests, of which the first `useless` are so."""
+    # captures graphs, compiles kernels; batches that only the long answers come through too
     for tokens in (short, long):
-        times, steps, committed = [], [], []
-        for i in range(repeats):
-            seconds, answers, of_all = run(engine, prompt, tokens, batch, i + 1, first)
-            full += of_all
-            times.append(seconds)
-            steps.append(statistics.mean(len(a.steps) for a in answers))
-            committed.append(sum(len(a.tokens) for a in answers))
-        found[tokens] = (statistics.median(times), statistics.mean(steps), statistics.mean(committed))
-        every += times if tokens == long else []
+        run(engine, prompt, tokens, batch, 0, first)
+    runs = {
+        tokens: [run(engine, prompt, tokens, batch, i + 1, first) for i in range(repeats)] for tokens in (short, long)
+    }
+    found: dict[int, tuple[float, float, float]] = {}
+    for tokens, each in runs.items():
+        steps = statistics.mean(len(answer.steps) for one in each for answer in one.answers)
+        committed = statistics.mean(sum(len(answer.tokens) for answer in one.answers) for one in each)
+        found[tokens] = (statistics.median(one.seconds for one in each), steps, committed)
+    every = [one.seconds for one in runs[long]]
+    full = [seconds for each in runs.values() for one in each for seconds in one.full]
     seconds, steps, tokens = (b - a for a, b in zip(found[short], found[long], strict=True))
-    return {
+
+    def ms_per_token(requests: slice) -> float:
+        ends = {n: statistics.mean(end for one in each for end in one.ends[requests]) for n, each in runs.items()}
+        return 1e3 * (ends[long] - ends[short]) / (long - short)
+
+    row = {
         "ms_per_step": 1e3 * seconds / steps,
         "ms_of_a_full_step": 1e3 * statistics.median(full),  # without the tail, when few requests are left
         "tokens_per_second": tokens / seconds,
         "tokens_per_step": tokens / steps / batch,
         "spread": (max(every) - min(every)) / statistics.median(every),
         # near the end blocks are cut to what still fits, so the middle one says what was chosen
-        "median_block": statistics.median(step.drafted + 1 for answer in answers for step in answer.steps),
+        "median_block": statistics.median(
+            step.drafted + 1 for answer in runs[long][-1].answers for step in answer.steps
+        ),
     }
+    if useless:
+        row["ms_per_token_useless"] = ms_per_token(slice(useless))
+        row["ms_per_token_others"] = ms_per_token(slice(useless, None)) if useless < batch else None
+    return row
 
 
 def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
@@ -192,6 +215,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     acceptance = parser.add_mutually_exclusive_group()
     acceptance.add_argument("--accept", type=float, help=f"conditional probability of every position ({ACCEPT})")
     acceptance.add_argument("--mean-length", type=float, help="instead: tokens of a step on average, bonus included")
+    parser.add_argument("--useless", type=int, default=0, metavar="N", help="requests of a batch that accept nothing")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic acceptance")
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=384)
@@ -227,6 +251,7 @@ def main() -> None:
         "accept": args.accept,
         "mean_length": args.mean_length,
         "seed": args.seed,
+        "useless": args.useless,
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],
@@ -243,10 +268,12 @@ def main() -> None:
                 synthetic=synthetic,
             )
             engine = Engine(target, drafter, (), options)
+            if args.useless:  # the first requests get the first rows, and stay there until they end
+                engine.runner._forced[:, : args.useless] = 0
             start_s = time.perf_counter() - began
             for prompt in args.prompt:
                 row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
-                row |= measure(engine, prompt, batch, args.short, args.long, args.repeats, args.first)
+                row |= measure(engine, prompt, batch, args.short, args.long, args.repeats, args.first, args.useless)
                 if block:
                     floor = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
                     row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}
