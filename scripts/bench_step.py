@@ -45,7 +45,9 @@ class Run(NamedTuple):
     ends: list[float]  # seconds until each request had its answer
 
 
-def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: bool = False) -> Run:
+def run(
+    engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: bool = False, logprobs: int | None = None
+) -> Run:
     """Decode `batch` requests.
 
     Args:
@@ -54,7 +56,7 @@ def run(engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: 
     if first:
         engine.forget_acceptance()
     dice = random.Random(f"{seed} {tokens}")  # no prompt twice, for a prefix cache would know it
-    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, logprobs=logprobs)
     prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -82,13 +84,15 @@ def measure(
     repeats: int,
     first: bool = False,
     useless: int = 0,
+    logprobs: int | None = None,
 ) -> dict[str, Any]:
     """Milliseconds a step and tokens a second of `batch` equal requests, of which the first `useless` are so."""
     # captures graphs, compiles kernels; batches that only the long answers come through too
     for tokens in (short, long):
-        run(engine, prompt, tokens, batch, 0, first)
+        run(engine, prompt, tokens, batch, 0, first, logprobs)
     runs = {
-        tokens: [run(engine, prompt, tokens, batch, i + 1, first) for i in range(repeats)] for tokens in (short, long)
+        tokens: [run(engine, prompt, tokens, batch, i + 1, first, logprobs) for i in range(repeats)]
+        for tokens in (short, long)
     }
     found: dict[int, tuple[float, float, float]] = {}
     for tokens, each in runs.items():
@@ -216,6 +220,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     acceptance.add_argument("--accept", type=float, help=f"conditional probability of every position ({ACCEPT})")
     acceptance.add_argument("--mean-length", type=float, help="instead: tokens of a step on average, bonus included")
     parser.add_argument("--useless", type=int, default=0, metavar="N", help="requests of a batch that accept nothing")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="every request asks for so many best tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic acceptance")
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=384)
@@ -252,6 +257,7 @@ def main() -> None:
         "mean_length": args.mean_length,
         "seed": args.seed,
         "useless": args.useless,
+        "logprobs": args.logprobs,
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],
@@ -273,7 +279,9 @@ def main() -> None:
             start_s = time.perf_counter() - began
             for prompt in args.prompt:
                 row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
-                row |= measure(engine, prompt, batch, args.short, args.long, args.repeats, args.first, args.useless)
+                row |= measure(
+                    engine, prompt, batch, args.short, args.long, args.repeats, args.first, args.useless, args.logprobs
+                )
                 if block:
                     floor = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
                     row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}

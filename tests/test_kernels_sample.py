@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
@@ -256,7 +255,6 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
     chosen = []
     for ops in (reference, fused):
         sampler = Sampler(batch + 1, vocab, torch.device(DEVICE), ops)
-        sampler.reserve(mode)
         for row, (t, p, k, m) in enumerate([FILTERS[0], FILTERS[1], FILTERS[4], FILTERS[8]], start=1):
             params = SamplingParams(temperature=t, top_p=p, top_k=k, min_p=m, seed=row, presence_penalty=float(mode))
             sampler.set(row, params, [1, 2], [3])
@@ -264,23 +262,16 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
     assert torch.equal(*chosen) and len(chosen[0].unique()) > batch
 
 
-def test_a_sampler_that_found_no_memory_once_works_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_s_counts_are_those_of_its_request() -> None:
     sampler = Sampler(2, 70, torch.device(DEVICE), reference)
-    zeros = torch.zeros
-
-    def full(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
-        if dtype == torch.bool:
-            raise torch.OutOfMemoryError("no memory")
-        return zeros(*shape, dtype=dtype, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            sampler.reserve(Mode.FULL)
-    sampler.set(1, SamplingParams(temperature=0.5), [1, 2], [3])
-    sampler.reserve(Mode.FULL)
-    sampler.set(1, SamplingParams(presence_penalty=0.5), [1, 2], [3])
-    assert sampler.prompt is not None and sampler.prompt[1].nonzero().flatten().tolist() == [1, 2]
+    sampler.set(0, SamplingParams(temperature=0.5), [1, 2], [3])
+    sampler.set(1, SamplingParams(presence_penalty=0.5, logit_bias=((5, 1.5),)), [1, 2], [3, 3])
+    assert sampler.prompt.nonzero().tolist() == [[1, 1], [1, 2]]
+    assert sampler.counts.nonzero().tolist() == [[1, 3]] and sampler.counts[1, 3] == 2 and sampler.bias[1, 5] == 1.5
+    sampler.move(1, 0)
+    sampler.set(1, SamplingParams(), [7], [])
+    for table in (sampler.prompt, sampler.counts, sampler.bias):
+        assert table[0].any() and not table[1].any()
 
 
 def test_a_vocabulary_whose_mass_would_not_fit_is_refused() -> None:

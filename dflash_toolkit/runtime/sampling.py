@@ -41,18 +41,11 @@ class Sampler:
         self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows of no request are computed too
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
-        self.counts: Tensor | None = None  # int32 [rows, V], of the answer
-        self.prompt: Tensor | None = None  # bool [rows, V], whether the prompt holds a token
-        self.bias: Tensor | None = None  # fp32 [rows, V]
-
-    def reserve(self, mode: Mode) -> None:
-        """Allocate what a mode needs; must come before the mode is captured."""
-        if mode == Mode.FULL and self.counts is None:
-            shape = (self._rows, self._vocab)
-            kinds = (torch.int32, torch.bool, torch.float32)
-            made = [torch.zeros(shape, dtype=kind, device=self._device) for kind in kinds]  # memory for all or for none
-            self.counts, self.prompt, self.bias = made
-            self._fields += made
+        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # of the answer
+        self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether it holds a token
+        self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
+        self._tables = [self.counts, self.prompt, self.bias]
+        self._written = False  # whether anything was ever in the tables: most servers never need them
 
     def set(self, row: int, params: SamplingParams, prompt: list[int], answer: list[int]) -> None:
         """Row `row` belongs to a request from now on."""
@@ -64,10 +57,10 @@ class Sampler:
         self.penalties[row, 0] = params.repetition_penalty
         self.penalties[row, 1] = params.presence_penalty
         self.penalties[row, 2] = params.frequency_penalty
-        if self.counts is None:
+        self._written |= mode_of(params) == Mode.FULL
+        if not self._written:
             return
-        assert self.prompt is not None and self.bias is not None
-        for table in (self.counts, self.prompt, self.bias):
+        for table in self._tables:
             table[row].zero_()
         if params.edits_logits:
             self.prompt[row, self._on_device(prompt)] = True
@@ -78,7 +71,7 @@ class Sampler:
                 self.bias[row].scatter_add_(0, self._on_device(list(tokens)), self._on_device(list(values)).float())
 
     def move(self, source: int, target: int) -> None:
-        for field in self._fields:
+        for field in self._fields + (self._tables if self._written else []):
             field[target].copy_(field[source])
 
     def choose(
@@ -113,12 +106,10 @@ class Sampler:
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
         """Count what a step committed: the first `counts` [B] of tokens [B, S]. FULL mode only."""
-        assert self.counts is not None
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 
     def _edited(self, logits: Tensor, rows: slice, draft: Tensor) -> Tensor:
-        assert self.counts is not None and self.prompt is not None and self.bias is not None
         batch, block = draft.shape[0], draft.shape[1] + 1
         # slot k stands behind the answer and the block's drafts 1..k
         before = torch.zeros(batch, block, self._vocab, dtype=torch.int32, device=logits.device)

@@ -175,7 +175,6 @@ class StepRunner:
         """Put a prefilled request into the batch; the prefill chooses its first token if it has none yet."""
         params = request.params
         mode = mode_of(params)
-        self.sampler.reserve(mode)
         self.sampler.set(row, params, request.prompt_ids, request.tokens)
         length = len(request.known_ids)
         self.lengths[row] = length
@@ -254,9 +253,21 @@ class StepRunner:
         return lambda: self.run_eagerly(rows, block)
 
     @torch.inference_mode()
+    def choice_launcher(self, rows: int, block: int, mode: Mode) -> Callable[[], object]:
+        """What such a step does to choose its tokens, alone, for timing; it changes nothing."""
+        hidden = torch.zeros(rows * block, self.target.spec.hidden_size, dtype=self.dtype, device=self.device)
+        draft, nothing = self.last_token.new_zeros(rows, block - 1), self.lengths.new_zeros(rows)
+
+        def choose() -> None:
+            tokens, _ = self.sampler.choose(hidden, self.target.head, slice(0, rows), draft, nothing, mode)
+            if mode == Mode.FULL:
+                self.sampler.count(slice(0, rows), tokens, nothing)
+
+        return self._captured(choose)[0].replay if self.device.type == "cuda" else choose
+
+    @torch.inference_mode()
     def run_eagerly(self, rows: int, block: int, mode: Mode = Mode.GREEDY) -> None:
         """A step of that shape without a graph."""
-        self.sampler.reserve(mode)
         self._step(rows, block, mode)
 
     def read(self, ticket: Ticket) -> list[Committed]:
@@ -283,7 +294,6 @@ class StepRunner:
         """The captured step for a shape, captured now if it was not yet."""
         key = (rows, block, mode)
         if key not in self._graphs:
-            self.sampler.reserve(mode)
             saved = [field.clone() for field in self._mutable()]
             try:
                 graph, (tokens, logprobs) = self._captured(lambda: self._step(rows, block, mode))
@@ -312,9 +322,8 @@ class StepRunner:
         return False
 
     def _mutable(self) -> list[Tensor]:
-        counts = [self.sampler.counts] if self.sampler.counts is not None else []
         owed = [self._context.counts] if self._context else []
-        return [self.lengths, self.last_token, self._steps, *counts, *owed]
+        return [self.lengths, self.last_token, self._steps, self.sampler.counts, *owed]
 
     def _step(self, batch: int, block: int, mode: Mode) -> tuple[Tensor, Tensor | None]:
         """One step of the first `batch` rows: int64 [batch, 1 + S] and the log-probabilities, see `Ticket`."""
