@@ -115,7 +115,8 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str) -> N
         steps = sum(len(g.steps) for g in drafted)
         assert steps < 320 * 47 / (1.5 if block in (2, None) else 2.5), "drafts were accepted"  # None: as it pays
         engine.pool.check()
-        assert 1 <= len(engine.runner._results._free) <= engine.runner.lag + 2, "buffers of results are used again"
+        buffers = len(engine.runner._results._free)  # first tokens of a whole batch are on their way at one time
+        assert 1 <= buffers <= batch + engine.runner.lag + 1, "buffers of results are used again"
 
 
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])

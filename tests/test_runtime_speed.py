@@ -10,31 +10,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_drafter, make_target
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine, speed
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.request import RollingAcceptance
-from dflash_toolkit.runtime.sampling import Mode
 from dflash_toolkit.runtime.speed import BlockChooser, block_sizes, cached_times, expected_tokens
-from dflash_toolkit.runtime.step import StepRunner
 
 OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
 
 
 def requests(*rates: float, tried: bool = True, known: bool = True, in_flight: tuple[int, ...] = ()) -> list[Any]:
     acceptances = [SimpleNamespace(rate=rate, tried=tried, known=known) for rate in rates]
-    return [
-        SimpleNamespace(acceptance=acceptance, blocks_in_flight=list(in_flight), params=SamplingParams())
-        for acceptance in acceptances
-    ]
+    return [SimpleNamespace(acceptance=acceptance, blocks_in_flight=list(in_flight)) for acceptance in acceptances]
 
 
 def chooser(**times: float) -> BlockChooser:
     """Times of blocks s1, s4, s8, s16 in milliseconds, for every bucket."""
-    table = {(1, int(name[1:]), Mode.GREEDY): t for name, t in times.items()}
+    table = {(1, int(name[1:])): t for name, t in times.items()}
     return BlockChooser([int(name[1:]) for name in times], table, lambda rows: 1)
 
 
@@ -107,12 +101,11 @@ STEP_MS = {
 @pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: dict[int, float]) -> None:
     """What drafting in vain costs over plain steps, whole answers; keys and values of the context come on top."""
-    choose = BlockChooser(block_sizes(16), {(batch, size, 0): t for size, t in times.items()}, lambda rows: batch)
+    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
     expected = expected_of_first_requests()
     unread = deque[int]()
     those: list[Any] = [
-        SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=unread, params=SamplingParams())
-        for _ in range(batch)
+        SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=unread) for _ in range(batch)
     ]
     spent, over = 0.0, {}
     for tokens in range(1, 257):
@@ -134,15 +127,12 @@ def test_choosing_is_hardly_slower_than_plain_decoding_at_any_acceptance(
 ) -> None:
     """Answers of 256 tokens, a batch behind the other, as the engine keeps what they accepted."""
     chance = random.Random(0)
-    choose = BlockChooser(block_sizes(16), {(batch, size, 0): t for size, t in times.items()}, lambda rows: batch)
+    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
     expected = expected_of_first_requests()
     gains = []
     for _ in range(24):
         left = dict.fromkeys(range(batch), 256)
-        those: list[Any] = [
-            SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=[], params=SamplingParams())
-            for _ in left
-        ]
+        those: list[Any] = [SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=[]) for _ in left]
         spent = 0.0
         while left:
             block = choose([those[row] for row in left])
@@ -158,39 +148,6 @@ def test_choosing_is_hardly_slower_than_plain_decoding_at_any_acceptance(
         gains.append(256 * times[1] / spent)
     assert statistics.mean(gains) > 0.98 and min(gains) > 0.96
     assert statistics.mean(gains) > (1.1 if rate == 0.5 else 2.0 if rate == 0.865 else 0.0)
-
-
-def test_a_batch_that_needs_its_logits_is_chosen_for_by_the_times_of_such_steps() -> None:
-    """One request that asks for log-probabilities makes the whole batch's logits come into memory."""
-    greedy = {1: 4.6, 4: 5.8, 16: 6.9}
-    times = {(2, size, 0): ms for size, ms in greedy.items()} | {(2, size, 2): ms + size for size, ms in greedy.items()}
-    batch = requests(0.8, 0.8)
-    assert BlockChooser([1, 4, 16], times, lambda rows: 2)(batch) == 16
-    batch[1].params = SamplingParams(logprobs=3)
-    assert BlockChooser([1, 4, 16], times, lambda rows: 2)(batch) == 4
-
-
-def test_steps_that_are_not_greedy_are_timed_by_what_choosing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target()
-    engine = Engine.of_modules(target, make_drafter(target), EngineOptions(max_batch=3, cache_tokens=900, block_size=8))
-    runner, seen = engine.runner, []
-
-    def seconds(step: Any, *_: object) -> float:
-        return step()
-
-    def choice(rows: int, block: int, mode: Mode) -> Any:
-        StepRunner.choice_launcher(runner, rows, block, mode)()
-        seen.append((rows * block, mode))
-        return lambda: 1.0 + rows * block * mode
-
-    monkeypatch.setattr(speed, "median_seconds", seconds)
-    monkeypatch.setattr(runner, "choice_launcher", choice)
-    monkeypatch.setattr(runner, "launcher", lambda rows, block: lambda: 100.0 * rows + block)
-    state = [field.clone() for field in runner._mutable()]
-    times = speed.measure_steps(runner, [1, 4], 3)
-    assert times == {(b, s, m): 100 * b + s + b * s * m for b in (1, 2, 3) for s in (1, 4) for m in Mode}
-    assert len(seen) == len(set(seen)) == 3 * 6, "once for each number of rows: 1, 2, 3, 4, 8, 12"
-    assert all(torch.equal(a, b) for a, b in zip(state, runner._mutable(), strict=True))
 
 
 def test_a_small_gain_does_not_change_the_block() -> None:
@@ -241,12 +198,12 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls: list[int] = []
 
-    def measure() -> dict[tuple[int, int, int], float]:
+    def measure() -> dict[tuple[int, int], float]:
         calls.append(1)
-        return {(1, 16, Mode.GREEDY): 0.5, (8, 4, Mode.FULL): 0.25}
+        return {(1, 16): 0.5, (8, 4): 0.25}
 
     for key in ("a", "a", "b"):
-        assert cached_times([key], measure) == {(1, 16, 0): 0.5, (8, 4, 2): 0.25}
+        assert cached_times([key], measure) == {(1, 16): 0.5, (8, 4): 0.25}
     assert len(calls) == 2
     (file, _) = sorted((tmp_path / "dflash-toolkit").iterdir())
     file.write_text("torn {")
@@ -262,7 +219,7 @@ def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     for source, seconds in (("x = 1", 0.5), ("x = 2", 0.25)):
         (tmp_path / "linear.py").write_text(source)
         for _ in range(2):
-            assert cached_times("key", lambda now=seconds: {(1, 1, 0): now}) == {(1, 1, 0): seconds}
+            assert cached_times("key", lambda now=seconds: {(1, 1): now}) == {(1, 1): seconds}
 
 
 def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:
@@ -278,7 +235,7 @@ def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir:
 def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
     target = make_target()
     engine = Engine.of_modules(target, make_drafter(target), EngineOptions(max_batch=1, cache_tokens=1200, page_size=4))
-    times = {(1, 1, 0): 1.0, (1, 4, 0): 1.3, (1, 8, 0): 1.4}
+    times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
     engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
     (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))
     drafting = [step for step in got.steps if step.drafted]

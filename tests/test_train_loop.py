@@ -112,10 +112,15 @@ def argv(target_dir: Path, data: Path, output: Path, *more: str) -> list[str]:
     return ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
 
 
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    """The trainer in a process of its own."""
+    code = "import torch, sys; torch.set_num_threads(1); from train.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=Path(__file__).parent.parent)
+
+
 def run_killed_after(lines: int, arguments: list[str], metrics: Path) -> None:
     """A real process, killed with SIGKILL once metrics.jsonl has so many lines."""
-    code = "import torch, sys; torch.set_num_threads(1); from train.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=Path(__file__).parent.parent)
+    process = start(arguments)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
@@ -168,16 +173,19 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Pat
 
 @pytest.mark.gpu
 def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine."""
+    """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine.
+
+    Every part is a process of its own: what this one compiled for other tests decides how it compiles the step.
+    """
     users = [
         "run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
         "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000",
     ]  # fmt: skip
-    assert main(argv(target_dir, data, tmp_path / "whole", *users)) == 0
+    assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
     for lines in (6, 15):  # between resume points; behind an evaluation
         arguments = argv(target_dir, data, tmp_path / "killed", *users)
         run_killed_after(lines, arguments, tmp_path / "killed/work/metrics.jsonl")
-    assert main(argv(target_dir, data, tmp_path / "killed", *users)) == 0
+    assert start(argv(target_dir, data, tmp_path / "killed", *users)).wait() == 0
     curves = [losses(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed")]
     assert len(curves[0]) == 24 and curves[0] == curves[1]
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from .request import Request
-from .sampling import Mode, mode_of
 from .step import StepRunner, buckets_up_to
 
-StepTimes = dict[tuple[int, int, int], float]  # (bucket, block, mode) -> seconds
+StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
 SIZES = (1, 2, 4, 8, 16)
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
 PASSES = [Path(__file__).with_name(name) for name in ("step.py", "decoder.py", "context.py", "sampling.py")]
@@ -49,12 +48,11 @@ class BlockChooser:
 
     def __call__(self, requests: Sequence[Request]) -> int:
         bucket = self._bucket(len(requests))
-        mode = max(mode_of(request.params) for request in requests)
         rates = [request.acceptance.rate for request in requests]
 
         def promise(size: int, rates: Sequence[float]) -> float:
             """Tokens a second."""
-            return sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size, mode]
+            return sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size]
 
         promised = {size: promise(size, rates) for size in self._sizes}
         best = max(self._sizes, key=promised.__getitem__)
@@ -85,27 +83,13 @@ def expected_tokens(rate: float, block: int) -> float:
 
 
 def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> StepTimes:
-    """Time every (bucket, block) once, on an empty batch; captures the greedy steps' graphs on the way.
-
-    A step that is not greedy takes as much longer as choosing its tokens does, which depends on how many rows there
-    are: with logits in memory, blocks of 16 are dear where plain steps are hardly slower.
-    """
-    device, repeats = runner.device, 5 if runner.device.type == "cuda" else 1
-
-    def seconds(step: Callable[[], object]) -> float:
-        step()
-        return median_seconds(step, device, repeats)
-
-    shapes = [(bucket, size) for bucket in buckets_up_to(max_batch) for size in sizes]
-    longer: dict[tuple[int, Mode], float] = {}
-    for bucket, size in {rows * block: (rows, block) for rows, block in shapes}.values():
-        choosing = {mode: seconds(runner.choice_launcher(bucket, size, mode)) for mode in Mode}
-        for mode in Mode:
-            longer[bucket * size, mode] = max(0.0, choosing[mode] - choosing[Mode.GREEDY])
+    """Time every (bucket, block) once, on an empty batch; captures the graphs on the way."""
     times: StepTimes = {}
-    for bucket, size in shapes:
-        greedy = seconds(runner.launcher(bucket, size))
-        times |= {(bucket, size, mode): greedy + longer[bucket * size, mode] for mode in Mode}
+    for bucket in buckets_up_to(max_batch):
+        for size in sizes:
+            step = runner.launcher(bucket, size)
+            step()
+            times[bucket, size] = median_seconds(step, runner.device, 5 if runner.device.type == "cuda" else 1)
     return times
 
 
@@ -120,14 +104,14 @@ def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:
         return measure()
     path = root / "dflash-toolkit" / f"steps-{digest}.json"
     try:
-        return {(b, s, mode): t for b, s, mode, t in json.loads(path.read_text())["seconds"]}
+        return {(b, s): t for b, s, t in json.loads(path.read_text())["seconds"]}
     except (OSError, ValueError, KeyError, TypeError):
         times = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(
-            json.dumps({"key": key, "seconds": [[*shape, t] for shape, t in times.items()]}, default=str)
+            json.dumps({"key": key, "seconds": [[b, s, t] for (b, s), t in times.items()]}, default=str)
         )
         temporary.replace(path)
     except OSError:

@@ -253,19 +253,6 @@ class StepRunner:
         return lambda: self.run_eagerly(rows, block)
 
     @torch.inference_mode()
-    def choice_launcher(self, rows: int, block: int, mode: Mode) -> Callable[[], object]:
-        """What such a step does to choose its tokens, alone, for timing; it changes nothing."""
-        hidden = torch.zeros(rows * block, self.target.spec.hidden_size, dtype=self.dtype, device=self.device)
-        draft, nothing = self.last_token.new_zeros(rows, block - 1), self.lengths.new_zeros(rows)
-
-        def choose() -> None:
-            tokens, _ = self.sampler.choose(hidden, self.target.head, slice(0, rows), draft, nothing, mode)
-            if mode == Mode.FULL:
-                self.sampler.count(slice(0, rows), tokens, nothing)
-
-        return self._captured(choose)[0].replay if self.device.type == "cuda" else choose
-
-    @torch.inference_mode()
     def run_eagerly(self, rows: int, block: int, mode: Mode = Mode.GREEDY) -> None:
         """A step of that shape without a graph."""
         self._step(rows, block, mode)
