@@ -39,26 +39,39 @@ def test_the_step_beside_vllm() -> None:
     ours, theirs = result("step_qwen3_8b"), result("peer_vllm_qwen3_8b")
     chosen, plain = by_batch(ours["chosen"]["rows"]), by_batch(ours["plain"]["rows"])
     floors = by_batch([row for block in ("block16", "block8", "block4") for row in ours[block]["rows"]])
-    vllm_plain = by_batch(theirs["later"]["vllm_ar"]) | by_batch(theirs["drafts_as_loaded"]["vllm_ar"]["rows"])
+    engines = {name: by_batch(engine["rows"]) for name, engine in theirs["same_job"]["engines"].items()}
     found = []
     for batch, row in chosen.items():
         block = round(row["median_block"])
         tokens = scaled(row["tokens_per_second"], row["tokens_per_step"], block)
         rivals = []
         for k in (15, 7):
-            for rival in theirs["same_job"][f"vllm_k{k}"]["rows"]:
-                if rival["batch"] == batch:
-                    rivals.append((scaled(rival["tokens_per_s"], rival["tokens_per_step"] / batch, k + 1), k))
+            rival = engines[f"k{k}"][batch]
+            rivals.append((scaled(rival["tokens_per_second"], rival["tokens_per_step"], k + 1), k))
         best, k = max(rivals)
-        alone = vllm_plain.get(batch)
+        alone = engines["plain"][batch]["tokens_per_second"]
         full = row["ms_of_a_full_step"]
         floor = floors.get(batch, floors[1])["floor_ms"]
         found.append([
-            str(batch), f"{plain[batch]['tokens_per_second']:.0f}", f"{alone['tokens_per_s']:.0f}" if alone else "",
+            str(batch), f"{plain[batch]['tokens_per_second']:.0f}", f"{alone:.0f}",
+            f"{plain[batch]['tokens_per_second'] / alone:.2f}x",
             f"{tokens:.0f} ({block})", f"{best:.0f} ({k})", f"{tokens / best:.2f}x", f"{full:.1f} ms",
             f"{100 * floor / full:.0f} %",
         ])  # fmt: skip
     assert table("README.md", "batch | plain tok/s") == found
+
+
+def test_useless_requests_among_good_ones() -> None:
+    file = result("step_qwen3_8b")
+    plain = by_batch(file["plain"]["rows"])
+    expected = []
+    for name in ("1 of 8", "4 of 8", "1 of 32", "16 of 32"):
+        (row,) = file["mixed"][name]["rows"]
+        alone = plain[row["batch"]]["ms_of_a_full_step"]
+        shown = [row["ms_of_a_full_step"], alone, row["ms_per_token_useless"], row["ms_per_token_others"]]
+        longer = f"{100 * (row['ms_per_token_useless'] / alone - 1):.0f} %"
+        expected.append([name, *(f"{ms:.2f}" for ms in shown), longer])
+    assert table("docs/engine.md", "useless") == expected
 
 
 def test_parts_of_the_step() -> None:
