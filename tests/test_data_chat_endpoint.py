@@ -261,10 +261,10 @@ def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, target
     assert first["tools"] == second["tools"] == [TOOL] and first["messages"] == [user("a")]
     function = CALL["tool_calls"][0]["function"]
     as_text = function | {"arguments": json.dumps(function["arguments"])}
-    calls = [{"id": "call_0", "type": "function", "function": as_text}]
+    calls = [{"id": "call00000", "type": "function", "function": as_text}]
     assert second["messages"][1:] == [
         {"role": "assistant", "content": CALL["content"], "tool_calls": calls},
-        RESULT | {"tool_call_id": "call_0"},
+        RESULT | {"tool_call_id": "call00000"},
     ]
     (row,) = lines(tmp_path / "a.jsonl")
     spoken = [WORDS.decode(row["tokens"][start:end]) for start, end in row["spans"]]

@@ -1,5 +1,7 @@
 """Servers that refuse a field, list no models, say too little or render another prompt; calls and ends in a chat."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from test_data_endpoint import ask as complete
 from test_data_tools import words
 
 from dflash_toolkit import SamplingParams, UserError
-from dflash_toolkit.prompts import encode_chat
+from dflash_toolkit.prompts import encode_chat, read_chat
 from train.backends import Chat
 from train.chat_endpoint import chat_fields
 from train.data_cli import main
-from train.dialogue import likeliest_end_first
+from train.dialogue import likeliest_end_first, recorded_rows
+from train.shapes import with_call_ids
 
 __all__ = ["fake", "prompts"]  # fixtures
 FINE = [*WORDS("fine").input_ids, EOS]
@@ -200,8 +203,8 @@ def call(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": {"q": "é"}}} | more
 
 
-def test_every_call_has_a_name_of_its_own_and_each_result_its_call_s() -> None:
-    given = call("a", id="call_0")
+def test_every_call_has_an_id_of_its_own_and_each_result_its_call_s() -> None:
+    given = call("a", id="call00000")
     messages = [
         user("x"),
         {"role": "assistant", "content": "", "tool_calls": [call("b"), given]},
@@ -211,14 +214,44 @@ def test_every_call_has_a_name_of_its_own_and_each_result_its_call_s() -> None:
         {"role": "assistant", "content": "", "tool_calls": [call("c")]},
         {"role": "tool", "content": "3", "tool_call_id": "its own"},
     ]
-    sent = chat_fields(Chat(messages), None)["messages"]
+    named = with_call_ids(messages)
+    sent = chat_fields(Chat(named), None)["messages"]
     calls = [one for message in sent for one in message.get("tool_calls", ())]
     ids = [one["id"] for one in calls]
-    assert ids[1] == "call_0" and len(set(ids)) == 3
+    assert ids[1] == "call00000" and len(set(ids)) == 3
+    assert all(len(name) == 9 and name.isalnum() for name in ids), "as the templates of Mistral want them"
     results = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
     assert results[:2] == ids[:2] and results[2] not in ids and results[3] == "its own"
     assert {one["function"]["arguments"] for one in calls} == {'{"q": "é"}'}, "as it was written, not escaped"
     assert "id" not in messages[1]["tool_calls"][0], "what was given stays as it is"
+    assert with_call_ids(named) == named
+
+
+def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, target_dir: Path, tmp_path: Path) -> None:
+    shown = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function | tojson }}{% endfor %}{{ m.tool_call_id }}<|end|>"
+    tokenizer = words(TEMPLATE.replace("<|end|>", shown))
+    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
+    tokenizer.save_pretrained(target)
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        theirs = encode_chat(tokenizer, read_chat({"messages": body["messages"]})[0])
+        return 200, said("fine", count=5, prompt=len(theirs))
+
+    fake.reply = only_chat(reply)
+    talk = [
+        user("a"),
+        {"role": "assistant", "content": "", "tool_calls": [call("b")]},
+        {"role": "tool", "content": "1"},
+    ]
+    data = tmp_path / "p.jsonl"
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    assert main(argv(target, data, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 0
+    rows = list(map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines()))
+    spoken = [WORDS.decode(row["tokens"][start:end]) for row in rows for start, end in row["spans"]]
+    assert spoken == ["fine<|end|>"] * 2
+    assert "call00000" in WORDS.decode(rows[1]["tokens"])
+    ours, _ = recorded_rows(tokenizer, [*talk, {"role": "assistant", "content": "fine"}], (), {EOS})
+    assert ours[-1].tokens == rows[1]["tokens"], "recorded answers stand behind the same prompt"
 
 
 def test_an_unseen_end_is_the_one_that_the_template_writes(fake: Fake) -> None:

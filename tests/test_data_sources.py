@@ -170,10 +170,38 @@ def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: 
     assert isinstance(odd, Malformed) and odd.where == "a.json, row 2"
 
 
+@pytest.mark.parametrize("name", ["a[1]*?.jsonl", "a[1]*?.parquet", "b c#1%20.jsonl"])
+def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
+    write(tmp_path / f"a1xy{Path(name).suffix}")  # what it would match
+    rows = [{"prompt": "a\u2028b"}, {"messages": [user("c"), CALL, RESULT]}, {"prompt": "d", "tools": [{"name": "f"}]}]
+    if name.endswith(".parquet"):
+        write(tmp_path / name)
+    else:
+        lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    expected = ["first", "second"] if name.endswith(".parquet") else ["a\u2028b", "c", "d"]
+    assert [c.asked for c in Source(str(tmp_path / name)).read()] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b'{"prompt": "gr\xfc\xdf"}\n'),
+        ("a.jsonl.gz", gzip.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
+        ("a.jsonl.xz", lzma.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
+    ],
+)
+def test_a_broken_file_is_one_line(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        list(Source(str(tmp_path / name)).read())
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.jsonl", None, "No such file"),
+        ("a.jsonl", None, "no such file"),
         ("a.parquet", None, "no such file"),
         ("a.json", "[1, 2", "not valid JSON"),
         ("a.json", "3", "expected an array of rows, got int"),
@@ -181,6 +209,7 @@ def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: 
         ("a.jsonl", "\n", "holds no prompts"),
         ("a.jsonl.gz", "no gzip", "cannot be read"),
         ("a.parquet", "no parquet", "a.parquet"),
+        ("a::b.jsonl", '{"prompt": "a"}', "give the file a name without it"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, reason: str, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """/v1/chat/completions: a chat as that API has it, and the target's own tokens of what a server says there."""
 
-import itertools
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from dflash_toolkit.config import UserError
@@ -23,22 +22,15 @@ def chat_fields(chat: Chat, thinking: bool | None) -> dict[str, Any]:
 
 
 def _sent(messages: list[Message]) -> list[Message]:
-    """Messages of a template as the API wants them: arguments are text, and a result names the call that it is of."""
+    """Messages of a template as the API wants them: arguments are text."""
     sent = []
-    given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
-    fresh = (name for i in itertools.count() if (name := f"call_{i}") not in given)
-    names: Iterator[str] = iter(())
     for message in messages:
         if "tool_calls" in message:
             calls = []
             for call in message["tool_calls"]:
                 arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-                named = call if call.get("id") else call | {"id": next(fresh)}
-                calls.append(named | {"function": call["function"] | {"arguments": arguments}})
-            names = iter([call["id"] for call in calls])
+                calls.append(call | {"function": call["function"] | {"arguments": arguments}})
             message = message | {"tool_calls": calls}
-        elif message["role"] == "tool":
-            message = {"tool_call_id": next(names, None) or next(fresh), **message}
         sent.append(message)
     return sent
 

@@ -13,7 +13,7 @@ from dflash_toolkit.prompts import Message, Tool, apply_template, encode_chat
 
 from .answers import Row, Span
 from .backends import Answer, Chat
-from .shapes import Conversation
+from .shapes import Conversation, with_call_ids
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 TOO_SHORT = "shorter than two tokens"
@@ -77,7 +77,7 @@ class ChatDialogue:
 
     @property
     def chat(self) -> Chat:
-        return Chat(self._messages, self.tools)
+        return Chat(with_call_ids(self._messages), self.tools)
 
     def _ask(self) -> None:
         """The next turn becomes the question, if there is one and it fits."""
@@ -87,7 +87,7 @@ class ChatDialogue:
             return
         messages = [*self._messages, *self._turns.pop(0)]
         try:
-            ids = encode_chat(self._tokenizer, messages, self._thinking, self.tools)
+            ids = encode_chat(self._tokenizer, with_call_ids(messages), self._thinking, self.tools)
         except UserError:
             self._end(REFUSED)
             return
@@ -153,6 +153,7 @@ def recorded_rows(
     """
     left_out: Counter[str] = Counter()
     rows: list[Row] = []
+    messages = with_call_ids(messages)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         if turns and _has_generation_tags(tokenizer, tools):

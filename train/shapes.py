@@ -1,6 +1,8 @@
 """Rows of data as conversations to be answered: what precedes each answer, turn by turn."""
 
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +76,24 @@ def _asks(turn: tuple[Message, ...], first: bool) -> bool:
     if not first and any(message["role"] == "tool" for message in turn):
         return True
     return any(message["role"] == "user" and message["content"].strip() for message in turn)
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose calls all have an id, and whose results name their call's, as servers get them from any client.
+
+    A template may print them, or refuse a call without one: ids that are made up are nine letters and digits, which
+    those of Mistral ask for.
+    """
+    found = []
+    given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+    fresh = (name for i in itertools.count() if (name := f"call{i:05d}") not in given)
+    ids: Iterator[str] = iter(())
+    for message in messages:
+        if "tool_calls" in message:
+            calls = [call if call.get("id") else call | {"id": next(fresh)} for call in message["tool_calls"]]
+            ids = iter([call["id"] for call in calls])
+            message = message | {"tool_calls": calls}
+        elif message["role"] == "tool":
+            message = {"tool_call_id": next(ids, None) or next(fresh), **message}
+        found.append(message)
+    return found

@@ -1,9 +1,10 @@
 """Where prompts come from: local files of every usual kind, and Hugging Face datasets, which are streamed.
 
-Parquet and hub ids are read by `datasets`. JSON lines are read here, a line at a time: its reader wants one schema for
-all rows of a file, which chats with tools or parts of content do not have.
+All but JSON arrays are streamed by `datasets`. Of JSON lines it reads the lines and `json` what is in them: its own
+reader of JSON wants one schema for all rows of a file, which chats with tools or parts of content do not have.
 """
 
+import glob
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Source:
         if not self.is_file:
             rows = _streamed(self.name, split, shuffle, seed)
         elif kind_of(path) == ".parquet":
-            rows = _parquet(path)
+            rows = _file(path, "parquet", "row")
         elif kind_of(path) == ".json":
             rows = _array(path)
         else:
@@ -89,21 +90,18 @@ def _unreadable(name: str, error: Exception) -> UserError:
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     """One row a line: JSON, or in a .txt the prompt itself."""
-    try:
-        with open_text(path) as lines:
-            for number, line in enumerate(lines, 1):
-                where = f"{path.name}, line {number}"
-                if not line.strip():
-                    continue
-                if kind_of(path) == ".txt":
-                    yield where, line.rstrip("\r\n")
-                    continue
-                try:
-                    yield where, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield where, Malformed(where, f"not valid JSON ({error})")
-    except UNREADABLE as error:
-        raise _unreadable(str(path), error) from error
+    for where, row in _file(path, "text", "line"):
+        # some editors write a byte order mark
+        line = row["text"].removeprefix("\ufeff") if where.endswith(", line 1") else row["text"]
+        if not line.strip():
+            continue
+        if kind_of(path) == ".txt":
+            yield where, line
+            continue
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield where, Malformed(where, f"not valid JSON ({error})")
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
@@ -136,11 +134,14 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path.name}, row {number}", row
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _file(path: Path, kind: str, unit: str) -> Iterator[tuple[str, Any]]:
+    """Rows of a file as `datasets` reads its `kind`, one after the other, packed or not."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    rows = load_rows(str(path), "parquet", data_files=str(path), split="train", streaming=True)
-    yield from _numbered(f"{path.name}, row ", rows, str(path))
+    if "::" in str(path):
+        raise UserError(f"{path}: datasets takes `::` for a chain of file systems; give the file a name without it")
+    rows = load_rows(str(path), kind, data_files=glob.escape(str(path)), split="train", streaming=True)
+    yield from _numbered(f"{path.name}, {unit} ", rows, str(path))
 
 
 def _streamed(name: str, split: str, shuffle: int, seed: int) -> Iterator[tuple[str, Any]]:
