@@ -183,3 +183,16 @@ def test_what_useless_drafts_cost() -> None:
     later, first = ([f"{float(row[column]):.1f}" for row in expected] for column in (2, 1))
     said = "{}, {} and {} % longer than without a drafter at batch 1, 8 and 32, an engine's first ones {}, {} and {} %"
     assert said.format(*later, *first) in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_the_loss_beside_one_that_writes_no_logits() -> None:
+    rows = {row["head_rows"]: row for row in result("loss_qwen3_8b")["found"]}
+    row, every = rows[1024], [row["loss_ms"] for row in rows.values()]
+    text = " ".join((ROOT / "docs/training.md").read_text().split())
+    for said in (
+        f"cross-entropy takes {row['loss_ms']:.1f} ms, of which the kernel has {row['kernel_ms']:.1f}, while three "
+        f"products alone take {row['unwritten_ms_at_least']:.1f}, "
+        f"{100 * (row['unwritten_ms_at_least'] / row['loss_ms'] - 1):.0f} % more",
+        f"with {min(rows)} to {max(rows)} rows at a time the loss takes {min(every):.1f} to {max(every):.1f} ms",
+    ):
+        assert said in text

@@ -37,11 +37,10 @@ SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learnin
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forkserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _forkserver() -> Iterator[None]:
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))  # compile once
         CONTEXT.set_forkserver_preload(["test_train_parallel"])
         multiprocessing.forkserver.ensure_running()
         yield

@@ -47,6 +47,8 @@ def import_deepspeed() -> Any:
     except ImportError as error:
         raise UserError("run.zero needs deepspeed: pip install 'dflash-toolkit[train]'") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # processes on CPUs would first compile sums of their own for more than a minute, and need a compiler; gloo has some
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
