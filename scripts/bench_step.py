@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dflash_toolkit.benchmark import setting
+from dflash_toolkit.config import run_command
 from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels.launch import MAX_ROWS
@@ -31,6 +32,8 @@ from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.sampling import MAX_LOGPROBS
+from dflash_toolkit.target import use_device
 
 ACCEPT = 0.865
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
@@ -234,6 +237,18 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    numbers = {"batch": min(args.batch), "prompt": min(args.prompt), "repeats": args.repeats, "short": args.short}
+    for name, least in numbers.items():
+        if least < 1:
+            parser.error(f"--{name} is {least}; it must be >= 1")
+    if args.short >= args.long:
+        parser.error(f"--short is {args.short}; it must be less than --long")
+    if max(args.prompt) + args.long > args.max_context:
+        parser.error(f"--prompt and --long are {max(args.prompt) + args.long} tokens; raise --max-context")
+    if not 0 <= args.useless <= min(args.batch):
+        parser.error(f"--useless is {args.useless}; every --batch has {min(args.batch)} requests at least")
+    if args.logprobs is not None and not 0 <= args.logprobs <= MAX_LOGPROBS:
+        parser.error(f"--logprobs is {args.logprobs}; it must be in 0..{MAX_LOGPROBS}")
     if args.accept is None and args.mean_length is None:
         args.accept = ACCEPT
     try:
@@ -242,9 +257,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
         parser.error(str(error))
 
 
-def main() -> None:
-    args, synthetic = parse()
-    device, dtype = torch.device("cuda"), torch.bfloat16
+def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
+    device, dtype = use_device("cuda"), torch.bfloat16
     config = named_shape(args.shape)
     began = time.perf_counter()
     target = random_target(ModelSpec.of_target(config), device, dtype)
@@ -316,5 +330,11 @@ def graph_ms(engine: Engine, rows: int, block: int) -> float:
     return min(times)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line)."""
+    args, synthetic = parse(argv)
+    return run_command(lambda: bench(args, synthetic))
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -32,6 +32,7 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape
 from dflash_toolkit.train.vllm_backend import import_vllm
 
+CONTEXT = 8192
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
 
 
@@ -74,6 +75,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--accept is {args.accept}; it must be between 0 and 1")
     if min(args.k) < 0 or not 0 < args.short < args.long:
         parser.error("--k must be >= 0, and --short less than --long")
+    for name, least in (("batch", min(args.batch)), ("prompt", args.prompt), ("repeats", args.repeats)):
+        if least < 1:
+            parser.error(f"--{name} is {least}; it must be >= 1")
+    if args.prompt + args.long > CONTEXT:
+        parser.error(f"--prompt and --long are {args.prompt + args.long} tokens; vllm is started for {CONTEXT}")
     return args
 
 
@@ -98,7 +104,7 @@ def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]
     target, drafter = write_shapes(folder, args.shape, k)
     options: dict[str, Any] = {
         "model": str(target), "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
-        "max_model_len": min(8192, named_shape(args.shape).max_position_embeddings), "max_num_seqs": max(args.batch),
+        "max_model_len": min(CONTEXT, named_shape(args.shape).max_position_embeddings), "max_num_seqs": max(args.batch),
         "max_num_batched_tokens": 16384, "gpu_memory_utilization": args.gpu_memory_utilization,
         "enable_prefix_caching": False, "disable_log_stats": False, "generation_config": "vllm",
     }  # fmt: skip

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_toolkit.runtime import SyntheticAcceptance
 
@@ -101,12 +102,23 @@ def test_acceptance_is_a_rate_or_a_mean_length(
         (["--accept", "1.5"], "synthetic rate is 1.5; it must be in [0, 1]"),
         (["--mean-length", "0.5"], "synthetic mean_length is 0.5; it must be >= 1"),
         (["--mean-length", "nan"], "synthetic mean_length is nan; it must be >= 1"),
+        (["--logprobs", "50"], "--logprobs is 50; it must be in 0..20"),
+        (["--useless", "2", "--batch", "1", "8"], "--useless is 2; every --batch has 1 requests at least"),
+        (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
+        (["--short", "384"], "--short is 384; it must be less than --long"),
+        (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-context"),
     ],
 )
-def test_acceptance_that_cannot_be_is_refused(
+def test_what_cannot_be_timed_is_refused(
     bench_step: ModuleType, capsys: pytest.CaptureFixture[str], given: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         bench_step.parse(given)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_one_line(bench_step: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_step.main([]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -218,13 +218,27 @@ def test_every_call_has_an_id_of_its_own_and_each_result_its_call_s() -> None:
     sent = chat_fields(Chat(named), None)["messages"]
     calls = [one for message in sent for one in message.get("tool_calls", ())]
     ids = [one["id"] for one in calls]
-    assert ids[1] == "call00000" and len(set(ids)) == 3
-    assert all(len(name) == 9 and name.isalnum() for name in ids), "as the templates of Mistral want them"
+    assert ids[1:] == ["call00000", "its own"] and len(set(ids)) == 3
     results = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
     assert results[:2] == ids[:2] and results[2] not in ids and results[3] == "its own"
+    made_up = (ids[0], results[2])
+    assert all(len(name) == 9 and name.isalnum() for name in made_up), "as the templates of Mistral want them"
     assert {one["function"]["arguments"] for one in calls} == {'{"q": "é"}'}, "as it was written, not escaped"
     assert "id" not in messages[1]["tool_calls"][0], "what was given stays as it is"
     assert with_call_ids(named) == named
+
+
+def test_results_that_come_in_another_order_keep_their_calls() -> None:
+    calls = [call("a", id="A"), call("b", id="B"), call("c")]
+    results = [{"role": "tool", "content": text, **({"tool_call_id": name} if name else {})}
+               for text, name in (("b", "B"), ("a", None), ("c", "C"))]  # fmt: skip
+    named = with_call_ids([user("x"), {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert [one["id"] for one in named[1]["tool_calls"]] == ["A", "B", "C"]
+    assert [(message["content"], message["tool_call_id"]) for message in named[2:]] == [
+        ("b", "B"),
+        ("a", "A"),
+        ("c", "C"),
+    ]
 
 
 def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, target_dir: Path, tmp_path: Path) -> None:

@@ -1,21 +1,17 @@
-"""What dflash-data reads: every usual shape of row and kind of file, and which prompts count as the same."""
+"""What dflash-data reads: every usual shape of row and kind of file."""
 
 import gzip
 import json
 import lzma
-import random
-from collections.abc import Collection
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
 from dflash_toolkit.prompts import REASONING
-from train import dedup
-from train.dedup import Duplicates, shingles, similarity
 from train.shapes import Conversation, conversation
 from train.sources import Malformed, Source
 
@@ -108,17 +104,6 @@ def test_a_row_that_asks_nothing_says_what_is_wrong(row: Any, reason: str) -> No
         conversation(row, "x")
 
 
-def test_the_same_question_with_other_tools_is_another_prompt() -> None:
-    duplicates = Duplicates(0.8)
-    plain, one, other = (
-        conversation({"prompt": LONG, "tools": tools}, "x") for tools in (None, [{"name": "f"}], '[{"name": "g"}]')
-    )
-    assert other.tools == ({"type": "function", "function": {"name": "g"}},)
-    for found in (plain, one, other):
-        assert not duplicates.seen(found.asked, under=found.instructions)
-        assert duplicates.seen(found.asked, under=found.instructions)
-
-
 # ---- files -----------------------------------------------------------------------------------------------------
 
 ROWS = [{"prompt": "first"}, {"id": "b", "prompt": "second"}]
@@ -128,7 +113,8 @@ def write(path: Path) -> Path:
     """`ROWS` in the form that the name asks for."""
     if path.suffix == ".parquet":
         datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_list([{"id": None, **row} for row in ROWS]).to_parquet(str(path))
+        with path.open("wb") as file:
+            datasets.Dataset.from_list([{"id": None, **row} for row in ROWS]).to_parquet(file)
         return path
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
     texts = {".jsonl": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS)}
@@ -170,17 +156,51 @@ def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: 
     assert isinstance(odd, Malformed) and odd.where == "a.json, row 2"
 
 
-@pytest.mark.parametrize("name", ["a[1]*?.jsonl", "a[1]*?.parquet", "b c#1%20.jsonl"])
-def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
-    write(tmp_path / f"a1xy{Path(name).suffix}")  # what it would match
+ODD_NAMES = ["a[1]*?.jsonl", "a[1]*?.parquet", "b c#1%20.jsonl", "a[1].jsonl.gz", "a\\b.jsonl.xz", "c::d.jsonl"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_name_is_no_pattern(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "e::f[1]"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write(folder / f"a1xy{Path(name).suffix}".replace(".gz", ".jsonl").replace(".xz", ".jsonl"))  # what it would match
     rows = [{"prompt": "a\u2028b"}, {"messages": [user("c"), CALL, RESULT]}, {"prompt": "d", "tools": [{"name": "f"}]}]
     if name.endswith(".parquet"):
-        write(tmp_path / name)
+        write(folder / name)
     else:
         lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + lines.encode())
+        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+        (folder / name).write_bytes(pack(b"\xef\xbb\xbf" + lines.encode()))
     expected = ["first", "second"] if name.endswith(".parquet") else ["a\u2028b", "c", "d"]
-    assert [c.asked for c in Source(str(tmp_path / name)).read()] == expected
+    assert [c.asked for c in Source(name).read()] == expected
+
+
+def test_a_file_is_read_without_network_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "no folder" / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    asked: list[object] = []
+
+    def look_up(*args: object, **_: object) -> None:
+        asked.append(args)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for name in ("a.jsonl", "a.txt", "a.parquet", "a.jsonl.gz"):
+        found = Source(str(write(tmp_path / name))).read()
+        assert [c.asked for c in found] == ["first", "second"]
+    assert asked == []
+
+
+def test_a_file_without_datasets_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"reading \S*a.jsonl needs datasets: pip install 'dflash-toolkit\[train\]'$"):
+        list(Source(str(write(tmp_path / "a.jsonl"))).read())
+    with pytest.raises(UserError, match=r"reading some/set needs datasets: .*, or give --data FILE$"):
+        list(Source("some/set").read())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +229,6 @@ def test_a_broken_file_is_one_line(name: str, data: bytes, tmp_path: Path) -> No
         ("a.jsonl", "\n", "holds no prompts"),
         ("a.jsonl.gz", "no gzip", "cannot be read"),
         ("a.parquet", "no parquet", "a.parquet"),
-        ("a::b.jsonl", '{"prompt": "a"}', "give the file a name without it"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, reason: str, tmp_path: Path) -> None:
@@ -241,125 +260,3 @@ def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
     with pytest.raises(UserError, match="dataset no-such/set:main cannot be loaded") as caught:
         list(Source("no-such/set:main").read())
     assert "\n" not in str(caught.value)
-
-
-# ---- duplicates ------------------------------------------------------------------------------------------------
-
-LONG = " ".join(f"word{i}" for i in range(60))
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        ("Say hello", "say   HELLO\n"),
-        ("\uff21\uff22\uff23", "abc"),  # full width
-        (LONG, LONG.replace("word30", "other")),
-        (LONG, "Please, " + LONG),
-        ("\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed\u73a9",
-         "\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed"),
-    ],
-)  # fmt: skip
-def test_prompts_that_say_the_same_are_duplicates(a: str, b: str) -> None:
-    duplicates = Duplicates(0.8)
-    assert not duplicates.seen(a) and duplicates.seen(b) and duplicates.seen(a)
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        ("What is 2 + 2?", "What is 2 + 3?"),
-        ("What is 5 - 1?", "What is 5 + 1?"),
-        ("Count from 1 to 20.", "Count from 1 to 30."),
-        ("yes", "no"),
-        (LONG, LONG[: len(LONG) // 2]),
-    ],
-)
-def test_prompts_that_ask_something_else_are_not(a: str, b: str) -> None:
-    duplicates = Duplicates(0.8)
-    assert not duplicates.seen(a) and not duplicates.seen(b)
-
-
-def test_at_a_threshold_of_one_only_equal_prompts_are_dropped() -> None:
-    duplicates = Duplicates(1.0)
-    assert not duplicates.seen(LONG) and not duplicates.seen(LONG + " more") and duplicates.seen(LONG.upper())
-
-
-def test_minhash_finds_what_comparing_all_pairs_finds() -> None:
-    rng = random.Random(3)
-    texts = []
-    for _ in range(40):
-        words = [f"w{rng.randrange(500)}" for _ in range(rng.randrange(20, 80))]
-        texts.append(" ".join(words))
-        for _ in range(3):
-            changed = list(words)
-            for _ in range(rng.randrange(1, 8)):
-                changed[rng.randrange(len(changed))] = f"w{rng.randrange(500)}"
-            texts.append(" ".join(changed))
-    rng.shuffle(texts)
-    duplicates = Duplicates(0.8)
-    kept: list[frozenset[int]] = []
-    verdicts, expected = [], []
-    for text in texts:
-        mine = shingles(text)
-        expected.append(any(similarity(mine, other) >= 0.8 for other in kept))
-        verdicts.append(duplicates.seen(text))
-        if not expected[-1]:
-            kept.append(mine)
-    assert verdicts == expected and 10 < sum(expected) < 110
-
-
-def instructed(count: int) -> list[str]:
-    """Prompts below the threshold that share a long instruction."""
-    rng = random.Random(4)
-    instruction = " ".join(f"rule{i}" for i in range(100))
-    return [f"{instruction} {' '.join(f'w{rng.randrange(10_000)}' for _ in range(20))}" for _ in range(count)]
-
-
-def test_prompts_that_share_an_instruction_are_not_compared_all_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[float] = []
-
-    def counted(a: frozenset[int], b: Collection[int]) -> float:
-        calls.append(similarity(a, b))
-        return calls[-1]
-
-    monkeypatch.setattr(dedup, "similarity", counted)
-    compared = []
-    for count in (200, 400):
-        calls.clear()
-        duplicates = Duplicates(0.8)
-        assert not any(map(duplicates.seen, instructed(count)))
-        compared.append(len(calls))
-    assert compared[1] < 2.5 * compared[0], "four times as many if all pairs are compared"
-
-
-def test_in_a_crowd_repeats_and_one_word_edits_are_still_found() -> None:
-    duplicates, texts = Duplicates(0.8), instructed(200)
-    assert not any(map(duplicates.seen, texts))
-    assert all(duplicates.seen(text.upper()) for text in texts)
-    assert all(duplicates.seen(text + " please") for text in texts)
-    found = [duplicates.seen(text.replace("rule50", "other")) for text in texts]
-    assert sum(found) > 0.95 * len(found)
-
-
-@given(st.text(max_size=40))
-def test_any_text_can_be_compared(text: str) -> None:
-    duplicates = Duplicates(0.8)
-    assert not duplicates.seen(text) and duplicates.seen(text)
-    assert similarity(shingles(text), shingles(text)) == 1.0
-
-
-def test_questions_that_share_long_instructions_are_no_duplicates() -> None:
-    rng = random.Random(5)
-    system = {"role": "system", "content": " ".join(f"rule{i}" for i in range(150))}
-
-    def asked(text: str, *before: dict[str, str]) -> Conversation:
-        return conversation({"messages": [*before, {"role": "user", "content": text}]}, "x")
-
-    def seen(found: Conversation) -> bool:
-        return duplicates.seen(found.asked, under=found.instructions)
-
-    duplicates = Duplicates(0.8)
-    texts = [" ".join(f"w{rng.randrange(10_000)}" for _ in range(12)) for _ in range(100)]
-    assert not any(seen(asked(text, system)) for text in texts)
-    assert all(seen(asked(f"{text} please", system)) for text in texts)
-    assert not any(seen(asked(text)) for text in texts[:10]), "under other instructions another prompt"

@@ -52,6 +52,9 @@ def test_figures_are_the_long_answers_less_the_short_ones(program: ModuleType) -
         (["--accept", "1.0"], "--accept is 1.0"),
         (["--k", "-1"], "--k must be >= 0"),
         (["--short", "384"], "--short less than --long"),
+        (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
+        (["--batch", "8", "0"], "--batch is 0; it must be >= 1"),
+        (["--prompt", "8000"], "--prompt and --long are 8384 tokens; vllm is started for 8192"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(

@@ -10,14 +10,17 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 
-from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit import SamplingParams, Target, UserError
+from dflash_toolkit import target as target_module
+from dflash_toolkit.evaluation import runtimes
 from dflash_toolkit.runtime import Engine, EngineOptions, loading, memory
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, for_the_drafter, page_count
+from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, page_count
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.sampling import Mode
 from dflash_toolkit.runtime.step import StepRunner
+from train import backends
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
 OPTIONS = EngineOptions(max_batch=4, max_context=1000)
@@ -170,6 +173,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
     (128, torch.float32, 163, None),
     (512, torch.float32, 227, "take dtype bfloat16, or serve the target with vLLM or SGLang"),
     (512, torch.bfloat16, 163, "has 163; serve the target with vLLM or SGLang"),
+    (512, torch.float32, 163, "has 163; serve the target with vLLM or SGLang"),  # for bfloat16 is refused, too
 ])  # fmt: skip
 def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
     width: int, dtype: torch.dtype, shared: int, way_out: str | None, named: dict[str, Any],
@@ -197,15 +201,45 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     assert not loaded
 
 
+def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
+    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    named.update(shared=163 << 10)
+    target, device = make_target(), torch.device("cuda")
+    drafter = make_drafter(target, head_dim=512)
+    weights = DrafterWeights.of_module(drafter)
+
+    def load(*_: object) -> None:
+        pytest.fail("the target is loaded")
+
+    for module in (backends, runtimes, loading, engine_module, target_module):
+        for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
+                            ("load_tokenizer", None), ("load_draft", weights), ("operations", None)):  # fmt: skip
+            monkeypatch.setattr(module, name, lambda *_, found=found: found, raising=False)
+        monkeypatch.setattr(module, "load_target", load, raising=False)
+    refused = pytest.raises(UserError, match=r"attention heads of 512 in bfloat16 need \d+ KiB")
+    with refused:
+        loading.load_engine("T", "D")
+    with refused:
+        runtimes.EngineRuntime.load("T", drafter)
+    with refused:
+        backends.open_backend("T", runtime="engine", drafter="D", batch=1, context=100)
+    monkeypatch.setattr(Target, "load", lambda *_: target)
+    backend = backends.open_backend("T", runtime="auto", drafter="D", batch=1, context=100)
+    assert isinstance(backend, backends.ReferenceBackend)
+    assert "the engine cannot: attention heads of 512" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("gpu")
-def test_a_drafter_that_finds_no_memory_is_one_line() -> None:
-    with (
-        pytest.raises(
-            UserError, match=r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
-        ),
-        for_the_drafter(torch.device("cuda")),
-    ):
+def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
+
+    monkeypatch.setattr("dflash_toolkit.checkpoint.load_drafter", load)
+    found = r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
+    with pytest.raises(UserError, match=found):
+        loading.load_draft("D", make_target().config, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("named")

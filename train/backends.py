@@ -8,15 +8,14 @@ from typing import Protocol
 
 import torch
 
-from dflash_toolkit.checkpoint import check_fits, load_drafter
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams, generate
 from dflash_toolkit.prompts import Message, Tool
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.engine import operations
-from dflash_toolkit.runtime.loading import load_target
-from dflash_toolkit.runtime.memory import for_the_drafter
-from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec
+from dflash_toolkit.runtime.loading import load_draft, load_target
+from dflash_toolkit.runtime.memory import check_heads
+from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.target import Target, load_config, resolve_dtype, use_device
 
@@ -135,15 +134,13 @@ def open_backend(
     where = use_device(device)
     precision = resolve_dtype(dtype, where)
     if runtime != "reference":
-        draft = None
-        if drafter is not None:  # before the target, which takes longest
-            with for_the_drafter(where):
-                module = load_drafter(drafter, where, precision)
-                check_fits(module.config, config)
-                draft = DrafterWeights.of_module(module)
+        # before the target, which takes longest
+        draft = load_draft(drafter, config, where, precision) if drafter is not None else None
         try:
             spec = ModelSpec.of_target(config)
             operations(where)
+            if draft is not None:
+                check_heads(draft.spec, where, precision)
             weights, stop_ids = load_target(target, config, spec, where, precision)
         except UserError as error:
             if runtime == "engine":

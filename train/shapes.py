@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,21 +79,27 @@ def _asks(turn: tuple[Message, ...], first: bool) -> bool:
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose calls all have an id, and whose results name their call's, as servers get them from any client.
+    """Messages whose calls all have an id, and whose results name a call's, as servers get them from any client.
 
-    A template may print them, or refuse a call without one: ids that are made up are nine letters and digits, which
-    those of Mistral ask for.
+    A call without an id takes the one that a result of its names and no other call has, else one that is made up: of
+    nine letters and digits, which the templates of Mistral ask for. Results without one name the other calls in turn.
     """
     found = []
     given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+    given |= {message.get("tool_call_id") for message in messages}
     fresh = (name for i in itertools.count() if (name := f"call{i:05d}") not in given)
-    ids: Iterator[str] = iter(())
-    for message in messages:
+    waiting: list[str] = []  # calls that no result names
+    for i, message in enumerate(messages):
         if "tool_calls" in message:
-            calls = [call if call.get("id") else call | {"id": next(fresh)} for call in message["tool_calls"]]
-            ids = iter([call["id"] for call in calls])
+            results = itertools.takewhile(lambda later: later["role"] == "tool", messages[i + 1 :])
+            named = [result["tool_call_id"] for result in results if result.get("tool_call_id")]
+            ids = [call.get("id") for call in message["tool_calls"]]
+            free = [name for name in named if name not in ids]
+            ids = [name or (free.pop(0) if free else next(fresh)) for name in ids]
+            waiting = [name for name in ids if name not in named]
+            calls = [call | {"id": name} for call, name in zip(message["tool_calls"], ids, strict=True)]
             message = message | {"tool_calls": calls}
-        elif message["role"] == "tool":
-            message = {"tool_call_id": next(ids, None) or next(fresh), **message}
+        elif message["role"] == "tool" and not message.get("tool_call_id"):
+            message = message | {"tool_call_id": waiting.pop(0) if waiting else next(fresh)}
         found.append(message)
     return found

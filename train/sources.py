@@ -6,6 +6,7 @@ reader of JSON wants one schema for all rows of a file, which chats with tools o
 
 import glob
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,10 +139,14 @@ def _file(path: Path, kind: str, unit: str) -> Iterator[tuple[str, Any]]:
     """Rows of a file as `datasets` reads its `kind`, one after the other, packed or not."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    if "::" in str(path):
-        raise UserError(f"{path}: datasets takes `::` for a chain of file systems; give the file a name without it")
-    rows = load_rows(str(path), kind, data_files=glob.escape(str(path)), split="train", streaming=True)
-    yield from _numbered(f"{path.name}, {unit} ", rows, str(path))
+    # a link, for a name may be a pattern, a host or a chain of file systems to `datasets`; and a cache that is nowhere
+    # else needed, though one is made
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder) / f"rows{path.suffix if path.suffix in PACKED else ''}"
+        link.symlink_to(path.absolute())
+        name = glob.escape(str(link))
+        rows = load_rows(str(path), kind, data_files=name, split="train", streaming=True, cache_dir=folder)
+        yield from _numbered(f"{path.name}, {unit} ", rows, str(path))
 
 
 def _streamed(name: str, split: str, shuffle: int, seed: int) -> Iterator[tuple[str, Any]]:
@@ -168,15 +173,19 @@ def _numbered(start: str, rows: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def load_rows(name: str, *args: Any, **options: Any) -> Any:
     """`datasets.load_dataset(*args, **options)`; errors speak of `name`. Raises UserError."""
+    local = "data_files" in options
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            f"reading {name} needs datasets: pip install 'dflash-toolkit[train]', or give --data FILE"
-        ) from error
+        way_out = "" if local else ", or give --data FILE"
+        raise UserError(f"reading {name} needs datasets: pip install 'dflash-toolkit[train]'{way_out}") from error
+    if local:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else the network is told of every file that is opened
     try:
         load: Callable[..., Any] = datasets.load_dataset
         return load(*args, **options)
     except Exception as error:  # the hub client raises a dozen kinds
+        if local:
+            raise _unreadable(name, error) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give --data FILE") from error

@@ -17,7 +17,7 @@ from ..prompts import template_hash
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import operations, resolve_draft_dtype
 from ..runtime.loading import load_target
-from ..runtime.memory import for_the_drafter
+from ..runtime.memory import check_heads, for_the_drafter
 from ..runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 
@@ -135,6 +135,7 @@ class EngineRuntime:
         with _way_out():
             spec = ModelSpec.of_target(config)
             operations(where)
+            check_heads(ModelSpec.of_drafter(drafter.config), where, precision)
         tokenizer = load_tokenizer(target)
         with _way_out():
             weights, stop_ids = load_target(target, config, spec, where, precision)

@@ -112,7 +112,9 @@ class Engine:
         max_batch, self.context_limit = options.max_batch, options.max_context
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
-        for spec in (target.spec, *([drafter.spec] if drafter else [])):
+        ops = operations(device)
+        specs = [target.spec, *([drafter.spec] if drafter else [])]
+        for spec in specs:
             check_heads(spec, device, target.embedding.dtype)
         self._stop_ids = frozenset(stop_ids)
         self._expected = expected_of_first_requests()
@@ -128,7 +130,7 @@ class Engine:
             return StepRunner(
                 target,
                 drafter,
-                operations(device),
+                ops,
                 num_pages=pages,
                 page_size=options.page_size,
                 max_batch=max_batch,
@@ -137,7 +139,6 @@ class Engine:
                 forced=forced,
             )
 
-        specs = [target.spec, *([drafter.spec] if drafter else [])]
         with beside_the_weights(options):
             pages = page_count(runner, specs, options, self.context_limit)
             self.runner = runner(pages)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from .engine import Engine
-    from .model import ModelSpec, TargetWeights
+    from .model import DrafterWeights, ModelSpec, TargetWeights
 
 
 def load_engine(
@@ -40,11 +40,10 @@ def load_engine(
     if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
         read_ahead(drafter, target)
     # not above: this imports torch and transformers, seconds in which the disk is to read already
-    from ..checkpoint import check_fits, load_drafter
     from ..target import load_config, load_tokenizer, resolve_dtype, use_device
     from .engine import Engine, operations
-    from .memory import for_the_drafter
-    from .model import DrafterWeights, ModelSpec
+    from .memory import check_heads
+    from .model import ModelSpec
 
     config = load_config(target)
     spec = ModelSpec.of_target(config)
@@ -53,14 +52,24 @@ def load_engine(
     operations(where)
     draft = None
     if drafter is not None:
-        with for_the_drafter(where):
-            module = load_drafter(drafter, where, precision)
-            check_fits(module.config, config)
-            draft = DrafterWeights.of_module(module)
+        draft = load_draft(drafter, config, where, precision)
+        check_heads(draft.spec, where, precision)
     options = (options or EngineOptions()).fitted(spec, draft.config if draft else None, where)
     tokenizer = load_tokenizer(target)
     weights, stop_ids = load_target(target, config, spec, where, precision)
     return Engine(weights, draft, stop_ids, options), tokenizer
+
+
+def load_draft(name: str, target: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> "DrafterWeights":
+    """The weights of a drafter that fits the target. Raises UserError."""
+    from ..checkpoint import check_fits, load_drafter
+    from .memory import for_the_drafter
+    from .model import DrafterWeights
+
+    with for_the_drafter(device):
+        module = load_drafter(name, device, dtype)
+        check_fits(module.config, target)
+        return DrafterWeights.of_module(module)
 
 
 def load_target(

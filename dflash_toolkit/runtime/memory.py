@@ -114,13 +114,19 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
     from ..kernels.attention import cut_for  # needs triton
     from ..kernels.launch import shared_memory
 
-    try:
-        cut_for(spec.head_dim, dtype.itemsize, shared_memory(device))
-    except ValueError as error:
+    def refusal(itemsize: int) -> str:
+        try:
+            cut_for(spec.head_dim, itemsize, shared_memory(device))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    if reason := refusal(dtype.itemsize):
+        smaller = "take dtype bfloat16, or " if dtype.itemsize > 2 and not refusal(2) else ""
         raise UserError(
-            f"attention heads of {spec.head_dim} in {str(dtype).removeprefix('torch.')} need {error}; "
-            f"{'take dtype bfloat16, or ' if dtype.itemsize > 2 else ''}serve the target with vLLM or SGLang"
-        ) from error
+            f"attention heads of {spec.head_dim} in {str(dtype).removeprefix('torch.')} need {reason}; "
+            f"{smaller}serve the target with vLLM or SGLang"
+        )
 
 
 def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> float:
