@@ -56,6 +56,23 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _prepared_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Triton's interpreter goes through its whole language for every device function that a kernel calls: only once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__.startswith("test_kernels_") and "TRITON_INTERPRET" in os.environ:
+            interpreter = pytest.importorskip("triton.runtime.interpreter")
+            prepare, modules = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+
+            def prepared(function: Callable[..., None]) -> object:
+                names = function.__globals__.values()
+                fresh = any(interpreter.tl.core.is_builtin(m.load) for m in modules if any(m is n for n in names))
+                return prepare(function) if fresh else interpreter._LangPatchScope()
+
+            patch.setattr(interpreter, "_patch_lang", prepared)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
