@@ -210,6 +210,7 @@ def test_a_file_without_datasets_is_one_line(tmp_path: Path, monkeypatch: pytest
         ("a.jsonl.gz", gzip.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
         ("a.jsonl.xz", lzma.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
     ],
+    ids=["no UTF-8", "gzip, cut", "xz, cut"],  # not the bytes: gzip writes the time into them
 )
 def test_a_broken_file_is_one_line(name: str, data: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
