@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from conftest import EOS
 
@@ -149,23 +148,24 @@ def by_key(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
 
 
 def test_kill_9_again_and_again_loses_and_doubles_nothing(target_dir: Path, tmp_path: Path) -> None:
-    data = write(tmp_path / "p.jsonl", [{"prompt": f"ask {i} of it"} for i in range(60)])
+    data = write(tmp_path / "p.jsonl", [{"prompt": f"ask {i} of it"} for i in range(30)])
     sampled = ("sampler.temperature=1.2", "sampler.samples=2", "--batch", "4")
     assert main(argv(target_dir, data, tmp_path / "whole.jsonl", *sampled)) == 0
     output = tmp_path / "a.jsonl"
-    command = [sys.executable, "-m", "dflash_toolkit.train.data_cli", *argv(target_dir, data, output, *sampled)]
     kills = 0
     seen = -1
     while kills < 3:
-        running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        while running.poll() is None:
+        running = forked.start("train.data_cli", argv(target_dir, data, output, *sampled))
+        while running.is_alive():
             size = output.stat().st_size if output.exists() else 0
             if size > max(seen, 0) + 2000:  # it got further than the one before
-                running.send_signal(signal.SIGKILL)
+                running.kill()
                 seen = size
             time.sleep(0.005)
-        if running.wait() == 0:
+        running.join(60)
+        if running.exitcode == 0:
             break
+        assert running.exitcode == -signal.SIGKILL
         kills += 1
     assert kills, "it was too fast to be killed"
     with open(output, "r+b") as handle:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from conftest import make_drafter, make_target
@@ -118,16 +119,22 @@ def start(arguments: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=Path(__file__).parent.parent)
 
 
+def kill_after(lines: int, pid: int, metrics: Path) -> None:
+    """SIGKILL for a process once metrics.jsonl has so many lines."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.002)
+
+
 def run_killed_after(lines: int, arguments: list[str], metrics: Path) -> None:
     """A real process, killed with SIGKILL once metrics.jsonl has so many lines."""
-    process = start(arguments)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
-            process.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.002)
-    assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
+    process = forked.start("train.cli", arguments)
+    kill_after(lines, process.pid or 0, metrics)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
 
 
 def weights(run: Path) -> list[tuple[str, bytes]]:
@@ -183,8 +190,9 @@ def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, 
     ]  # fmt: skip
     assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
     for lines in (6, 15):  # between resume points; behind an evaluation
-        arguments = argv(target_dir, data, tmp_path / "killed", *users)
-        run_killed_after(lines, arguments, tmp_path / "killed/work/metrics.jsonl")
+        process = start(argv(target_dir, data, tmp_path / "killed", *users))
+        kill_after(lines, process.pid, tmp_path / "killed/work/metrics.jsonl")
+        assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
     assert start(argv(target_dir, data, tmp_path / "killed", *users)).wait() == 0
     curves = [losses(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed")]
     assert len(curves[0]) == 24 and curves[0] == curves[1]

@@ -1,8 +1,6 @@
 """Several processes are one run: the same losses, the same resume point, the same end when something breaks."""
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import resource
 import shutil
@@ -11,13 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from forked import CONTEXT, start_server
 from test_train_loop import argv, lines_without_speed, losses, rows
 from torch import Tensor
 
@@ -31,19 +29,13 @@ from train.parallel import Processes, without_local_rank
 from train.step import compute_loss
 from train.zero import deepspeed_config
 
-CONTEXT = multiprocessing.get_context("forkserver")  # imports once, forks a process in no time
 # 8 answers in micro batches of 3, so the last step has one for the first process only
 SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> Iterator[None]:
-    here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
-        CONTEXT.set_forkserver_preload(["test_train_parallel"])
-        multiprocessing.forkserver.ensure_running()
-        yield
+def _forkserver() -> None:
+    start_server()
 
 
 @pytest.fixture(scope="module")

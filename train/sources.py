@@ -139,8 +139,8 @@ def _file(path: Path, kind: str, unit: str) -> Iterator[tuple[str, Any]]:
     """Rows of a file as `datasets` reads its `kind`, one after the other, packed or not."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    # a link, for a name may be a pattern, a host or a chain of file systems to `datasets`; and a cache that is nowhere
-    # else needed, though one is made
+    # a link, for a name may be a pattern, a host or a chain of file systems to `datasets`; beside it the cache that it
+    # makes without need
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder) / f"rows{path.suffix if path.suffix in PACKED else ''}"
         link.symlink_to(path.absolute())
