@@ -1,5 +1,6 @@
 """Datasets of the hub, read by its real client from a stand-in that speaks the hub's HTTP API on this machine."""
 
+import functools
 import hashlib
 import json
 import os
@@ -32,13 +33,21 @@ def lines(*prompts: str) -> bytes:
     return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode()
 
 
-FILES = {
-    "README.md": CARD.encode(),
-    "main/train-00000-of-00002.jsonl": lines("a", "b"),
-    "main/train-00001-of-00002.jsonl": lines("c", "d", "e"),
-    "main/test-00000-of-00001.jsonl": lines("f"),
-    "large/all.jsonl": lines(*(str(i) + " " * 10_000 for i in range(LARGE))),  # 80 MB
-}
+@functools.cache  # not where the module is imported: 80 MB
+def files() -> dict[str, bytes]:
+    """What is in the dataset's repository."""
+    return {
+        "README.md": CARD.encode(),
+        "main/train-00000-of-00002.jsonl": lines("a", "b"),
+        "main/train-00001-of-00002.jsonl": lines("c", "d", "e"),
+        "main/test-00000-of-00001.jsonl": lines("f"),
+        "large/all.jsonl": lines(*(str(i) + " " * 10_000 for i in range(LARGE))),
+    }
+
+
+@functools.cache
+def digest(name: str) -> str:
+    return hashlib.sha1(files()[name]).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
@@ -48,7 +57,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.sent = dict.fromkeys(FILES, 0)
+        self.sent = dict.fromkeys(files(), 0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def log_message(self, *_: object) -> None:
-        pass
+        """Nobody reads what was asked."""
 
     def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -69,15 +78,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        about, files = f"/api/datasets/{NAME}", f"/datasets/{NAME}/resolve/"
+        about, resolve = f"/api/datasets/{NAME}", f"/datasets/{NAME}/resolve/"
         if path in (about, f"{about}/revision/main", f"{about}/revision/{COMMIT}"):
-            found = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": file} for file in FILES]}
+            found = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files()]}
             self.answer(200, json.dumps(found).encode(), {})
         elif path.startswith(f"{about}/tree/{COMMIT}"):
             self.answer(200, json.dumps(tree(path.removeprefix(f"{about}/tree/{COMMIT}").strip("/"))).encode(), {})
-        elif not path.startswith(files):
+        elif not path.startswith(resolve):
             self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
-        elif (file := path.removeprefix(files).partition("/")[2]) in FILES:
+        elif (file := path.removeprefix(resolve).partition("/")[2]) in files():
             self.file(file)
         else:
             self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
@@ -85,8 +94,8 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def file(self, name: str) -> None:
-        content = FILES[name]
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        content = files()[name]
+        headers = {"ETag": f'"{digest(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         status, wanted = 200, self.headers.get("Range")
         if wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
@@ -101,16 +110,15 @@ class Handler(BaseHTTPRequestHandler):
 def tree(folder: str) -> list[dict[str, object]]:
     """What is in a folder, not below it."""
     start = f"{folder}/" if folder else ""
-    below = [file.removeprefix(start) for file in FILES if file.startswith(start)]
+    below = [file.removeprefix(start) for file in files() if file.startswith(start)]
     folders = sorted({name.partition("/")[0] for name in below if "/" in name})
     found: list[dict[str, object]] = [
         {"type": "directory", "path": start + n, "oid": COMMIT, "size": 0} for n in folders
     ]
     for name in below:
         if "/" not in name:
-            content = FILES[start + name]
-            oid = hashlib.sha1(content).hexdigest()
-            found.append({"type": "file", "path": start + name, "oid": oid, "size": len(content)})
+            path = start + name
+            found.append({"type": "file", "path": path, "oid": digest(path), "size": len(files()[path])})
     return found
 
 
@@ -159,7 +167,7 @@ def test_datasets_of_the_hub_are_streamed_and_what_is_missing_is_one_line(hub: H
     assert found["train"] == found["whole"] == ["a", "b", "c", "d", "e"] and found["test"] == ["f"]
     assert found["shuffled"] == found["again"] != found["train"] and sorted(found["shuffled"]) == found["train"]
     assert found["large"] == ["0", "1", "2", "3", "4"]
-    assert 0 < hub.sent["large/all.jsonl"] < len(FILES["large/all.jsonl"]) / 2, "five of 8000 rows need a part of it"
+    assert 0 < hub.sent["large/all.jsonl"] < len(files()["large/all.jsonl"]) / 2, "five of 8000 rows need a part of it"
     for name, reason in (("no subset", "'small' not found"), ("no split", "dev"), ("nobody's", "nobody/questions")):
         assert reason in found[name] and "\n" not in found[name], found[name]
         assert found[name].endswith("without a network give --data FILE")

@@ -91,9 +91,8 @@ def _unreadable(name: str, error: Exception) -> UserError:
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     """One row a line: JSON, or in a .txt the prompt itself."""
-    for where, row in _file(path, "text", "line"):
-        # some editors write a byte order mark
-        line = row["text"].removeprefix("\ufeff") if where.endswith(", line 1") else row["text"]
+    for number, (where, row) in enumerate(_file(path, "text", "line")):
+        line = row["text"] if number else row["text"].removeprefix("\ufeff")  # some editors write a byte order mark
         if not line.strip():
             continue
         if kind_of(path) == ".txt":
