@@ -17,7 +17,7 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import attention, attention_hopper
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
-from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.runtime.timing import median_seconds
 
 PAGE = 64  # tokens
 LAYERS, REPEATS = 12, 30

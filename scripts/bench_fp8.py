@@ -22,7 +22,7 @@ from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.scaled import Matrix, ScaledMatrix
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
-from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.runtime.timing import median_seconds
 
 REPEATS = 20
 
@@ -67,7 +67,7 @@ def main() -> None:
         }
         if rows <= MAX_ROWS:
             tile = linear.tile_for("argmax", len(head), d, rows, eight_bits=True)
-            row["head_fp8_tiles_us"] = us_of(linear.launch_argmax, x, rounded_head, tile)
+            row["head_fp8_widened_us"] = us_of(linear.launch_argmax, x, rounded_head, tile)
         row["head_fp8_cublas_us"] = us_of(lambda x: scaled_linear(x, rounded_head).argmax(-1), x)
         found.append(row)
         print(", ".join(f"{name} {value:.0f}" for name, value in row.items()), flush=True)

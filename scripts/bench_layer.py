@@ -25,7 +25,7 @@ from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.layer import PHASES, launch_layer
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
-from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.runtime.timing import median_seconds
 
 EPS = 1e-6
 REPEATS = 20

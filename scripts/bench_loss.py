@@ -21,7 +21,7 @@ from dflash_toolkit.kernels.loss import frozen_head_loss
 from dflash_toolkit.kernels.mix import CROSS_ENTROPY, RowTerms
 from dflash_toolkit.kernels.row_loss import row_loss_
 from dflash_toolkit.runtime.shapes import named_shape
-from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.runtime.timing import median_seconds
 
 REPEATS = 10
 

@@ -22,7 +22,7 @@ from dflash_toolkit.kernels import flash
 from dflash_toolkit.kernels.attention import block_attention
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
-from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.runtime.timing import median_seconds
 
 PAGE = 64  # tokens
 REPEATS = 20

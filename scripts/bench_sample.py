@@ -19,7 +19,7 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import fused, reference
 from dflash_toolkit.kernels.reference import filtered_probabilities
-from dflash_toolkit.runtime.speed import median_seconds
+from dflash_toolkit.runtime.timing import median_seconds
 
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {},

@@ -249,7 +249,7 @@ def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, m
     def short(*_: Any) -> int:
         raise UserError("GPU memory is 3.0 GiB short")
 
-    monkeypatch.setattr("dflash_toolkit.runtime.engine.page_count", short)
+    monkeypatch.setattr("dflash_toolkit.runtime.engine.room_for_cache", short)
     with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_new_tokens"):
         evaluate(EngineRuntime.of_modules(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
     with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):

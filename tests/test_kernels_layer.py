@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dflash_toolkit.kernels import fused, layer, linear, reference, ring
+from dflash_toolkit.kernels import cublas, fused, layer, linear, reference, ring
 from dflash_toolkit.kernels.head import launch_head
 
 EPS = 1e-6
@@ -102,6 +102,42 @@ def test_without_the_kernel_one_launch_a_product() -> None:
     exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
     assert_close(found, torchs, exact)
     assert torch.equal(tap[:, 100:228], found[0]) and bool(tap[:, :100].isnan().all())
+
+
+@pytest.mark.parametrize("shape", [(128, 64, 96, 80), (64, 192, 160, 48)], ids=str)
+def test_with_cublas_products_rows_beside_change_nothing(shape: tuple[int, int, int, int]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights, most = matrices(shape, device, torch.float32), linear.MAX_ROWS
+    x, a = torch.randn(most + 7, shape[0], device=device), torch.randn(most + 7, shape[1], device=device)
+    torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+    exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+    assert_close(cublas.finish_layer(x, a, *weights.values(), EPS), torchs, exact)
+    whole = cublas.finish_layer(x[:most], a[:most], *weights.values(), EPS)
+    assert_close(whole, *([t[..., :most, :] for t in each] for each in (torchs, exact)))
+    for rows in (1, 5, 16, 127):
+        found = cublas.finish_layer(x[:rows], a[:rows], *weights.values(), EPS)
+        assert all(torch.equal(one, many[..., :rows, :]) for one, many in zip(found, whole, strict=True))
+    tap = torch.full((3, 3 * shape[0]), math.nan, device=device)
+    last = cublas.finish_layer(x[:3], a[:3], *{**weights, "qkv": None}.values(), EPS, tap[:, : shape[0]])
+    assert last[2] is None and torch.equal(tap[:, : shape[0]], last[0]) and bool(tap[:, shape[0] :].isnan().all())
+
+
+def test_both_kinds_of_products_have_the_operations_of_the_reference() -> None:
+    for ops in (fused, cublas):
+        assert all(callable(getattr(ops, name)) and callable(getattr(reference, name)) for name in ops.__all__)
+    assert set(fused.__all__) == set(cublas.__all__)
+
+
+@pytest.mark.gpu
+def test_rows_padded_for_cublas_have_one_order_of_sums() -> None:
+    weights = matrices(SHAPES[0], "cuda", torch.bfloat16)
+    x, a = (torch.randn(128, n, device="cuda").bfloat16() for n in SHAPES[0][:2])
+    whole = cublas.finish_layer(x, a, *weights.values(), EPS)
+    for rows in ROWS:
+        found = cublas.finish_layer(x[:rows], a[:rows], *weights.values(), EPS)
+        assert all(torch.equal(one, many[..., :rows, :]) for one, many in zip(found, whole, strict=True)), rows
+    moved = cublas.finish_layer(x[77:78], a[77:78], *weights.values(), EPS)
+    assert all(torch.equal(one[..., 0, :], many[..., 77, :]) for one, many in zip(moved, whole, strict=True))
 
 
 @pytest.mark.gpu

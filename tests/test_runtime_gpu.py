@@ -136,7 +136,7 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_d
     assert max(regrets) <= 0.2, "the others are near ties too"
 
 
-@pytest.mark.parametrize("block", [2, 4, 16])  # of 16 requests: the head by tiles, by cuBLAS, and the layers in fp8 too
+@pytest.mark.parametrize("block", [2, 4, 16])  # of 16 requests: 32 and 64 rows, and 256, of which layers are in fp8 too
 def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_toolkit.runtime.model.WIDE_IN_FP8", 0)
     target, drafter = pair()
@@ -316,7 +316,7 @@ def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest
 def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
     target, drafter = pair()
     runner: StepRunner = make_engine(target, drafter, max_batch=64).runner
-    workspace = workspace_of(runner, 512)
+    workspace = workspace_of(runner, 512).total
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     runner.run_eagerly(64, 16, Mode.FULL)
@@ -387,9 +387,10 @@ def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int,
             for rows in (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 100, 127):
                 assert torch.equal(operation(x[:rows], weight), whole[:rows])
             assert torch.equal(operation(x[77:78].contiguous(), weight)[0], whole[77])
-        rows = x if isinstance(weight, Tensor) else x[:32]  # with a head in fp8 more of them are rounded too
-        best = fused.linear_argmax(rows, weight)
-        logits = (rows.double() @ exact.T).float()
+        best = fused.linear_argmax(x, weight)
+        logits = (x.double() @ exact.T).float()
         chosen = logits.gather(1, best[:, None])[:, 0]
-        assert (logits.amax(1) - chosen <= 0.01 * logits.amax(1)).all()
-        assert torch.equal(fused.linear_argmax(rows[:5], weight), best[:5])
+        # with a head in fp8 the rows are rounded too: 1/50 of a logit's spread, of which the largest is some four
+        slack = 0.01 if isinstance(weight, Tensor) else 0.05
+        assert (logits.amax(1) - chosen <= slack * logits.amax(1)).all()
+        assert torch.equal(fused.linear_argmax(x[:5], weight), best[:5])

@@ -15,7 +15,7 @@ from dflash_toolkit import target as target_module
 from dflash_toolkit.evaluation import runtimes
 from dflash_toolkit.runtime import Engine, EngineOptions, loading, memory
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, check_weights, page_count
+from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.sampling import Mode
@@ -23,6 +23,7 @@ from dflash_toolkit.runtime.step import StepRunner
 from train import backends
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
+STEP = GIB // 5
 OPTIONS = EngineOptions(max_batch=4, max_context=1000)
 SPEC: Any = SimpleNamespace(kv_values_per_token=1 << 16)  # 128 KiB a token in 16 bits
 PAGE_BYTES = 64 * (1 << 17)
@@ -33,16 +34,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of 24 GiB with weights of 16, whose passes take half a GiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - WEIGHTS, TOTAL))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(memory, "workspace_of", lambda *_: WORKSPACE)
+    monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP))
 
 
-def runner(pages: int) -> Any:
+def runner(room: Room) -> Any:
     device, dtype = torch.device("cuda"), torch.bfloat16
     return SimpleNamespace(device=device, dtype=dtype, lag=1, max_batch=4, max_block=16)
 
 
 def pages_of(options: EngineOptions, spec: Any = SPEC, context: int = 1000) -> int:
-    return page_count(runner, [spec], options, context)
+    room = room_for_cache(runner, [spec], options, context)
+    assert room.scratch == STEP
+    return room.pages
 
 
 @pytest.mark.usefixtures("gpu")
@@ -89,16 +92,16 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
     def full(*_: object) -> int:
         raise errors.OutOfResources(180480, 166912, "shared memory")
 
-    def runner_of_heads(pages: int) -> Any:
-        return SimpleNamespace(**vars(runner(pages)), target=SimpleNamespace(spec=SimpleNamespace(head_dim=128)))
+    def runner_of_heads(room: Room) -> Any:
+        return SimpleNamespace(**vars(runner(room)), target=SimpleNamespace(spec=SimpleNamespace(head_dim=128)))
 
     monkeypatch.setattr(memory, "workspace_of", full)
     with pytest.raises(UserError, match=r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
-        page_count(runner_of_heads, [SPEC], OPTIONS, 1000)
+        room_for_cache(runner_of_heads, [SPEC], OPTIONS, 1000)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        page_count(runner_of_heads, [SPEC], OPTIONS, 1000)
+        room_for_cache(runner_of_heads, [SPEC], OPTIONS, 1000)
 
 
 @pytest.mark.parametrize("where", ["copies", "cache"])
@@ -310,3 +313,20 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
         with contextlib.suppress(torch.OutOfMemoryError):
             engine.step()
     assert failures == 0 and request.tokens == expected
+
+
+@pytest.mark.gpu
+def test_graphs_find_their_scratch_allocated() -> None:
+    from test_runtime_gpu import VOCAB, make_engine, pair
+
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_batch=32)
+    engine.runner.launcher(1, 1)  # the first capture takes the scratch
+    before, captured = torch.cuda.memory_reserved(), 0
+    largest = memory.workspace_of(engine.runner, 512).step
+    assert largest > 32 * 16 * VOCAB * 4
+    while engine.prepare():
+        captured += 1
+    torch.cuda.empty_cache()  # of what ran before it was captured
+    assert captured > 60
+    assert torch.cuda.memory_reserved() - before < largest / 10 + (32 << 20)

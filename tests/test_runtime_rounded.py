@@ -53,7 +53,7 @@ def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatc
     weights = engine.runner.drafter
     for kind, files in (("auto", 1), ("full", 1), ("fp8", 2), ("fp8", 2), ("auto", 2)):
         again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))
-        assert len(list(tmp_path.rglob("steps-*.json"))) == files
+        assert len(list(tmp_path.rglob("times-*.json"))) == files
         assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind != "fp8")
     assert weights is not None and weights.head is None, "whoever gave them has them as they were"
 

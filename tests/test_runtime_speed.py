@@ -13,10 +13,11 @@ import pytest
 from conftest import make_drafter, make_target
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.runtime import Engine, EngineOptions, load_engine, speed
+from dflash_toolkit.runtime import Engine, EngineOptions, load_engine, timing
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.request import RollingAcceptance
-from dflash_toolkit.runtime.speed import BlockChooser, block_sizes, cached_times, expected_tokens
+from dflash_toolkit.runtime.speed import BlockChooser, block_sizes, expected_tokens
+from dflash_toolkit.runtime.timing import cached_times
 
 OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
 
@@ -215,7 +216,7 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speed, "KERNELS", tmp_path)
+    monkeypatch.setattr(timing, "KERNELS", tmp_path)
     for source, seconds in (("x = 1", 0.5), ("x = 2", 0.25)):
         (tmp_path / "linear.py").write_text(source)
         for _ in range(2):

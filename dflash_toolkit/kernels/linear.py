@@ -3,7 +3,8 @@
 The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
 side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
 alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. More than 128
-rows are compute-bound and go to cuBLAS; where the matrix is in fp8, the rows are rounded to it too.
+rows are compute-bound and go to cuBLAS; where the matrix is in fp8, the rows are rounded to it too. A head in fp8 has
+its rows rounded always, and no logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .best import reduce_best
-from .fp8 import multiplies, scaled_linear
-from .launch import MAX_ROWS, padded, pdl
+from .fp8 import multiplies, rounded_rows, scaled_linear
+from .launch import MAX_ROWS, padded, pdl, shared_memory
 from .scaled import Matrix, ScaledMatrix, dense
 
-SHARED_BYTES = 220 * 1024  # of a thread block on sm_90, with room for what the compiler adds
+SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
+ROOM_BYTES = 7 * 1024  # for what the compiler adds
 MULTIPROCESSORS = 132  # of an H200
-FP8_HEAD_ROWS = 32  # of a head in fp8 by tiles; more are faster by cuBLAS (scripts/bench_fp8.py)
+ROUNDED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,12 @@ class Tile:
     splits: int = 1
 
 
-def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp32: bool = False) -> Tile:
+def tile_for(
+    kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp32: bool = False, shared: int = SHARED_BYTES
+) -> Tile:
     """The tile for [rows, K] times [N, K], of 16 bits unless said; `kind` is linear, partials, swiglu or argmax.
+
+    `shared` bytes are what a thread block may take; they decide about speed alone.
 
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
     H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
@@ -53,18 +59,23 @@ def tile_for(kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp3
         stages, warps = 3, 4
         if splits > 1 and k >= 8 * splits * block_k:
             splits *= 2
-    while stages > 2 and stages * (block_n + padded(rows)) * block_k * (4 if fp32 else 2) > SHARED_BYTES:
+    while stages > 2 and stages * (block_n + padded(rows)) * block_k * (4 if fp32 else 2) > shared - ROOM_BYTES:
         stages -= 1
     return Tile(block_n, block_k, stages, warps, splits)
+
+
+def tile_of_rounded(rows: int) -> Tile:
+    """The tile for the head with rows in fp8, from a sweep as for the others, with heads of 4096 and of 896 columns."""
+    return Tile(128, 128, 3 if 16 < rows <= MAX_ROWS else 4, 4 if rows <= MAX_ROWS else 8)
 
 
 @triton.jit
 def _accumulate(
     x_p, w_p, o_n, o_m, m_m, N, K, first, last,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EIGHT_BITS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The product [BLOCK_N, T] over K columns first..last."""
+    """The product [BLOCK_N, T] over K columns first..last. WIDEN: eight bits against sixteen."""
     o_k = first + tl.arange(0, BLOCK_K)
     p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
     p_x = x_p + o_m[None, :] * K + o_k[:, None]
@@ -77,7 +88,7 @@ def _accumulate(
             m_k = k + tl.arange(0, BLOCK_K) < last
             b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
             b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
-        if EIGHT_BITS:  # exact in fp16, which one instruction makes of two values; bf16 takes several
+        if WIDEN:  # exact in fp16, which one instruction makes of two values; bf16 takes several
             b_w, b_x = b_w.to(tl.float16), b_x.to(tl.float16)
         b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # for fp32 only, which is not to become tf32
         p_w += BLOCK_K
@@ -127,22 +138,26 @@ def _linear_kernel(
 def _argmax_kernel(
     x_p, w_p, scale_p, best_p, index_p, M, N, K,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit and its column among BLOCK_N columns: best, index [tiles, M]."""
+    """The largest logit and its column among BLOCK_N columns: best, index [tiles, M].
+
+    SCALED: the weights are in fp8; ROUNDED: so are the rows, whose scales change no argmax.
+    """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, T)
     m_m = o_m < M
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
+    widen: tl.constexpr = SCALED and not ROUNDED
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
-    # rounded as stored logits would be, so that ties are those of every other sampler
-    b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
+    if not ROUNDED:  # as stored logits would be, so that ties are those of every other sampler
+        b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
     b_acc = tl.where((o_n < N)[:, None], b_acc, -float("inf"))
     b_best = tl.max(b_acc, axis=0)
     b_index = tl.minimum(tl.min(tl.where(b_acc == b_best[None, :], o_n[:, None], N), axis=0), N - 1)
@@ -192,14 +207,16 @@ def launch_linear(
 
 def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
     rounded, fp32 = isinstance(weight, ScaledMatrix), x.dtype == torch.float32
-    return tile_for(kind, len(weight), x.shape[1], len(x), rounded, fp32)
+    shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
+    return tile_for(kind, len(weight), x.shape[1], len(x), rounded, fp32, shared)
 
 
 def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
 
 
-def _by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` of any number of rows, which cuBLAS's choice of an algorithm depends on."""
     if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
         return scaled_linear(x, weight, bias)
     return F.linear(x, dense(weight, x.dtype), bias)
@@ -208,7 +225,7 @@ def _by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     if len(x) > MAX_ROWS:
-        return _by_cublas(x, weight, bias)
+        return by_cublas(x, weight, bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
@@ -217,7 +234,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
     if len(x) > MAX_ROWS:
-        return _by_cublas(x, weight, bias)[None]
+        return by_cublas(x, weight, bias)[None]
     tile = _tile("partials", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
@@ -226,35 +243,43 @@ def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Te
 
 def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
-    width = len(weight) // 2
-    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) > MAX_ROWS:
-        product = _by_cublas(x, weight)
-        _swiglu_kernel[(len(x), -(-width // 512))](product, out, width, BLOCK=512, **pdl(x))
-    else:
-        launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
+        return swiglu(by_cublas(x, weight))
+    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+    launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
+    return out
+
+
+def swiglu(product: Tensor) -> Tensor:
+    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] whose columns are gate 0, up 0, gate 1, up 1, ..."""
+    rows, width = len(product), product.shape[1] // 2
+    out = torch.empty(rows, width, dtype=product.dtype, device=product.device)
+    _swiglu_kernel[(rows, -(-width // 512))](product, out, width, BLOCK=512, **pdl(product))
     return out
 
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    in_fp8 = isinstance(weight, ScaledMatrix) and multiplies(x, weight)
-    if len(x) > (FP8_HEAD_ROWS if in_fp8 else MAX_ROWS):
-        return _by_cublas(x, weight).argmax(-1)
+    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+        tile = tile_of_rounded(min(len(x), ROUNDED_ROWS))
+        found = [launch_argmax(rounded_rows(part), weight, tile) for part in x.split(ROUNDED_ROWS)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+    if len(x) > MAX_ROWS:
+        return by_cublas(x, weight).argmax(-1)
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 
-def launch_argmax(x: Tensor, weight: Matrix, tile: Tile) -> Tensor:
-    """`linear_argmax` with a given tile."""
-    (m, k), n = x.shape, len(weight)
+def launch_argmax(x: Matrix, weight: Matrix, tile: Tile) -> Tensor:
+    """`linear_argmax` with a given tile; rows in fp8 go with weights in fp8."""
+    rows, (data, scale) = _parts(x)[0], _parts(weight)
+    (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
-    data, scale = _parts(weight)
-    best = torch.empty(tiles, m, dtype=torch.float32, device=x.device)
-    index = torch.empty(tiles, m, dtype=torch.int32, device=x.device)
+    best = torch.empty(tiles, m, dtype=torch.float32, device=rows.device)
+    index = torch.empty(tiles, m, dtype=torch.int32, device=rows.device)
     _argmax_kernel[(tiles,)](
-        x, data, data if scale is None else scale, best, index, m, n, k,
+        rows, data, data if scale is None else scale, best, index, m, n, k,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=isinstance(x, ScaledMatrix),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
     return reduce_best(best, index)

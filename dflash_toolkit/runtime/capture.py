@@ -10,12 +10,16 @@ from torch import Tensor
 
 
 class Captures:
-    """Captures passes on a stream of its own, always the same: cuBLAS keeps 32 MiB for every stream that it has met."""
+    """Captures passes on a stream of its own, always the same: cuBLAS keeps 32 MiB for every stream that it has met.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        scratch: bytes that the largest pass takes; the graphs' pool has them before the first pass is captured.
+    """
+
+    def __init__(self, device: torch.device, scratch: int = 0) -> None:
+        self._device, self._scratch = device, scratch
         self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
+        self._first: torch.cuda.CUDAGraph | None = None  # holds the pool
 
     def __call__(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """A graph of what `run` launches, and what it returns; runs it once.
@@ -30,14 +34,24 @@ class Captures:
                 run()
         finally:
             current.wait_stream(stream)
+        if self._first is None:
+            self._first = self._capture(self._take_scratch, stream, None)[0]
+        return self._capture(run, stream, self._first.pool())
+
+    def _capture(
+        self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         # what other threads do with the device meanwhile is no part of the graph, and no error
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # a capture that fails does not put the current stream back
-        with _no_collection(), torch.cuda.stream(current), capture:
+        with _no_collection(), torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
             result = run()
-        self._pool = self._pool or graph.pool()
         return graph, result
+
+    def _take_scratch(self) -> None:
+        """Given back at once, to the pool: later captures cut what they need from it."""
+        torch.empty(max(self._scratch, 1), dtype=torch.uint8, device=self._device)[:1].zero_()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -13,14 +12,15 @@ from ..decode import Generation, SamplingParams, Step, check_prompt
 from ..drafter import Drafter
 from ..kernels.launch import shared_memory
 from ..target import Target
-from .memory import beside_the_weights, check_heads, page_count
+from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .model import DrafterWeights, ModelSpec, TargetWeights
 from .options import EngineOptions
 from .pages import PagePool
 from .request import Request, RollingAcceptance
 from .scheduler import Scheduler
-from .speed import BlockChooser, block_sizes, cached_times, measure_steps
+from .speed import BlockChooser, block_sizes, measure_steps
 from .step import StepRunner
+from .timing import cached_times, place_of
 
 SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
 
@@ -126,12 +126,13 @@ class Engine:
                 drafter = drafter.rounded(target.head)
         forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
 
-        def runner(pages: int) -> StepRunner:
+        def runner(room: Room) -> StepRunner:
             return StepRunner(
                 target,
                 drafter,
                 ops,
-                num_pages=pages,
+                num_pages=room.pages,
+                scratch=room.scratch,
                 page_size=options.page_size,
                 max_batch=max_batch,
                 max_context=self.context_limit,
@@ -140,9 +141,9 @@ class Engine:
             )
 
         with beside_the_weights(options):
-            pages = page_count(runner, specs, options, self.context_limit)
-            self.runner = runner(pages)
-        self.pool = PagePool(pages, options.page_size)
+            room = room_for_cache(runner, specs, options, self.context_limit)
+            self.runner = runner(room)
+        self.pool = PagePool(room.pages, options.page_size)
         self.scheduler = Scheduler(
             self.runner,
             self.pool,
@@ -279,12 +280,9 @@ class Engine:
         sizes, runner, max_batch = self._sizes, self.runner, self.runner.max_batch
         if len(sizes) == 1:
             return lambda requests: sizes[0]
-        place: Any = "cpu"
-        if runner.device.type == "cuda":
-            place = torch.cuda.get_device_name(runner.device), importlib.import_module("triton").__version__
         drafter = runner.drafter.spec if runner.drafter else None
         key = [
-            place,
+            place_of(runner.device),
             torch.__version__,
             str(runner.dtype),
             max_batch,
@@ -293,6 +291,7 @@ class Engine:
             runner.target.spec,
             drafter,
             self.options.draft_dtype,
+            runner.products,
         ]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
         return BlockChooser(sizes, times, runner.bucket)

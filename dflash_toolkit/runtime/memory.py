@@ -1,8 +1,8 @@
-"""How many pages the cache gets."""
+"""How many pages the cache gets, and how much scratch the graphs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,37 +19,58 @@ CPU_TOKENS = 16384  # on a CPU, unless one request needs more
 GRAPHS_BYTES = 1 * GIB  # of the driver's own memory, which no allocator reports: some 5 MiB a captured graph
 
 
-def page_count(
-    runner: Callable[[int], StepRunner],
+class Room(NamedTuple):
+    """What an engine's memory is shared out to, beside the weights."""
+
+    pages: int  # of the cache, the trash page included
+    scratch: int = 0  # bytes that the largest step takes, which graphs have from the first on
+
+
+class Workspace(NamedTuple):
+    """Bytes that the largest passes take beside what is allocated before them."""
+
+    step: int
+    prefill: int
+
+    @property
+    def total(self) -> int:
+        """Graphs keep a step's for themselves. Beside them there is a chunk of a prompt, or a step that runs once
+        before it is captured."""
+        return self.step + max(self.step, self.prefill)
+
+
+def room_for_cache(
+    runner: Callable[[Room], StepRunner],
     specs: list[ModelSpec],
     options: "EngineOptions",
     context: int,
-) -> int:
-    """Pages for the cache, the trash page included.
+) -> Room:
+    """Pages for the cache, and the scratch of the largest step.
 
-    On a GPU: what is left of `memory_fraction` once the weights are there and a prefill chunk and the largest step
-    have shown what they need beside them.
+    On a GPU the cache gets what is left of `memory_fraction` once the weights are there and a prefill chunk and the
+    largest step have shown what they need beside them.
 
     Args:
-        runner: makes a step runner with so many pages.
+        runner: makes a step runner with so much of it.
         specs: of the target and, if there is one, the drafter.
 
     Raises:
         UserError: not even one request of `context` tokens would fit, or not `cache_tokens`, or the largest step fails
             for want of memory; says what is missing and which knob helps.
     """
-    probe = runner(2)
+    probe = runner(Room(pages=2))
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
     size = options.page_size
     longest = context + (probe.lag + 2) * probe.max_block
     least = -(-longest // size)
     wanted = None if options.cache_tokens is None else -(-options.cache_tokens // size)
     if device == "cpu":
-        return 1 + (wanted or max(least, min(probe.max_batch * least, CPU_TOKENS // size)))
+        return Room(1 + (wanted or max(least, min(probe.max_batch * least, CPU_TOKENS // size))))
     bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
     # what is asked for by its size may take all of the memory
     share = options.memory_fraction if wanted is None else 1.0
-    pages = int(_free_beside(probe, options, share) // bytes_of_page) - 1
+    free, scratch = _free_beside(probe, options, share)
+    pages = int(free // bytes_of_page) - 1
     if pages < (wanted or least):
         missing = ((wanted or least) - pages) * bytes_of_page / GIB
         what = f"one request of {context} tokens"
@@ -58,7 +79,7 @@ def page_count(
             what, way_out = f"a cache of {options.cache_tokens} tokens", "lower cache_tokens or max_batch"
         raise UserError(f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}")
     # behind the last even a prefix cache has little use for more
-    return 1 + (wanted or min(pages, probe.max_batch * least * 4))
+    return Room(1 + (wanted or min(pages, probe.max_batch * least * 4)), scratch)
 
 
 @contextlib.contextmanager
@@ -129,8 +150,9 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
         )
 
 
-def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> float:
-    """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes."""
+def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> tuple[float, int]:
+    """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes, and those
+    of the largest step."""
     try:
         workspace = workspace_of(probe, options.prefill_chunk)
     except torch.OutOfMemoryError as error:
@@ -149,15 +171,11 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> f
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
-    return share * total - taken - workspace - GRAPHS_BYTES
+    return share * total - taken - workspace.total - GRAPHS_BYTES, workspace.step
 
 
-def workspace_of(probe: StepRunner, prefill_chunk: int) -> int:
-    """Bytes that the largest passes take beside what is allocated now.
-
-    Graphs keep what the largest step takes for themselves. Beside them there is a chunk of a prompt, or a step that
-    runs once before it is captured.
-    """
+def workspace_of(probe: StepRunner, prefill_chunk: int) -> Workspace:
+    """Runs the largest passes once to see what they take."""
     chunk = min(prefill_chunk, probe.page_table.shape[1] * probe.page_size)
 
     def peak(run: Callable[[], None]) -> int:
@@ -172,4 +190,4 @@ def workspace_of(probe: StepRunner, prefill_chunk: int) -> int:
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, [1] * -(-chunk // probe.page_size)))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_batch, probe.max_block, Mode.FULL))
-    return step + max(step, prefill)
+    return Workspace(step, prefill)

@@ -1,22 +1,12 @@
 """How long a block to draft: measured step times, each request's recent acceptance, and the better of the products."""
 
-import hashlib
-import json
-import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import torch
 
 from .request import Request
 from .step import StepRunner, buckets_up_to
+from .timing import Times, median_seconds
 
-StepTimes = dict[tuple[int, int], float]  # (bucket, block) -> seconds
 SIZES = (1, 2, 4, 8, 16)
-KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
-PASSES = [Path(__file__).with_name(name) for name in ("step.py", "decoder.py", "context.py", "sampling.py")]
 
 
 def block_sizes(longest: int) -> tuple[int, ...]:
@@ -39,7 +29,7 @@ class BlockChooser:
     DOUBTFUL = 0.3  # an acceptance at which drafts begin to pay: a try is as long as it would be best then
     FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
 
-    def __init__(self, sizes: Sequence[int], times: StepTimes, bucket: Callable[[int], int]) -> None:
+    def __init__(self, sizes: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
         self._current = self._sizes[-1]
         short = [size for size in self._sizes if 1 < size <= self.PROBE]
@@ -82,56 +72,12 @@ def expected_tokens(rate: float, block: int) -> float:
     return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
 
 
-def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> StepTimes:
-    """Time every (bucket, block) once, on an empty batch; captures the graphs on the way."""
-    times: StepTimes = {}
+def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> Times:
+    """Seconds of every (bucket, block), once, on an empty batch; captures the graphs on the way."""
+    times: Times = {}
     for bucket in buckets_up_to(max_batch):
         for size in sizes:
             step = runner.launcher(bucket, size)
             step()
             times[bucket, size] = median_seconds(step, runner.device, 5 if runner.device.type == "cuda" else 1)
     return times
-
-
-def cached_times(key: object, measure: Callable[[], StepTimes]) -> StepTimes:
-    """Step times from the user's cache, or measured and put there. `key`: what they depend on besides the code."""
-    written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
-    for path in [*sorted(KERNELS.glob("*.py")), *PASSES]:
-        written.update(path.read_bytes())
-    digest = written.hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not root.is_absolute():  # a user without a home
-        return measure()
-    path = root / "dflash-toolkit" / f"steps-{digest}.json"
-    try:
-        return {(b, s): t for b, s, t in json.loads(path.read_text())["seconds"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        times = measure()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(
-            json.dumps({"key": key, "seconds": [[b, s, t] for (b, s), t in times.items()]}, default=str)
-        )
-        temporary.replace(path)
-    except OSError:
-        pass  # a cache that cannot be written costs a second at the next start
-    return times
-
-
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `run`, on the device's clock where it has one."""
-    seconds = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)

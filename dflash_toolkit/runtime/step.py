@@ -20,6 +20,7 @@ from .capture import Captures, PinnedBuffers, to_device
 from .context import ContextWriter
 from .decoder import Decoder, Rows
 from .model import DrafterWeights, TargetWeights
+from .products import faster_products
 from .request import Committed, Request
 from .sampling import Mode, Sampler, mode_of, unpack_logprobs
 
@@ -51,6 +52,7 @@ class StepRunner:
         num_pages: of the cache, the trash page included.
         max_context: tokens of prompt and answer; the page table is wide enough for overshoot too.
         max_block: S of the longest block.
+        scratch: bytes that graphs have for what a pass makes, from the first capture on.
         forced: int32 [steps, max_batch], drafted tokens to accept at each step whatever they are (synthetic
             acceptance); they are cut to the block.
     """
@@ -66,6 +68,7 @@ class StepRunner:
         max_batch: int,
         max_context: int,
         max_block: int,
+        scratch: int = 0,
         forced: Tensor | None = None,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
@@ -90,14 +93,18 @@ class StepRunner:
             shape = (spec.num_layers, 2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
             # as far as the pages go: a chunk may fill the last one
             rope = spec.rope_table(self.pages_per_request * page_size, self.device)
-            return Decoder(spec, weights.layers, weights.norm, rope, new(*shape, dtype=self.dtype), ops)
+            cache = new(*shape, dtype=self.dtype)
+            layer_ops = faster_products(spec, weights.layers, weights.norm, ops)
+            return Decoder(spec, weights.layers, weights.norm, rope, cache, layer_ops)
 
         self._verifier = decoder(target)
         self._proposer = self._wide_proposer = decoder(drafter) if drafter else None
         if drafter and self._proposer and drafter.wide_layers:
             self._wide_proposer = replace(self._proposer, layers=drafter.wide_layers)  # the same cache
+        stacks = [stack for stack in (self._verifier, self._proposer) if stack]
+        self.products = [stack.ops.__name__.rpartition(".")[2] for stack in stacks]  # of target and drafter
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
-        self._captured = Captures(self.device)
+        self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_batch * (1 + max_block))
         self._context: ContextWriter | None = None
         if drafter and self._proposer and max_block > 1:
