@@ -4,7 +4,8 @@
 
 A chain of layers runs as one CUDA graph, so that weights come from memory and not from L2. Microseconds a layer are
 measured without stamps, and beside them those of the same layer with cuBLAS's products between the runtime's norms; so
-too the head and its argmax. The trace has the time at which every program (one a multiprocessor) ended each phase:
+too the head and its argmax. `cublas_padded_us` is what the runtime takes on a GPU where cuBLAS is faster: always as many
+rows as kernels here take. The trace has the time at which every program (one a multiprocessor) ended each phase:
 `took` is shown as the mean and the most over programs, `idle` is how long the mean one waited at the barrier behind.
 More rows than the kernels take have cuBLAS's time alone.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels import fused, linear
+from dflash_toolkit.kernels import cublas, fused, linear
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.layer import PHASES, launch_layer
 from dflash_toolkit.runtime.model import ModelSpec
@@ -40,6 +41,11 @@ def chain_of_cublas(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tens
     with patch.object(linear, "MAX_ROWS", 0), patch.object(fused, "fits", lambda *_: False):
         for o, gate_up, down, qkv in layers:
             x, _, _ = fused.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, EPS)
+
+
+def chain_of_padded(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor) -> None:
+    for o, gate_up, down, qkv in layers:
+        x, _, _ = cublas.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, EPS)
 
 
 def head_of_cublas(x: Tensor, head: Tensor) -> None:
@@ -103,6 +109,7 @@ def main() -> None:
         row: dict[str, Any] = {
             "rows": rows,
             "cublas_us": us_of(captured(chain_of_cublas, layers, norm, x, a)) / args.layers,
+            "cublas_padded_us": us_of(captured(chain_of_padded, layers, norm, x, a)) / args.layers,
             "head_cublas_us": us_of(captured(head_of_cublas, x, head)),
         }
         result["rows"].append(row)
