@@ -4,8 +4,8 @@
 
 A chain of layers runs as one CUDA graph, so that weights come from memory and not from L2. Microseconds a layer are
 measured without stamps, and beside them those of the same layer with cuBLAS's products between the runtime's norms; so
-too the head and its argmax. `cublas_padded_us` is what the runtime takes on a GPU where cuBLAS is faster: always as many
-rows as kernels here take. The trace has the time at which every program (one a multiprocessor) ended each phase:
+too the head and its argmax. `cublas_padded_us` is what the runtime takes on a GPU where cuBLAS is faster, always as
+many rows as kernels here take. The trace has the time at which every program (one a multiprocessor) ended each phase:
 `took` is shown as the mean and the most over programs, `idle` is how long the mean one waited at the barrier behind.
 More rows than the kernels take have cuBLAS's time alone.
 """

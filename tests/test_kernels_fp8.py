@@ -102,7 +102,9 @@ def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
     assert (chosen == logits.amax(1)).float().mean() > 0.7
 
 
-def test_rows_beside_change_nothing_of_a_head_in_fp8() -> None:
+@pytest.mark.parametrize("long", [0, 1000], ids=["256 at a time", "128"])
+def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LONG_SUM", long)
     x, head = rows_of("in the format", 300, 192), ScaledMatrix.of(torch.randn(400, 192, device=DEVICE))
     whole = fused.linear_argmax(x, head)
     for rows in (1, 16, 17, 64, 129, 256):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROUNDING = 32 << 20  # bytes that cutting the scratch into pieces may lose
+
 
 class Captures:
     """Captures passes on a stream of its own, always the same: cuBLAS keeps 32 MiB for every stream that it has met.
@@ -51,7 +53,7 @@ class Captures:
 
     def _take_scratch(self) -> None:
         """Given back at once, to the pool: later captures cut what they need from it."""
-        torch.empty(max(self._scratch, 1), dtype=torch.uint8, device=self._device)[:1].zero_()
+        torch.empty(self._scratch + ROUNDING, dtype=torch.uint8, device=self._device)[:1].zero_()
 
 
 @contextlib.contextmanager
