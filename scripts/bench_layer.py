@@ -7,7 +7,7 @@ measured without stamps, and beside them those of the same layer with cuBLAS's p
 too the head and its argmax. `cublas_padded_us` is what the runtime takes on a GPU where cuBLAS is faster, always as
 many rows as kernels here take. The trace has the time at which every program (one a multiprocessor) ended each phase:
 `took` is shown as the mean and the most over programs, `idle` is how long the mean one waited at the barrier behind.
-More rows than the kernels take have cuBLAS's time alone.
+More rows than the kernels take have cuBLAS's time alone, but for the head of up to 256, which is timed by tiles too.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from dflash_toolkit.runtime.timing import median_seconds
 
 EPS = 1e-6
 REPEATS = 20
+WIDE_TILE = linear.Tile(128, 64, 4, 8)  # of a head for up to 256 rows: of a sweep the fastest
 
 
 def chain(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces: list[Tensor | None]) -> None:
@@ -115,6 +116,9 @@ def main() -> None:
         result["rows"].append(row)
         print(f"{rows} rows: cuBLAS {row['cublas_us']:.1f} us a layer and {row['head_cublas_us']:.1f} the head")
         if rows > MAX_ROWS:
+            if rows <= 2 * MAX_ROWS:
+                row["head_tiles_us"] = us_of(captured(linear.launch_argmax, x, head, WIDE_TILE))
+                print(f"    the head by tiles {row['head_tiles_us']:.1f} us")
             continue
         us = us_of(captured(chain, layers, norm, x, a, [None] * args.layers)) / args.layers
         row["head_us"] = us_of(captured(fused.linear_argmax, x, head))

@@ -4,10 +4,12 @@ cuBLAS picks its algorithm, and with it the order of a sum, by the number of row
 padded to MAX_ROWS, so that a row's result does not depend on how many rows run beside it.
 """
 
+import functools
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import accept, add_rms_norm, block_attention, context_write, linear_argmax, rope_write, sample
+from .fused import accept, add_rms_norm, block_attention, chain, context_write, linear_argmax, rope_write, sample
 from .launch import MAX_ROWS
 from .linear import by_cublas, swiglu
 from .scaled import Matrix
@@ -43,20 +45,4 @@ def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     return swiglu(linear(x, weight))
 
 
-def finish_layer(
-    x: Tensor,
-    a: Tensor,
-    o: Matrix,
-    o_bias: Tensor | None,
-    post_norm: Tensor,
-    gate_up: Matrix,
-    down: Matrix,
-    norm: Tensor,
-    qkv: Matrix | None,
-    eps: float,
-    tap: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A launch for every product and norm."""
-    x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
-    x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear_partials(h, qkv)
+finish_layer = functools.partial(chain, linear_partials, linear_swiglu)

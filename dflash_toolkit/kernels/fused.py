@@ -1,5 +1,7 @@
 """The Triton kernels under the names of their definitions in `reference.py`."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from . import flash
@@ -62,9 +64,18 @@ def finish_layer(
     """One launch where that kernel fits, else one for every product and norm."""
     if o_bias is None and fits(x, [o, gate_up, down, qkv]):
         return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, eps, tap)  # type: ignore[arg-type]
-    x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
-    x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear_partials(h, qkv)
+    return chain(linear_partials, linear_swiglu, x, a, o, o_bias, post_norm, gate_up, down, norm, qkv, eps, tap)
+
+
+def chain(
+    partials: Callable[..., Tensor], swiglu: Callable[[Tensor, Matrix], Tensor], x: Tensor, a: Tensor, o: Matrix,
+    o_bias: Tensor | None, post_norm: Tensor, gate_up: Matrix, down: Matrix, norm: Tensor, qkv: Matrix | None,
+    eps: float, tap: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`finish_layer` with these `linear_partials` and `linear_swiglu`: a launch for every product and norm."""
+    x, h = add_rms_norm(x, partials(a, o, o_bias), post_norm, eps)
+    x, h = add_rms_norm(x, partials(swiglu(h, gate_up), down), norm, eps, tap)
+    return x, h, None if qkv is None else partials(h, qkv)
 
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
