@@ -26,7 +26,6 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
 from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.model import DrafterWeights, ModelSpec, TargetWeights
@@ -133,9 +132,7 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
     total = layers + target.head.nbytes
     if drafter is not None and block > 1:  # plain steps leave the context for later
         total += drafter.fc.nbytes + drafter.context_kv.nbytes
-        narrow = batch * block <= MAX_ROWS
-        proposing = drafter.layers if narrow or drafter.wide_layers is None else drafter.wide_layers
-        total += sum(t.nbytes for layer in proposing for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        total += sum(t.nbytes for layer in drafter.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
         total += (drafter.head if drafter.head is not None else target.head).nbytes
     return total
 

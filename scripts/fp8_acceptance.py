@@ -3,10 +3,9 @@
     python scripts/fp8_acceptance.py --target MODEL --drafter OUT/drafter-8m --output fp8_acceptance.json \
         --prompts gsm8k=gsm8k_test.jsonl humaneval=humaneval.jsonl.gz --limit 320
 
-Layers are rounded beyond 128 rows, in models that are wide enough to gain by it; here that limit is taken away, and a
-batch times a block has more rows than that until the last requests of a set. Answers are greedy. All variants verify
-alike, in the target's own precision, but the texts may part where drafts of other lengths cut a near tie otherwise; so
-`same_answers` compares the answers that are the same in full precision.
+Layers are rounded in models that are wide enough to gain by it; here that limit is taken away. Answers
+are greedy. All variants verify alike, in the target's own precision, but the texts may part where drafts of other
+lengths cut a near tie otherwise; so `same_answers` compares the answers that are the same in full precision.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit import SamplingParams
 from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.checkpoint import locate, read_config
@@ -27,7 +26,7 @@ from dflash_toolkit.decode import Generation
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels.launch import MAX_ROWS
+from dflash_toolkit.kernels.scaled import ScaledMatrix
 from dflash_toolkit.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.runtime import EngineOptions, load_engine, model
 
@@ -49,8 +48,6 @@ def length(answers: Sequence[Generation]) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     asked = read_prompt_sets(args.prompts, args.limit)
     block = read_config(locate(args.drafter)).block_size
-    if args.batch * block <= MAX_ROWS:
-        raise UserError(f"--batch {args.batch} with blocks of {block} has no more than {MAX_ROWS} rows; give more")
     found: dict[str, dict[str, Any]] = {}
     full: dict[str, list[Generation]] = {}
     for name, (dtype, narrowest) in VARIANTS.items():
@@ -58,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         options = EngineOptions(max_batch=args.batch, block_size=block, draft_dtype=dtype, prefix_cache=False)
         engine, tokenizer = load_engine(args.target, args.drafter, options=options)
         drafter = engine.runner.drafter
-        assert drafter is not None and (drafter.wide_layers is not None) == (name == "head and layers")
+        assert drafter is not None and isinstance(drafter.layers[0].o, ScaledMatrix) == (name == "head and layers")
         found[name] = {}
         for of, prompts in asked.items():
             ids = [encode_chat(tokenizer, p.messages, tools=p.tools) for p in prompts]

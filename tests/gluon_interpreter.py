@@ -8,7 +8,7 @@ What is modelled is what goes wrong in asynchronous code:
 - A TMA load comes late and in any order, reads global memory when it comes, and fills with zeros what lies outside of
   the tensor. Shared memory holds NaN before its first load, and again from when a load is asked for until it comes.
 - An asynchronous product reads its operands at any time between its issue and the wait for it: what changes in between
-  counts as NaN. Products are of bf16, exact (in fp64), and added to fp32 block by block along K.
+  counts as NaN. Products are of bf16 or fp8, exact (in fp64), and added to fp32 block by block along K.
 - An access outside of a tensor that no mask hides is a fault, and so is a load that nobody waited for.
 
 Not modelled: layouts, registers, when writes become visible (hence fences), barriers among the warps of a partition,
@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MARK = "__interpreted__"  # among the globals of the functions that run here
 
@@ -209,15 +210,13 @@ class Product:
     """An asynchronous product on its way; its value cannot be used before the wait."""
 
     def __init__(self, a: Tensor | Shared, b: Shared, acc: Tensor) -> None:
-        self.operands, self.acc = (a, b), _tensor(acc)
-        self.at_issue = [operand.clone() for operand in self._now()]
-        assert {operand.dtype for operand in self.at_issue} == {torch.bfloat16} and acc.dtype == torch.float32
-
-    def _now(self) -> list[Tensor]:
-        return [x.data if isinstance(x, Shared) else _tensor(x) for x in self.operands]
+        self.operands, self.acc = [x.data if isinstance(x, Shared) else _tensor(x) for x in (a, b)], _tensor(acc)
+        self.at_issue = [operand.double() for operand in self.operands]
+        assert len({x.dtype for x in self.operands} | {torch.float32}) == 2 and acc.dtype == torch.float32
 
     def value(self) -> Tensor:
-        a, b = (torch.where(x == y, x, math.nan).double() for x, y in zip(self.at_issue, self._now(), strict=True))
+        pairs = zip(self.at_issue, self.operands, strict=True)
+        a, b = (torch.where(x == y.double(), x, math.nan) for x, y in pairs)
         return (self.acc.double() + a @ b).float().as_subclass(Block)
 
 
@@ -234,13 +233,13 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: object
 
 
 GL: dict[str, Any] = {  # what does not depend on who asks
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64,
+    **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")},
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_: None),
     "arange": lambda first, stop, _layout: torch.arange(first, stop, dtype=torch.int32).as_subclass(Block),
     "full": lambda shape, value, dtype, _layout: torch.full(shape, value, dtype=dtype).as_subclass(Block),
     "zeros": lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype).as_subclass(Block),
-    "convert_layout": lambda x, _layout: x, "to_tensor": lambda x: x, "static_range": range,
-    "reshape": torch.reshape, "permute": torch.permute, "split": lambda x: (x[..., 0], x[..., 1]),
+    "convert_layout": lambda x, _layout: x, "to_tensor": lambda x: x, "static_range": range, "reshape": torch.reshape,
+    "float8e4nv": torch.float8_e4m3fn, "permute": torch.permute, "split": lambda x: (x[..., 0], x[..., 1]),
     "where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
     "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
     "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -392,7 +391,9 @@ class Interpreted:
 
 
 def _argument(value: Any) -> Any:
-    """Pointers to tensors, and floats as a kernel receives them."""
+    """Pointers to tensors, descriptors that know a dtype, and floats as a kernel receives them."""
+    if isinstance(value, TensorDescriptor):
+        return SimpleNamespace(**vars(value), dtype=value.base.dtype)
     if isinstance(value, Tensor):
         extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
         return Pointer(value.as_strided((extent,), (1,)), 0)

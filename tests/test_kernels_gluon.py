@@ -30,6 +30,7 @@ from test_kernels_step import (
 )
 
 from dflash_toolkit.kernels import attention, attention_hopper, head, layer, reference, ring
+from dflash_toolkit.kernels.scaled import ScaledMatrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
@@ -74,6 +75,7 @@ def streamed(
     patch.setattr(layer, "layer_kernel", kernel)
     patch.setattr(layer, "programs_of", lambda _: programs)
     patch.setattr(layer, "_barriers", lambda _: counters)
+    patch.setattr(layer, "rounded_rows", ScaledMatrix.of)
     if slots is not None:
         patch.setattr(layer, "slots_of", lambda _: ring.Slots(*slots))
     x, a = (torch.randn(rows, width).bfloat16() for width in shape[:2])
@@ -277,7 +279,7 @@ LAYER_MISTAKES: dict[str, Mistake] = {
     "a slot loaded before it is free": (layer, "stream", {"mbarrier.wait(free.index(slot), ": "("}),
     "full in the wrong phase": (ring, "_multiply", {"at // SLOTS % 2": "(at // SLOTS + 1) % 2"}),
     "free in the wrong phase": (layer, "stream", {"(done // SLOTS + 1) % 2": "done // SLOTS % 2"}),
-    "half the bytes expected": (layer, "stream", {"BLOCK * BLOCK_K * 2": "BLOCK * BLOCK_K"}),
+    "half the bytes expected": (layer, "stream", {"BLOCK * BLOCK_BYTES": "BLOCK * BLOCK_BYTES // 2"}),
     "the norm loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(0), 0)": "pass"}),
     "the activation loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(1), 0)": "pass"}),
     "the last norm loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(2), 0)": "pass"}),

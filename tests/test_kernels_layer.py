@@ -7,6 +7,7 @@ test_kernels_sm90.py.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 
 from dflash_toolkit.kernels import cublas, fused, layer, linear, reference, ring
 from dflash_toolkit.kernels.head import launch_head
+from dflash_toolkit.kernels.scaled import ScaledMatrix, narrowed
 
 EPS = 1e-6
 # D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
@@ -39,8 +41,13 @@ def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) 
     return {name: None if t is None else t.to(device, dtype) for name, t in found.items()}
 
 
-def double(weights: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if t is None else t.double() for name, t in weights.items()}
+def double(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.double() if isinstance(t, Tensor) else t for name, t in weights.items()}
+
+
+def in_fp8(weights: dict[str, Tensor | None]) -> dict[str, Any]:
+    """The same with rounded matrices."""
+    return {name: ScaledMatrix.of(t) if t is not None and t.ndim == 2 else t for name, t in weights.items()}
 
 
 def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
@@ -52,7 +59,7 @@ def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: t
 
 @given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
 def test_splits_cover_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
-    splits = layer.splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
+    splits = layer.splits_of(n * ring.BLOCK_N, k * 128, 128, programs)
     each = -(-k // splits)
     assert (splits - 1) * each < k, "none without a block"
     assert splits == 1 or n * splits <= programs
@@ -65,16 +72,16 @@ def test_even_splits_leave_the_busiest_program_the_fewest_blocks(n: int, k: int,
         items = [item % programs for item in range(n * splits)]
         return max(map(items.count, set(items))) * -(-k // splits)
 
-    found = layer.even_splits_of(n * ring.BLOCK_N, k * ring.BLOCK_K, programs)
+    found = layer.even_splits_of(n * ring.BLOCK_N, k * 256, 256, programs)
     assert found == min(range(1, 9), key=lambda s: (most(s), s))
     assert (found - 1) * -(-k // found) < k, "none without a block"
 
 
 def test_splits_of_qwen3_8b_and_qwen2_0_5b_on_an_h200() -> None:
-    assert [layer.splits_of(4096, k, 132) for k in (4096, 12288)] == [2, 2]
-    assert layer.even_splits_of(6144, 4096, 132) == 4
-    assert [layer.splits_of(896, k, 132) for k in (896, 4864)] == [7, 8]  # 38 blocks: seven times five, and three
-    assert layer.even_splits_of(1152, 896, 132) == 7
+    assert [layer.splits_of(4096, k, block, 132) for k in (4096, 12288) for block in (128, 256)] == [2, 2, 2, 2]
+    assert [layer.even_splits_of(6144, 4096, block, 132) for block in (128, 256)] == [4, 4]
+    assert [layer.splits_of(896, k, 128, 132) for k in (896, 4864)] == [7, 8]  # 38 blocks: seven times five, and three
+    assert layer.even_splits_of(1152, 896, 128, 132) == 7
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
@@ -82,7 +89,7 @@ def test_the_rings_fit_into_shared_memory_and_hold_more_than_one_step(rows: int)
     slots = ring.slots_of(rows)
     assert slots.rows >= 2 and slots.weights > 3  # three tiles may stand side by side
     held = slots.weights * ring.BLOCK_N + slots.rows * rows
-    assert ring.SHARED_BYTES * 0.95 <= held * ring.BLOCK_K * 2 <= ring.SHARED_BYTES
+    assert ring.SHARED_BYTES * 0.95 <= held * ring.BLOCK_BYTES.value <= ring.SHARED_BYTES
 
 
 @given(tiles=st.integers(1, 3000), splits=st.integers(1, 8), programs=st.integers(1, 200))
@@ -162,6 +169,33 @@ def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, in
         weightless = {**weights, "qkv": None}
         last = fused.finish_layer(x, a, *weightless.values(), EPS)
         assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_in_fp8_against_float64_and_alone_against_in_company(shape: tuple[int, int, int, int]) -> None:
+    full = matrices(shape, "cuda", torch.bfloat16)
+    weights = in_fp8(full)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[0], device="cuda").bfloat16()
+        a = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        found = fused.finish_layer(x, a, *weights.values(), EPS)
+        assert found[1].dtype == torch.float8_e4m3fn
+        last = fused.finish_layer(x, a, *{**weights, "qkv": None}.values(), EPS)
+        assert torch.equal(last[0], found[0]) and last[1].dtype == torch.bfloat16 and last[2] is None
+        assert torch.equal(narrowed(last[1]).float(), found[1].float())
+        torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+        exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+        assert_close((found[0], last[1], found[2]), torchs, exact)
+        unrounded = reference.finish_layer(x.double(), a.double(), *double(full).values(), EPS)
+        for ours, true, there in ((found[0], unrounded[0], x), (found[2].sum(0), unrounded[2][0], 0)):
+            error = (ours.double() - true).norm() / (true - there).norm()
+            assert 1e-3 < error < 0.08, "each of three products in a row is off by some 4 %"
+        i = rows // 2
+        alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
+        for one, many in zip(alone, found, strict=True):
+            assert torch.equal(one[..., 0, :].float(), many[..., i, :].float())
 
 
 @pytest.mark.gpu

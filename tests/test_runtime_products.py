@@ -17,11 +17,13 @@ from dflash_toolkit.runtime.products import CUBLAS, OWN, ROWS, faster_products, 
 pytest.importorskip("triton")
 
 from dflash_toolkit.kernels import cublas, fused
+from dflash_toolkit.kernels.scaled import ScaledMatrix
 
 SPEC: Any = SimpleNamespace(
     hidden_size=64, num_heads=4, head_dim=16, qkv_rows=128, intermediate_size=96, o_bias=False, rms_norm_eps=1e-6
 )
 ON_GPU: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)  # a norm's, for the key alone
+LAYER: Any = SimpleNamespace(o=torch.ones(1))  # for the key too
 
 
 @pytest.fixture(autouse=True)
@@ -51,28 +53,31 @@ def test_the_faster_ones_are_taken(
     at_16: float, at_128: float, expected: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = measured(monkeypatch, dict(zip(ROWS, (at_16, at_128), strict=True)))
-    assert faster_products(SPEC, [None, None], ON_GPU, fused) is expected
+    assert faster_products(SPEC, [LAYER, LAYER], ON_GPU, fused) is expected
     assert calls == [[fused, cublas]]
 
 
 def test_they_are_measured_once_for_a_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = measured(monkeypatch, dict.fromkeys(ROWS, 0.5))
     for _ in range(2):
-        assert faster_products(SPEC, [None, None], ON_GPU, fused) is cublas
+        assert faster_products(SPEC, [LAYER, LAYER], ON_GPU, fused) is cublas
     monkeypatch.setattr(products, "_known", {})  # another process
     measured(monkeypatch, dict.fromkeys(ROWS, 2.0))
-    assert faster_products(SPEC, [None, None], ON_GPU, fused) is cublas
+    assert faster_products(SPEC, [LAYER, LAYER], ON_GPU, fused) is cublas
     assert len(calls) == 1 and len(list(tmp_path.rglob("times-*.json"))) == 1
-    assert faster_products(SPEC, [None], ON_GPU, fused) is fused, "other layers are others"
+    assert faster_products(SPEC, [LAYER], ON_GPU, fused) is fused, "other layers are others"
+    rounded: Any = SimpleNamespace(o=ScaledMatrix(torch.ones(1, 1), torch.ones(1)))
+    measured(monkeypatch, dict.fromkeys(ROWS, 0.5))
+    assert faster_products(SPEC, [rounded], ON_GPU, fused) is cublas, "and so are those in fp8"
 
 
 def test_without_a_cache_on_disk_a_process_keeps_to_its_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     calls = measured(monkeypatch, dict.fromkeys(ROWS, 0.5))
-    assert faster_products(SPEC, [None], ON_GPU, fused) is cublas
+    assert faster_products(SPEC, [LAYER], ON_GPU, fused) is cublas
     measured(monkeypatch, dict.fromkeys(ROWS, 2.0))
-    assert faster_products(SPEC, [None], ON_GPU, fused) is cublas and len(calls) == 1
+    assert faster_products(SPEC, [LAYER], ON_GPU, fused) is cublas and len(calls) == 1
 
 
 def test_a_cpu_has_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

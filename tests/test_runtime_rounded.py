@@ -11,40 +11,56 @@ from torch import Tensor
 
 from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.kernels.scaled import ScaledMatrix
-from dflash_toolkit.runtime import Engine, model, step
+from dflash_toolkit.runtime import Engine, model
 from dflash_toolkit.runtime.decoder import Decoder
 
 
-@pytest.mark.parametrize("most", [0, 10, 128])
-def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: list[tuple[int, bool]] = []  # of the drafter: rows, and whether in eight bits
+def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[bool] = []  # of the drafter: whether in eight bits
     forward = Decoder.forward
 
     def noted(decoder: Decoder, x: Tensor, *rest: Any) -> Tensor:
         if decoder.spec == weights.spec:
-            passes.append((len(x), isinstance(decoder.layers[0].down, ScaledMatrix)))
+            passes.append(isinstance(decoder.layers[0].down, ScaledMatrix))
         return forward(decoder, x, *rest)
 
-    monkeypatch.setattr(step, "MAX_ROWS", most)
     monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
     monkeypatch.setattr(Decoder, "forward", noted)
     target, drafter = pair("qwen3")
     engine = make_engine(target, drafter, draft_dtype="fp8")
     weights = engine.runner.drafter
-    assert weights is not None and isinstance(weights.head, ScaledMatrix) and weights.wide_layers is not None
+    assert weights is not None and isinstance(weights.head, ScaledMatrix)
     prompts = prompts_of(5, 18)
     params = SamplingParams(max_new_tokens=20)
     for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
         assert got.tokens == generate(target, None, prompt, params).tokens
-    assert passes and all(wide == (rows > most) for rows, wide in passes)
-    assert isinstance(weights.layers[0].down, Tensor)
-    for name, matrix in (("down", weights.wide_layers[1].down), ("o", weights.wide_layers[0].o)):
+    assert passes and all(passes)
+    assert isinstance(weights.layers[0].qkv, Tensor), "has a launch of its own, in bf16"
+    for name, matrix in (("down", weights.layers[1].down), ("o", weights.layers[0].o)):
         assert isinstance(matrix, ScaledMatrix)
         exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
         error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
         assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 90.0])
+def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size: float) -> None:
+    weights = make_engine(*pair("qwen3")).runner.drafter
+    assert weights is not None
+    for layer in weights.layers:
+        for norm in (layer.input_norm, layer.post_norm):
+            norm.copy_(size * (0.5 + torch.rand(len(norm))))
+    for i, layer in enumerate(weights.layers):
+        rounded = layer.rounded(first=i == 0)
+        pairs = [("post_norm", "gate_up")] + [("input_norm", "qkv")] * (i > 0)
+        for norm, matrix in pairs:
+            old, new, narrow = getattr(layer, norm), getattr(rounded, norm), getattr(rounded, matrix)
+            assert 0.5 < float(new.square().mean().sqrt()) < 2
+            exact = getattr(layer, matrix) * old
+            error = (narrow.dense(torch.float32) * new - exact).norm() / exact.norm()
+            assert 0.001 < error < 0.04, "what the one lost the other has"
+        if i == 0:
+            assert rounded.qkv is layer.qkv and rounded.input_norm is layer.input_norm
 
 
 def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +76,5 @@ def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatc
 
 def test_layers_of_a_small_model_stay_what_they_are() -> None:
     weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
-    assert weights is not None and isinstance(weights.head, ScaledMatrix) and weights.wide_layers is None
+    assert weights is not None and isinstance(weights.head, ScaledMatrix)
+    assert all(isinstance(layer.o, Tensor) for layer in weights.layers)

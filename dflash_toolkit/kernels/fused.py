@@ -63,7 +63,7 @@ def finish_layer(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One launch where that kernel fits, else one for every product and norm."""
     if o_bias is None and fits(x, [o, gate_up, down, qkv]):
-        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, eps, tap)  # type: ignore[arg-type]
+        return launch_layer(x, a, o, post_norm, gate_up, down, norm, qkv, eps, tap)
     return chain(linear_partials, linear_swiglu, x, a, o, o_bias, post_norm, gate_up, down, norm, qkv, eps, tap)
 
 
@@ -80,6 +80,7 @@ def chain(
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; streamed or tile by tile, the same bits."""
-    if len(x) > 64 and fits(x, [weight]):  # up to 64 rows tiles by themselves are faster
-        return launch_head(x, weight)  # type: ignore[arg-type]
+    # up to 64 rows tiles by themselves are faster, and in fp8 always
+    if len(x) > 64 and isinstance(weight, Tensor) and fits(x, [weight]):
+        return launch_head(x, weight)
     return linear_argmax_by_tiles(x, weight)

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from .best import reduce_best
 from .grid import grid_launch, grid_wait
 from .launch import padded
-from .ring import BLOCK_K, BLOCK_N, WARPS, accumulate, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
+from .ring import BLOCK_N, WARPS, accumulate, block_k, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
 
 
 @gluon.jit
@@ -35,7 +35,7 @@ def _compute(
     grid_wait()
     for item in range(gl.program_id(0), TILES // WIDE, gl.num_programs(0)):
         b_0, b_1, b_2, w_done, x_done = accumulate(
-            rings, w_done, x_done, K // BLOCK_K, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N
+            rings, w_done, x_done, K // BLOCK_K, WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K
         )
         _best(b_0, best_p, index_p, item * WIDE, M, T, BLOCK_N)
         if WIDE > 1:
@@ -93,6 +93,7 @@ def launch_head(x: Tensor, weight: Tensor) -> Tensor:
     head_kernel[(min(programs, tiles),)](
         blocks_of(weight, BLOCK_N), blocks_of(x, rows), best, index, m,
         TILES=tiles, K=k, WIDE=wide_of(tiles, 1, rows, programs), T=rows,
-        SLOTS=slots.weights, ROW_SLOTS=slots.rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=WARPS, launch_pdl=True,
+        SLOTS=slots.weights, ROW_SLOTS=slots.rows, BLOCK_N=BLOCK_N, BLOCK_K=block_k(weight),
+        num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return reduce_best(best, index)

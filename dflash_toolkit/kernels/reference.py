@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .scaled import Matrix, dense
+from .scaled import Matrix, ScaledMatrix, dense, narrowed
 
 
 def filtered_probabilities(
@@ -188,13 +188,21 @@ def finish_layer(
         qkv: [(N + 2 * G) * H, D] of the next layer; None behind the last.
         tap: a view [M, D] that receives the layer's output.
 
+    Matrices in fp8 take rows in fp8: of `a` each by its own largest value, the others as they come.
+
     Returns:
         The layer's output and its norm, both [M, D], and the next layer's qkv without its bias, as partial products
         [P, M, (N + 2 * G) * H] for `rope_write`, or None.
     """
+
+    def operand(rows: Tensor, weight: Matrix) -> Tensor:
+        return narrowed(rows).to(rows.dtype) if isinstance(weight, ScaledMatrix) else rows
+
+    a = ScaledMatrix.of(a).dense(a.dtype) if isinstance(o, ScaledMatrix) else a
     x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
-    x, h = add_rms_norm(x, linear_partials(linear_swiglu(h, gate_up), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear_partials(h, qkv)
+    active = linear_swiglu(operand(h, gate_up), gate_up)
+    x, h = add_rms_norm(x, linear_partials(operand(active, down), down), norm, eps, tap)
+    return x, h, None if qkv is None else linear_partials(operand(h, qkv), qkv)
 
 
 def rope_write(

@@ -4,6 +4,8 @@ A program of such a kernel has a warp that loads weights, one that loads rows, a
 slots, each with a barrier that says it is full and one that says it is free. All take the blocks in the same order:
 program i has the groups of tiles i, i + programs, ..., each along the whole K of its split, and at every step the
 weights of the group's tiles one after the other.
+
+A block is [64 weights or the rows, BLOCK_BYTES]: in fp8 it has twice as many columns as in bf16.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,16 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launch import MAX_ROWS, is_hopper
-from .scaled import Matrix, ScaledMatrix
+from .scaled import Matrix, ScaledMatrix, stored
 
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
-BLOCK_K = 128
+BLOCK_BYTES = gl.constexpr(256)  # of a row of a block
+COLUMNS = 128  # of a block in bf16; in fp8 the last one may be half empty
 WARPS = 8  # that compute
 SHARED_BYTES = 208 * 1024  # of the rings; some is left for turning a tile
 
 
 class Slots(NamedTuple):
-    """How many blocks of weights [BLOCK_N, BLOCK_K] and of rows [rows, BLOCK_K] fit; no result depends on it."""
+    """How many blocks of weights and of rows fit; no result depends on it."""
 
     weights: int
     rows: int
@@ -36,7 +39,7 @@ class Slots(NamedTuple):
 def slots_of(rows: int) -> Slots:
     """The rings for products of `rows` rows, a power of two."""
     row_slots = 8 if rows < 64 else 4  # with three, a tile by itself waits for its rows
-    return Slots((SHARED_BYTES // (BLOCK_K * 2) - row_slots * rows) // BLOCK_N, row_slots)
+    return Slots((SHARED_BYTES // BLOCK_BYTES.value - row_slots * rows) // BLOCK_N, row_slots)
 
 
 def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
@@ -50,18 +53,23 @@ def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
     return min(widths, key=lambda w: w * -(-tiles * splits // (w * programs)))
 
 
+def block_k(matrix: Matrix) -> int:
+    """Columns of a block of this matrix."""
+    return BLOCK_BYTES.value // stored(matrix).element_size()
+
+
 def fits(x: Tensor, matrices: list[Matrix | None]) -> bool:
-    """Whether x [M, K] times these can stream: a Hopper GPU, bf16, at most MAX_ROWS rows, whole tiles."""
+    """Whether x [M, K] times these can stream: a Hopper GPU, x in bf16, at most MAX_ROWS rows, whole tiles.
+
+    Either all of them are in bf16 or all in fp8.
+    """
     return (
         x.is_cuda
         and is_hopper(x.device.index)
         and x.dtype == torch.bfloat16
         and len(x) <= min(MAX_ROWS, programs_of(x.device.index))
-        and all(
-            not isinstance(m, ScaledMatrix) and m.shape[0] % BLOCK_N == 0 and m.shape[1] % BLOCK_K == 0
-            for m in matrices
-            if m is not None
-        )
+        and len({isinstance(m, ScaledMatrix) for m in matrices if m is not None}) == 1
+        and all(len(m) % BLOCK_N == 0 and stored(m).shape[1] % COLUMNS == 0 for m in matrices if m is not None)
     )
 
 
@@ -71,10 +79,11 @@ def programs_of(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def blocks_of(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """A matrix [N, K] in blocks [rows, BLOCK_K], for asynchronous loads."""
-    block = [rows, BLOCK_K]
-    return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+def blocks_of(matrix: Matrix, rows: int) -> TensorDescriptor:
+    """A matrix [N, K] in blocks of so many rows, for asynchronous loads."""
+    block, data = [rows, block_k(matrix)], stored(matrix)
+    element = gl.float8e4nv if data.dtype == torch.float8_e4m3fn else gl.bfloat16
+    return TensorDescriptor.from_tensor(data, block, gl.NVMMASharedLayout.get_default_for(block, element))
 
 
 @gluon.constexpr_function
@@ -83,14 +92,21 @@ def steps_of(k, splits, block):
     return -(-k // (block * splits))
 
 
+@gluon.constexpr_function
+def layout_of(rows, block, warps):
+    """Of a tile's sums [BLOCK_N, rows]: a warpgroup has its part of the rows."""
+    sides = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, sides], [16, rows // sides, block // 8])  # 32 bytes along K
+
+
 @gluon.jit
 def make_rings(
     w_d, x_d, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """The rings of weights and of rows: blocks, full and free of the one, then of the other."""
-    w_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK_N, BLOCK_K], w_d.layout)
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [ROW_SLOTS, T, BLOCK_K], x_d.layout)
+    w_s = gl.allocate_shared_memory(w_d.dtype, [SLOTS, BLOCK_N, BLOCK_K], w_d.layout)
+    x_s = gl.allocate_shared_memory(x_d.dtype, [ROW_SLOTS, T, BLOCK_K], x_d.layout)
     w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     w_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [ROW_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -123,7 +139,7 @@ def stream(
             n = ((item % groups) * WIDE + j % each) * BLOCK if WEIGHTS else 0
             slot = done % SLOTS
             mbarrier.wait(free.index(slot), (done // SLOTS + 1) % 2)
-            mbarrier.expect(full.index(slot), BLOCK * BLOCK_K * 2)
+            mbarrier.expect(full.index(slot), BLOCK * BLOCK_BYTES)
             tma.async_copy_global_to_shared(d, [n, k], full.index(slot), ring.index(slot))
             done += 1
     return done
@@ -144,13 +160,11 @@ def _multiply(b_acc, rings, b_x, at, SLOTS: gl.constexpr):
 @gluon.jit
 def accumulate(
     rings, w_done, x_done, ITERS: gl.constexpr, WIDE: gl.constexpr, T: gl.constexpr,
-    SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """A group's tiles [BLOCK_N, T] over ITERS blocks of K, in fp32; only the first WIDE (1 to 3) of the three count."""
     x_s, x_full, x_free = rings[3], rings[4], rings[5]
-    sides: gl.constexpr = gl.num_warps() // 4  # warpgroups, each with its part of the rows
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, sides], [16, T // sides, 16])
-    b_0 = gl.zeros([BLOCK_N, T], gl.float32, layout)
+    b_0 = gl.zeros([BLOCK_N, T], gl.float32, layout_of(T, BLOCK_K, gl.num_warps()))
     b_1, b_2 = b_0, b_0
     for _step in range(0, ITERS):
         slot = x_done % ROW_SLOTS

@@ -40,6 +40,16 @@ class ScaledMatrix:
 Matrix = Tensor | ScaledMatrix
 
 
+def narrowed(rows: Tensor) -> Tensor:
+    """Rows in fp8 as they come; what is larger than the format's largest becomes that."""
+    return rows.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """The values [N, K]; `dtype` is what a rounded matrix gets."""
     return matrix.dense(dtype) if isinstance(matrix, ScaledMatrix) else matrix
+
+
+def stored(matrix: Matrix) -> Tensor:
+    """What is in memory for a matrix, without its scales."""
+    return matrix.data if isinstance(matrix, ScaledMatrix) else matrix

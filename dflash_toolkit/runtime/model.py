@@ -20,7 +20,7 @@ from ..rope import ROPE_TYPES, scaled_frequencies
 from ..target import context_limit
 from .filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
 
-WIDE_IN_FP8 = 4096  # hidden size from which layers gain by fp8 beyond MAX_ROWS rows; 896 loses, none between was tried
+WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,12 +164,26 @@ class LayerWeights:
             down=new(d, i),
         )
 
-    def rounded(self) -> "LayerWeights":
-        """The same layer with its matrices in fp8."""
-        rounded = replace(self)
-        for name in ("qkv", "o", "gate_up", "down"):
-            setattr(rounded, name, ScaledMatrix.of(getattr(self, name)))
-        return rounded
+    def rounded(self, *, first: bool) -> "LayerWeights":
+        """The same layer with its matrices in fp8, but for the queries, keys and values of the `first`.
+
+        Those have a launch of their own, which knows bf16 only. Rows behind a norm are rounded as they come; so its
+        weights are brought to the order of one, by a power of two which the scales of the matrix give back.
+        """
+
+        def behind(norm: Tensor, matrix: Matrix) -> tuple[Tensor, ScaledMatrix]:
+            assert isinstance(matrix, Tensor), "rounded once"
+            size = norm.float().pow(2).mean().sqrt().clamp(min=1e-6).log2().round().exp2()
+            narrow = ScaledMatrix.of(matrix)
+            return (norm / size).to(norm.dtype), replace(narrow, scale=narrow.scale * size)
+
+        assert isinstance(self.o, Tensor) and isinstance(self.down, Tensor)
+        post_norm, gate_up = behind(self.post_norm, self.gate_up)
+        found = replace(self, o=ScaledMatrix.of(self.o), post_norm=post_norm, gate_up=gate_up)
+        found.down = ScaledMatrix.of(self.down)
+        if not first:
+            found.input_norm, found.qkv = behind(self.input_norm, self.qkv)
+        return found
 
     def places(self, spec: ModelSpec) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into."""
@@ -274,7 +288,6 @@ class DrafterWeights:
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
     head: Matrix | None = None  # [V, D], a copy of its own; None: the target's
-    wide_layers: list[LayerWeights] | None = None  # for passes of more than MAX_ROWS rows; None: `layers`
 
     @classmethod
     def of_module(cls, drafter: Drafter) -> "DrafterWeights":
@@ -323,11 +336,10 @@ class DrafterWeights:
     def rounded(self, head: Tensor) -> "DrafterWeights":
         """To draft in fp8, with a copy of `head` [V, D]; the context's projection is shared as it is.
 
-        Up to MAX_ROWS rows the layers stay what they are: one kernel a layer, which knows no fp8, is as fast. In a
-        small model they always do, as rounding the rows takes longer than fp8 saves.
+        The layers of a small model stay what they are, as rounding the rows takes longer than fp8 saves.
         """
         found = copy.copy(self)
         found.head = ScaledMatrix.of(head)
         if self.spec.hidden_size >= WIDE_IN_FP8:
-            found.wide_layers = [layer.rounded() for layer in self.layers]
+            found.layers = [layer.rounded(first=i == 0) for i, layer in enumerate(self.layers)]
         return found

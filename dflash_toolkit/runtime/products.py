@@ -30,7 +30,8 @@ def faster_products(spec: ModelSpec, layers: Sequence[LayerWeights], norm: Tenso
         return ops
     by_cublas = importlib.import_module("dflash_toolkit.kernels.cublas")
     shape = (spec.hidden_size, spec.num_heads * spec.head_dim, spec.qkv_rows, spec.intermediate_size, spec.o_bias)
-    key = ["products", place_of(norm.device), torch.__version__, str(norm.dtype), len(layers), shape]
+    formats = str(norm.dtype), type(layers[0].o).__name__
+    key = ["products", place_of(norm.device), torch.__version__, formats, len(layers), shape]
     if str(key) not in _known:
         _known[str(key)] = cached_times(key, lambda: measure_products(spec, layers, norm, [ops, by_cublas]))
     times = _known[str(key)]
@@ -49,8 +50,9 @@ def measure_products(
     captures, times, eps = Captures(norm.device), Times(), spec.rms_norm_eps
 
     def run(ops: ModuleType, x: Tensor, a: Tensor) -> None:
-        for w in layers:
-            ops.finish_layer(x, a, w.o, w.o_bias, w.post_norm, w.gate_up, w.down, norm, w.qkv, eps)
+        for w, following in zip(layers, [*layers[1:], None], strict=True):
+            then = (following.input_norm, following.qkv) if following else (norm, None)
+            ops.finish_layer(x, a, w.o, w.o_bias, w.post_norm, w.gate_up, w.down, *then, eps)
 
     for rows in ROWS:
         x = torch.randn(rows, spec.hidden_size, dtype=norm.dtype, device=norm.device)

@@ -8,14 +8,13 @@ fixed: rows that stand for no request are inactive, have length 0 and write to t
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.launch import MAX_ROWS
 from .capture import Captures, PinnedBuffers, to_device
 from .context import ContextWriter
 from .decoder import Decoder, Rows
@@ -98,9 +97,7 @@ class StepRunner:
             return Decoder(spec, weights.layers, weights.norm, rope, cache, layer_ops)
 
         self._verifier = decoder(target)
-        self._proposer = self._wide_proposer = decoder(drafter) if drafter else None
-        if drafter and self._proposer and drafter.wide_layers:
-            self._wide_proposer = replace(self._proposer, layers=drafter.wide_layers)  # the same cache
+        self._proposer = decoder(drafter) if drafter else None
         stacks = [stack for stack in (self._verifier, self._proposer) if stack]
         self.products = [stack.ops.__name__.rpartition(".")[2] for stack in stacks]  # of target and drafter
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
@@ -345,11 +342,10 @@ class StepRunner:
 
     def _propose(self, last: Tensor, rows: Rows, block: int) -> Tensor:
         """Drafted tokens int64 [B, S - 1] behind `last` [B]: one non-causal pass over the context and the block."""
-        proposer = self._proposer if len(last) * block <= MAX_ROWS else self._wide_proposer
-        assert self.drafter is not None and proposer is not None
+        assert self.drafter is not None and self._proposer is not None
         masks = last.new_full((len(last), block - 1), self.drafter.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
-        hidden = proposer.forward(F.embedding(ids.flatten(), self.target.embedding), rows)
+        hidden = self._proposer.forward(F.embedding(ids.flatten(), self.target.embedding), rows)
         head = self.target.head if self.drafter.head is None else self.drafter.head
         return self.ops.linear_argmax(hidden, head).view(-1, block)[:, 1:]  # slot 0 predicts nothing
 
