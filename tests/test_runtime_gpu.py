@@ -328,11 +328,11 @@ def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
     assert 64 * 16 * VOCAB * 4 < torch.cuda.max_memory_allocated() - held <= workspace
 
 
-def test_the_largest_passes_stay_inside_their_memory() -> None:
+def test_the_largest_passes_stay_inside_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `scripts/memcheck.py`, which sees an access behind a tensor's end; by itself, that nothing fails."""
-    target, drafter = pair()
-    for drafting in (drafter, None):
-        runner: StepRunner = make_engine(target, drafting, max_batch=3, max_context=LIMIT - 25).runner
+    monkeypatch.setattr("dflash_toolkit.runtime.step.faster_products", lambda *given: given[-1])  # no graphs there
+    for drafting in (pair()[1], None):
+        runner: StepRunner = make_engine(pair()[0], drafting, max_batch=3, max_context=LIMIT - 25).runner
         workspace_of(runner, 4096)
         for mode in Mode:
             runner.run_eagerly(3, 16 if drafting else 1, mode)

@@ -1,6 +1,7 @@
 """What does not fit into a GPU is said in one line that says how much is missing, and which knob helps."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -313,6 +314,46 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
         with contextlib.suppress(torch.OutOfMemoryError):
             engine.step()
     assert failures == 0 and request.tokens == expected
+
+
+def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that nobody held any more was collected in the middle of the largest step, which seemed to take less."""
+    held = peak = 0
+
+    class Block:
+        def __init__(self, size: int) -> None:
+            nonlocal held, peak
+            self.size, self.itself = size, self  # a cycle
+            held += size
+            peak = max(peak, held)
+
+        def __del__(self) -> None:
+            nonlocal held
+            held -= self.size
+
+    def takes(size: int) -> Callable[..., None]:
+        def run(*_: Any) -> None:
+            rubbish = [[] for _ in range(3 * gc.get_threshold()[0])]  # enough for a collection
+            rubbish.append([Block(size)])
+
+        return run
+
+    def reset() -> None:
+        nonlocal peak
+        peak = held
+
+    for name, fake in {
+        "synchronize": lambda: None, "empty_cache": lambda: None, "reset_peak_memory_stats": reset,
+        "memory_allocated": lambda: held, "max_memory_allocated": lambda: peak,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    probe: Any = SimpleNamespace(page_table=torch.zeros(1, 4), page_size=64, max_batch=1, max_block=16)
+    probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
+    gc.collect()
+    Block(1000)
+    assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
+    gc.collect()
+    assert held == 0
 
 
 @pytest.mark.gpu

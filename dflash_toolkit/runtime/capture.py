@@ -47,7 +47,7 @@ class Captures:
         # what other threads do with the device meanwhile is no part of the graph, and no error
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # a capture that fails does not put the current stream back
-        with _no_collection(), torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
+        with no_collection(), torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
             result = run()
         return graph, result
 
@@ -57,8 +57,11 @@ class Captures:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Rubbish stays for a while: it may hold graphs of another engine, and freeing one would void a capture."""
+def no_collection() -> Iterator[None]:
+    """Rubbish stays for a while.
+
+    It may be another engine: freeing a graph would void a capture, and freeing memory hide what a pass takes.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

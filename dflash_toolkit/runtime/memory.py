@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..config import UserError
+from .capture import no_collection
 from .model import ModelSpec, TargetWeights
 from .sampling import Mode
 from .step import StepRunner
@@ -182,10 +183,11 @@ def workspace_of(probe: StepRunner, prefill_chunk: int) -> Workspace:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - held
+        with no_collection():
+            held = torch.cuda.memory_allocated()
+            run()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - held
 
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, [1] * -(-chunk // probe.page_size)))
     # has all logits in memory, several times
