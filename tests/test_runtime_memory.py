@@ -317,7 +317,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
 
 
 def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that nobody held any more was collected in the middle of the largest step, which seemed to take less."""
+    """An engine that nobody held any more was collected during the largest step, which seemed to take less."""
     held = peak = 0
 
     class Block:
