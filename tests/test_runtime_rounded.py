@@ -1,5 +1,6 @@
 """Drafting in eight bits: how the engine holds and takes the weights; answers are what they are without."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,21 @@ def test_layers_of_a_small_model_stay_what_they_are() -> None:
     weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
     assert weights is not None and isinstance(weights.head, ScaledMatrix)
     assert all(isinstance(layer.o, Tensor) for layer in weights.layers)
+
+
+def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
+    weights = make_engine(*pair("qwen3")).runner.drafter
+    assert weights is not None
+    (first, *rest), size = weights.layers, weights.spec.hidden_size
+    biased = replace(weights.layers[-1], o_bias=torch.zeros(size))
+    for layers, in_fp8 in (([first, *rest], True), ([first, biased], False)):
+        rounded = replace_layers(weights, layers).rounded(torch.randn(40, size))
+        assert all(isinstance(layer.down, ScaledMatrix) == in_fp8 for layer in rounded.layers)
+        assert isinstance(rounded.head, ScaledMatrix)
+
+
+def replace_layers(weights: model.DrafterWeights, layers: list[model.LayerWeights]) -> model.DrafterWeights:
+    found = copy.copy(weights)
+    found.layers = layers
+    return found

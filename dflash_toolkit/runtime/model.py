@@ -185,6 +185,14 @@ class LayerWeights:
             found.input_norm, found.qkv = behind(self.input_norm, self.qkv)
         return found
 
+    def in_one_launch(self) -> bool:
+        """Whether the layer kernel takes it, on its device; on a CPU the reference stands for that."""
+        if self.o_bias is not None or not self.input_norm.is_cuda:
+            return self.o_bias is None
+        from ..kernels.ring import fits  # needs triton
+
+        return fits(self.input_norm[None], [self.o, self.gate_up, self.down, self.qkv])
+
     def places(self, spec: ModelSpec) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into."""
         assert isinstance(self.qkv, Tensor) and isinstance(self.gate_up, Tensor), "rounded weights are not filled"
@@ -336,10 +344,11 @@ class DrafterWeights:
     def rounded(self, head: Tensor) -> "DrafterWeights":
         """To draft in fp8, with a copy of `head` [V, D]; the context's projection is shared as it is.
 
-        The layers of a small model stay what they are, as rounding the rows takes longer than fp8 saves.
+        The layers of a small model stay what they are, as rounding the rows takes longer than fp8 saves, and those that
+        are several launches on this GPU, as these widen fp8 in registers.
         """
         found = copy.copy(self)
         found.head = ScaledMatrix.of(head)
-        if self.spec.hidden_size >= WIDE_IN_FP8:
+        if self.spec.hidden_size >= WIDE_IN_FP8 and all(layer.in_one_launch() for layer in self.layers):
             found.layers = [layer.rounded(first=i == 0) for i, layer in enumerate(self.layers)]
         return found
