@@ -306,7 +306,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 print(json.dumps(shown), flush=True)
                 print("    " + ", ".join(f"{name} {us:.0f} us" for name, us in row.get("parts_us", {}).items()))
             del engine
-            gc.collect()  # an engine and its scheduler know each other
+            gc.collect()
             torch.cuda.empty_cache()
     if args.output:
         write_json(args.output, result)

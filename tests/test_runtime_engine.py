@@ -1,5 +1,6 @@
 """The runtime writes what `decode.py` writes, whatever else it does at the same time."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.decode import Generation
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.step import StepRunner
 
 SAMPLINGS = [
     SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5),
@@ -370,3 +373,24 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
     last[(pages[-1] - 1) * 4 + 3] = True
     for a, b in zip(kept, written, strict=True):
         torch.testing.assert_close(a[:, :, ~last], b[:, :, ~last], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [8, None])
+def test_an_engine_that_nobody_holds_is_gone_at_once(block_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the memory that it has: a second one would find none while the first waits to be collected."""
+    runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
+    init = StepRunner.__init__
+
+    def noted(self: StepRunner, *args: Any, **named: Any) -> None:
+        runners.add(self)
+        init(self, *args, **named)
+
+    monkeypatch.setattr(StepRunner, "__init__", noted)
+    models = pair()
+    with no_collection():
+        engine = make_engine(*models, block_size=block_size, prefix_cache=True)
+        assert list(runners) == [engine.runner], "the one that measures what passes take is gone"
+        engine.generate(prompts_of(4, 9), SamplingParams(max_new_tokens=9))
+        left = weakref.ref(engine)
+        del engine
+        assert left() is None and not runners

@@ -1,6 +1,7 @@
 """The engine: a target and its drafter, many requests at once. Not thread-safe; `stream.py` gives it a thread."""
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -144,6 +145,7 @@ class Engine:
             room = room_for_cache(runner, specs, options, self.context_limit)
             self.runner = runner(room)
         self.pool = PagePool(room.pages, options.page_size)
+        own = weakref.proxy(self)  # an engine that nobody holds any more is gone at once, with the memory it has
         self.scheduler = Scheduler(
             self.runner,
             self.pool,
@@ -152,7 +154,7 @@ class Engine:
             prefill_chunk=options.prefill_chunk,
             max_block=max_block,
             prefix_cache=options.prefix_cache,
-            report=self._report,
+            report=lambda request, step: own._report(request, step),
         )
 
     @classmethod

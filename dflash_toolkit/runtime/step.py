@@ -6,6 +6,7 @@ host launches it without waiting for the one before and reads its results from p
 fixed: rows that stand for no request are inactive, have length 0 and write to the trash page.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ PREFILL_SIZES = tuple(range(64, 513, 64))
 def buckets_up_to(max_batch: int) -> list[int]:
     """Batch sizes that steps are captured for."""
     return [*(b for b in BUCKETS if b < max_batch), max_batch]
+
+
+def bucket_of(max_batch: int, rows: int) -> int:
+    """Rows that are computed for a batch of `rows`."""
+    return next(b for b in buckets_up_to(max_batch) if b >= rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,7 @@ class StepRunner:
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_batch * (1 + max_block))
+        self.bucket = functools.partial(bucket_of, max_batch)  # a method would make a cycle with those that get it
         self._context: ContextWriter | None = None
         if drafter and self._proposer and max_block > 1:
             self._context = ContextWriter(
@@ -275,10 +282,6 @@ class StepRunner:
         if ticket.buffer is not None:
             self._results.give_back(ticket.buffer)
         return found
-
-    def bucket(self, rows: int) -> int:
-        """Rows that are computed for a batch of `rows`."""
-        return next(b for b in buckets_up_to(self.max_batch) if b >= rows)
 
     @torch.inference_mode()
     def graph(self, rows: int, block: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]:
