@@ -1,6 +1,5 @@
 """Drafting in eight bits: how the engine holds and takes the weights; answers are what they are without."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,12 +87,7 @@ def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest
     (first, *rest), size = weights.layers, weights.spec.hidden_size
     biased = replace(weights.layers[-1], o_bias=torch.zeros(size))
     for layers, in_fp8 in (([first, *rest], True), ([first, biased], False)):
-        rounded = replace_layers(weights, layers).rounded(torch.randn(40, size))
+        weights.layers = layers
+        rounded = weights.rounded(torch.randn(40, size))
         assert all(isinstance(layer.down, ScaledMatrix) == in_fp8 for layer in rounded.layers)
         assert isinstance(rounded.head, ScaledMatrix)
-
-
-def replace_layers(weights: model.DrafterWeights, layers: list[model.LayerWeights]) -> model.DrafterWeights:
-    found = copy.copy(weights)
-    found.layers = layers
-    return found
