@@ -2,10 +2,12 @@
 
     python scripts/bench_attention.py --output attention.json
 
-A CUDA graph of layers with caches of their own, merge of the splits included; microseconds a layer.
+A CUDA graph of layers with caches of their own, merge of the splits included; microseconds a layer. A graph is made for
+whatever context its requests may grow to: --limit, which the page table has room for.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,19 @@ from dflash_toolkit.runtime.timing import median_seconds
 
 PAGE = 64  # tokens
 LAYERS, REPEATS = 12, 30
-CASES = ((1, 1, 512), (1, 16, 512), (1, 16, 16384), (8, 16, 512), (16, 8, 700), (32, 8, 700), (64, 4, 700))
+CASES = (
+    (1, 1, 512), (1, 16, 512), (1, 16, 16384), (2, 16, 512), (4, 16, 512), (8, 16, 512), (8, 1, 512), (8, 16, 4096),
+    (16, 8, 700), (32, 8, 700), (64, 4, 700),
+)  # fmt: skip
 fits_hopper = attention_hopper.fits
 
 
-def measure(spec: ModelSpec, batch: int, block: int, context: int, *, causal: bool) -> dict[str, Any]:
+def measure(spec: ModelSpec, batch: int, block: int, context: int, limit: int, *, causal: bool) -> dict[str, Any]:
     """Microseconds a layer of both, and how far their outputs are apart."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     pages = -(-(context + block) // PAGE)
-    table = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages)
+    table = torch.zeros(batch, max(pages, -(-limit // PAGE)), device=device, dtype=torch.int32)
+    table[:, :pages] = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages)
     lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
     shape = (2, batch * pages * PAGE, spec.num_kv_heads, spec.head_dim)
     caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(LAYERS)]
@@ -39,7 +45,7 @@ def measure(spec: ModelSpec, batch: int, block: int, context: int, *, causal: bo
     def layers() -> list[Tensor]:
         return [attention.block_attention(q, cache, lengths, table, PAGE, causal=causal) for cache in caches]
 
-    row: dict[str, Any] = {"batch": batch, "block": block, "context": context, "causal": causal}
+    row: dict[str, Any] = {"batch": batch, "block": block, "context": context, "limit": limit, "causal": causal}
     outputs = []
     for name, fits in (("triton", lambda *_: False), ("hopper", fits_hopper)):
         attention_hopper.fits = fits
@@ -55,14 +61,14 @@ def measure(spec: ModelSpec, batch: int, block: int, context: int, *, causal: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--limit", type=int, nargs="+", default=[8192], help="tokens that a request may grow to")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ModelSpec.of_target(named_shape(args.shape))
     rows = []
-    for causal in (True, False):
-        for case in CASES:
-            rows.append(measure(spec, *case, causal=causal))
-            print(rows[-1], flush=True)
+    for limit, causal, case in itertools.product(args.limit, (True, False), CASES):
+        rows.append(measure(spec, *case, limit, causal=causal))
+        print(rows[-1], flush=True)
     if args.output:
         write_json(args.output, {**setting("bench_attention.py"), "shape": args.shape, "layers": LAYERS, "rows": rows})
 

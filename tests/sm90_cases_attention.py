@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from dflash_toolkit.kernels import attention_hopper
 
 
-def case(head: int, whole: bool, causal: bool, window: int = 0) -> Case:
+def case(head: int, whole: bool, pairs: bool, causal: bool, window: int = 0) -> Case:
     box = [attention_hopper.KEYS.value, head]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     kinds = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"q_p": "*bf16", "out_p": "*bf16"}
@@ -14,15 +14,16 @@ def case(head: int, whole: bool, causal: bool, window: int = 0) -> Case:
     kinds |= dict.fromkeys(("S", "columns", "stride_pages", "slots", "SPLITS"), "i32")
     constexprs = {
         "G": 8 if head == 128 else 2, "GROUP": 4 if head == 128 else 7, "HEAD": head, "PAGE": 64,
-        "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "WHOLE": whole, "CAUSAL": causal, "WINDOW": window,
+        "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "WHOLE": whole, "PAIRS": pairs,
+        "CAUSAL": causal, "WINDOW": window,
     }  # fmt: skip
     ragged = ("S", "columns", "stride_pages", "SPLITS")
     return Case(attention_hopper.hopper_attention_kernel, kinds, constexprs, 4, ragged=ragged)
 
 
 CASES = {
-    f"heads of {head}, {'whole' if whole else 'split'} {'causal' if causal else 'free'}": case(head, whole, causal)
+    f"heads of {head}, {way}, {'causal' if causal else 'free'}": case(head, way == "whole", way == "in pairs", causal)
     for head in (64, 128)
-    for whole in (False, True)
+    for way in ("split", "in pairs", "whole")
     for causal in (False, True)
-} | {"window": case(128, True, True, 2048)}
+} | {"window": case(128, True, False, True, 2048)}

@@ -56,6 +56,8 @@ def test_it_is_as_exact_as_torch_in_one_pass_and_in_two(
         for whole in (False, True):
             found = attend(q, pages, causal=causal, window=window, whole=whole)
             assert_as_exact_as_torch(found, torchs, exact)
+        split = attend(q, pages, causal=causal, window=window)
+        assert torch.equal(attend(q, pages, causal=causal, window=window, pairs=True), split)
 
 
 @pytest.mark.parametrize("context", [0, 60, 64, 120, 186, 700, 2040])  # the last: before the first long split
@@ -83,6 +85,7 @@ def test_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(
     pages = make_pages(CONTEXTS, 8, size, groups, width, BF16)
     q = asked(pages, len(CONTEXTS) * 8, group)
     together = attend(q, pages, causal=causal, whole=whole).unflatten(0, (-1, 8))
+    assert whole or torch.equal(attend(q, pages, causal=causal, pairs=True).unflatten(0, (-1, 8)), together)
     for request, context in enumerate(CONTEXTS):
         alone, mine = pages.one(request), q.unflatten(0, (-1, 8))[request]
         assert torch.equal(attend(mine, alone, causal=causal, whole=whole), together[request])

@@ -181,12 +181,12 @@ def test_a_head_finds_the_largest_logit_and_the_lowest_of_tied_columns(
 # ---- attention -------------------------------------------------------------------------------------
 
 
-def interpret_attention(patch: pytest.MonkeyPatch) -> Interpreted:
-    """Splits of one, one, and then five tiles; `hopper_attention_kernel` may be a broken one."""
+def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpreted:
+    """Splits of one (or two) tiles, twice, and then of five; `hopper_attention_kernel` may be a broken one."""
     kernel = Interpreted(attention_hopper.hopper_attention_kernel, together=False)
     patch.setattr(attention_hopper, "hopper_attention_kernel", kernel)
     patch.setattr(attention_hopper, "fits", lambda *_: True)
-    for name, keys in (("SHORT", 64), ("SHORT_SPLITS", 2), ("LONG", 320)):
+    for name, keys in (("SHORT", short), ("SHORT_SPLITS", 2), ("LONG", 320)):
         patch.setattr(attention, name, type(attention.SHORT)(keys))
     return kernel
 
@@ -204,20 +204,22 @@ def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, win
         (1, 4, 128, 128, 2, (700, 5), 100),
         (1, 7, 64, 64, 12, (200,), 0),  # two tiles of rows
         (2, 1, 128, 64, 1, (64, 449, 127), 0),
+        (1, 4, 64, 64, 3, (191, 255, 900), 60),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("short", [64, 128])
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
     groups: int, group: int, width: int, size: int, block: int, contexts: tuple[int, ...], window: int,
-    causal: bool, monkeypatch: pytest.MonkeyPatch,
+    causal: bool, short: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    kernel = interpret_attention(monkeypatch)
+    kernel = interpret_attention(monkeypatch, short)
     pages = make_pages(contexts, block, size, groups, width, BF16)
     q = randn(len(contexts) * block, groups * group, width, dtype=BF16)
-    for whole in (False, True):
-        found = attend(q, pages, causal=causal, window=window, whole=whole)
+    for whole, pairs in ((False, False), (False, True), (True, False)):
+        found = attend(q, pages, causal=causal, window=window, whole=whole, pairs=pairs)
         check_attention(q, pages, found, causal=causal, window=window)
-        assert kernel.launches[-1]["WHOLE"] == whole
+        assert (kernel.launches[-1]["WHOLE"], kernel.launches[-1]["PAIRS"]) == (whole, pairs)
 
 
 def test_the_order_of_loads_does_not_matter_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,24 +322,40 @@ def test_a_deadlock_is_told_with_who_waits_where(monkeypatch: pytest.MonkeyPatch
 
 
 HOPPER = "hopper_attention_kernel"
-EARLY = "k = i + 4 < tiles; _expect(k_bar, i + 4, k, HEAD); _load(cache_d, k_s, k_bar, i + 4, next_slot, column, k)"
+EARLY = (
+    "k = i + 4 < asked; _expect(k_bar, before + i + 4, k, HEAD); "
+    "_load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k)"
+)
 ATTENTION_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
-    "the second keys used before they have come": (HOPPER, {"_wait(k_bar, 1, tiles)": "pass"}),
-    "keys used before they have come": (HOPPER, {"_wait(k_bar, i + 2, tiles)": "pass"}),
-    "values used before they have come": (HOPPER, {"_wait(v_bar, done, tiles)\n": "pass\n"}),
-    "values taken to come in order": (HOPPER, {"_wait(v_bar, done, tiles)  #": "pass  #"}),
-    "the last values changed before they have come": (HOPPER, {"_wait(v_bar, i, tiles)\n": "pass\n"}),
-    "keys overwritten before their product has ended": (HOPPER, {
-        "_expect(k_bar, i + 4, k_wanted, HEAD)": "pass",
-        "_load(cache_d, k_s, k_bar, i + 4, next_slot, column, k_wanted)": "pass",
+    "the second keys used before they have come": ("_state", {"_wait(k_bar, before, 1, tiles)": "pass"}),
+    "keys used before they have come": ("_state", {"_wait(k_bar, before, i + 2, tiles)": "pass"}),
+    "values used before they have come": ("_state", {"_wait(v_bar, before, done, tiles)\n": "pass\n"}),
+    "values taken to come in order": ("_state", {"_wait(v_bar, before, done, tiles)  #": "pass  #"}),
+    "the last values changed before they have come": ("_state", {"_wait(v_bar, before, i, tiles)\n": "pass\n"}),
+    "keys overwritten before their product has ended": ("_state", {
+        "_expect(k_bar, before + i + 4, k_wanted, HEAD)": "pass",
+        "_load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k_wanted)": "pass",
         "b_s, b_out = warpgroup_mma_wait": f"{EARLY}; b_s, b_out = warpgroup_mma_wait",
     }),
-    "no bytes expected": (HOPPER, {"_expect(v_bar, i + 2, v_wanted, HEAD)": "pass"}),
-    "values loaded twice": (HOPPER, {"(i > 0) & (i + 2 < tiles)": "i + 2 < tiles"}),
+    "no bytes expected": ("_state", {"_expect(v_bar, before + i + 2, v_wanted, HEAD)": "pass"}),
+    "values loaded twice": ("_state", {"(i > 0) & (i + 2 < asked)": "i + 2 < asked"}),
     "a wait for the wrong phase": ("_wait", {"i // STAGES % 2": "(i // STAGES + 1) % 2"}),
-    "NaN of unwritten slots": (HOPPER, {"b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))": "pass"}),
-    "the wrong page": (HOPPER, {"start + (i + 5) * KEYS": "start + (i + 4) * KEYS"}),
+    "NaN of unwritten slots": ("_state", {"b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))": "pass"}),
+    "the wrong page": ("_state", {"start + (i + 5) * KEYS": "start + (i + 4) * KEYS"}),
     "a page behind the table": ("_slot", {"gl.minimum(position // PAGE, columns - 1)": "position // PAGE"}),
+}  # fmt: skip
+BOTH = "both = (i_s < SHORT_SPLITS) & (stop < end)"
+FOURTH = "slots + slot_3, column, asked > 3"
+PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
+    "the rings begun anew by the second split": (HOPPER, {"stop, tiles, behind, 0,": "stop, 0, behind, 0,"}),
+    "the second split where the first begins": (HOPPER, {"stop, tiles, behind, 0,": "start, tiles, behind, 0,"}),
+    "the fourth values never expected": (HOPPER, {"_expect(v_bar, 3, asked > 3, HEAD)": "pass"}),
+    "the fourth values from the third's place": (HOPPER, {FOURTH: FOURTH.replace("slot_3", "slot_2")}),
+    "the fourth keys never expected": ("_state", {"_expect(k_bar, before + 3, asked > 3, HEAD)": "pass"}),
+    "more tiles than the first split has": ("_tiles", {"gl.minimum(stop, end)": "end"}),
+    "the first split left out": (HOPPER, {"gl.fma(b_1, e_1, b_out * e_0)": "b_1"}),
+    "the second split left out": (HOPPER, {BOTH: "both = i_s < 0"}),
+    "a long split for two": (HOPPER, {BOTH: "both = stop < end"}),
 }  # fmt: skip
 
 
@@ -352,3 +370,52 @@ def test_a_mistake_in_attention_is_found(mistake: str, monkeypatch: pytest.Monke
         check_attention(q, pages, attend(q, pages, causal=True, whole=True), causal=True)
 
     assert complaint(kernel, attempt)
+
+
+@pytest.mark.parametrize("mistake", PAIR_MISTAKES)
+def test_a_mistake_between_two_splits_of_a_program_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, attention_hopper, *PAIR_MISTAKES[mistake])
+    kernel = interpret_attention(monkeypatch, 128)
+    pages = make_pages((130, 250, 790), 2, 64, 1, 64, BF16)
+    q = randn(6, 3, 64, dtype=BF16)
+
+    def attempt() -> None:
+        check_attention(q, pages, attend(q, pages, causal=True, pairs=True), causal=True)
+
+    assert complaint(kernel, attempt)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["one", "two"])
+def test_what_the_launch_before_writes_is_read_once_that_has_ended(
+    pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = interpret_attention(monkeypatch, 128)
+    block, contexts = 3, (63, 128, 190, 700)
+    pages = make_pages(contexts, block, 64, 1, 64, BF16)
+    q = randn(len(contexts) * block, 3, 64, dtype=BF16)
+    expected = attend(q, pages, causal=True, pairs=pairs)
+    queries, cache = q.clone(), pages.cache.clone()
+    places = [
+        int(pages.table[i, at // 64]) * 64 + at % 64 for i, n in enumerate(contexts) for at in range(n, n + block)
+    ]
+
+    def not_yet() -> None:
+        q.fill_(torch.nan)
+        pages.cache[:, places] = torch.nan
+
+    def ended() -> None:
+        q.copy_(queries)
+        pages.cache.copy_(cache)
+
+    monkeypatch.setattr(attention_hopper, "grid_launch", not_yet)
+    monkeypatch.setattr(attention_hopper, "grid_wait", ended)
+
+    def attempt() -> None:
+        assert torch.equal(attend(q, pages, causal=True, pairs=pairs), expected)
+
+    for kernel.seed in range(4):
+        attempt()
+    everything = {"gl.maximum(length - start, 0) // KEYS": "1 + gl.maximum(length - start, 0) // KEYS"}
+    broken(monkeypatch, attention_hopper, HOPPER, everything)
+    mistaken = interpret_attention(monkeypatch, 128)
+    assert complaint(mistaken, attempt)

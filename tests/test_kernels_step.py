@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,8 +107,10 @@ def make_pages(
 # ---- attention -------------------------------------------------------------------------------------
 
 
-def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, whole: bool = False) -> Tensor:
-    return attention._attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal, window, whole)
+def attend(
+    q: Tensor, pages: Pages, *, causal: bool, window: int = 0, whole: bool = False, pairs: bool = False
+) -> Tensor:
+    return attention._attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal, window, whole, pairs)
 
 
 def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
@@ -143,21 +146,30 @@ def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
 
 
 @pytest.mark.parametrize(
-    ("batch", "block", "whole"),
-    [(1, 16, False), (8, 2, False), (9, 1, True), (9, 2, True), (1, 65, True)],
-)
-def test_the_way_depends_on_the_batch_not_on_the_block_length(
-    batch: int, block: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+    ("batch", "block", "way"),
+    [
+        (1, 16, "split"), (8, 2, "split"), (8, 43, "in pairs"), (9, 1, "whole"), (9, 2, "whole"), (1, 65, "whole"),
+    ],
+)  # fmt: skip
+def test_the_order_of_sums_depends_on_the_batch_not_on_the_block_length(
+    batch: int, block: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways: list[bool] = []
+    ways: list[str] = []
     real = attention._attention
-    monkeypatch.setattr(attention, "_attention", lambda *args: ways.append(args[-1]) or real(*args))
+
+    def attend(*args: Any) -> Tensor:
+        whole, pairs = args[-2:]
+        ways.append("whole" if whole else "in pairs" if pairs else "split")
+        return real(*args)
+
+    monkeypatch.setattr(attention, "_attention", attend)
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 132)
     pages = make_pages((5,) * batch, block, 16, 2, 16)
     q = randn(batch * block, 2 * 3, 16)
     found = attention.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
     exact = defined(q.double(), pages.cache.double(), pages, causal=True)
     assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=True), exact)
-    assert ways == [whole]
+    assert ways == [way]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention_hopper
-from .launch import LOG2_E, padded, pdl, shared_memory
+from .launch import LOG2_E, multiprocessors, padded, pdl, shared_memory
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
@@ -23,7 +23,8 @@ CUTS = ((64, 3), (64, 2), (32, 2))
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
 MOST_SPLIT = 8  # requests; more of them fill the device without splitting
 LONGEST_SPLIT = 64  # slots; a prefill fills it too
-MERGE_SPLITS = 16
+MERGE_SPLITS = 16  # at once
+FEW = 4  # splits of every tile: where those fill the device, a program takes two
 
 
 def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
@@ -160,13 +161,24 @@ def _attention_kernel(
         tl.store(p_acc + i_s * ROWS * HEAD, b_acc, mask=m_row[:, None])
 
 
-@triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
+@triton.jit
+def _load_state(m_p, l_p, acc_p, o_part, o_h, m_part, HEAD: tl.constexpr):
+    """Of some splits; where there is none, what changes nothing."""
+    part_m = tl.load(m_p + o_part, mask=m_part, other=-float("inf"))
+    part_l = tl.load(l_p + o_part, mask=m_part, other=0.0)
+    return part_m, part_l, tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_part[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["S", "TILES", "SPLITS", "paired"])
 def _merge_kernel(
-    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS,
+    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
     HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     MERGE_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row of a tile, MERGE_SPLITS of them at once."""
+    """Merge the splits of one row of a tile, first two and two, then MERGE_SPLITS at once.
+
+    paired: of the short ones the first of two already stands for both.
+    """
     i_x, i_row = tl.program_id(0), tl.program_id(1)
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
@@ -176,18 +188,25 @@ def _merge_kernel(
         tl.extra.cuda.gdc_wait()
     if slot >= S:
         return
-    o_h, o_s = tl.arange(0, HEAD), tl.arange(0, MERGE_SPLITS)
+    o_h, o_s = tl.arange(0, HEAD), 2 * tl.arange(0, MERGE_SPLITS // 2)
     end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
     top = -float("inf")
     b_l = 0.0
     b_acc = tl.zeros([HEAD], dtype=tl.float32)
     first = 0
     while _split_start(first, SHORT, SHORT_SPLITS, LONG) < end:
-        m_s = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
+        m_0 = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
+        m_1 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG) < end
+        if paired:
+            m_1 = m_1 & (first + o_s >= SHORT_SPLITS)
         o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
-        part_m = tl.load(m_p + o_part, mask=m_s, other=-float("inf"))
-        part_l = tl.load(l_p + o_part, mask=m_s, other=0.0)
-        part_acc = tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_s[:, None], other=0.0)
+        top_0, l_0, acc_0 = _load_state(m_p, l_p, acc_p, o_part, o_h, m_0, HEAD)
+        top_1, l_1, acc_1 = _load_state(m_p, l_p, acc_p, o_part + ROWS, o_h, m_1, HEAD)
+        part_m = tl.maximum(top_0, top_1)
+        base = tl.where(part_m == -float("inf"), 0.0, part_m)
+        e_0, e_1 = tl.exp2(top_0 - base), tl.exp2(top_1 - base)
+        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # spelt out: a program that has both rounds alike
+        part_acc = tl.fma(acc_1, tl.broadcast_to(e_1[:, None], acc_1.shape), acc_0 * e_0[:, None])
         higher = tl.maximum(top, tl.max(part_m, axis=0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
         old, new = tl.exp2(top - base), tl.exp2(part_m - base)
@@ -214,7 +233,9 @@ def block_attention(
     batch = len(lengths)
     # by the batch and not by the work: with a drafter and without, a request is to be summed in the same order
     whole = batch > MOST_SPLIT or len(q) > LONGEST_SPLIT * batch
-    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole)
+    tiles = -(-len(q) * q.shape[1] // (batch * cache.shape[2] * ROWS))
+    pairs = not whole and FEW * batch * cache.shape[2] * tiles > multiprocessors(q.device)
+    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs)
 
 
 def _attention(
@@ -226,8 +247,12 @@ def _attention(
     causal: bool,
     window: int,
     whole: bool,
+    pairs: bool = False,
 ) -> Tensor:
-    """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges."""
+    """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
+
+    `pairs`, where the kernel for Hopper GPUs runs: each two splits, merged before they are stored; the same bits.
+    """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, block, group = len(lengths), m // len(lengths), heads // groups
     tiles = -(-block * group // ROWS)
@@ -243,10 +268,12 @@ def _attention(
     b_acc = scratch(programs, splits, ROWS, head)
     cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
     shared = {"HEAD": head, "ROWS": ROWS, **cuts}
-    if attention_hopper.fits(q, cache, page_size):
+    hopper = attention_hopper.fits(q, cache, page_size)
+    pairs = pairs and hopper and not whole
+    if hopper:
         attention_hopper.launch(
             q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
-            causal=causal, window=window, whole=whole,
+            causal=causal, window=window, whole=whole, pairs=pairs,
         )  # fmt: skip
     else:
         keys, stages = CUTS[0]
@@ -260,7 +287,7 @@ def _attention(
         )  # fmt: skip
     if not whole:
         _merge_kernel[(programs, min(ROWS, block * group))](
-            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits,
+            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
             MERGE_SPLITS=MERGE_SPLITS, CAUSAL=causal, num_warps=1, **shared, **pdl(q),
         )  # fmt: skip
     return out

@@ -3,6 +3,11 @@
 The same tiles, the same cuts along the keys and the same partial results. Keys and values come into shared memory by
 TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the tile after it and add up the
 values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
+
+The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
+before it has waited itself. What is asked for before the wait has to be older than the launch before `rope_write`:
+lengths, pages, and the keys and values of the context, all of earlier passes. Nothing of those can be under way still,
+as every layer has launches that let others start only behind their own wait.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -50,14 +55,14 @@ def _expect(bar, i, wanted, HEAD: gl.constexpr):
 
 @gluon.jit
 def _load(cache_d, ring, bar, i, slot, column, wanted):
-    """Ask for tile i of keys or of values: KEYS slots of a KV head."""
+    """Ask for the program's tile i of keys or of values: KEYS slots of a KV head."""
     tma.async_copy_global_to_shared(cache_d, [slot, column], bar.index(i % STAGES), ring.index(i % STAGES), pred=wanted)
 
 
 @gluon.jit
-def _wait(bar, i, tiles):
-    """Until tile i has come; or the last one, if that is before it."""
-    i = gl.minimum(i, tiles - 1)
+def _wait(bar, before, i, tiles):
+    """Until a split's tile i has come; or its last one, if that is before it. `before`: tiles of splits before it."""
+    i = before + gl.minimum(i, tiles - 1)
     mbarrier.wait(bar.index(i % STAGES), i // STAGES % 2)
 
 
@@ -65,6 +70,12 @@ def _wait(bar, i, tiles):
 def _slot(p_pages, position, columns, PAGE: gl.constexpr):
     """Where in the cache a position is; for one that is in no page of the table, somewhere."""
     return gl.load(p_pages + gl.minimum(position // PAGE, columns - 1)) * PAGE + position % PAGE
+
+
+@gluon.jit
+def _tiles(start, stop, end):
+    """Tiles of the split start..stop before `end`; none where it begins behind that."""
+    return gl.maximum(gl.minimum(stop, end) - start + KEYS - 1, 0) // KEYS
 
 
 @gluon.jit
@@ -88,21 +99,118 @@ def _softmax(b_s, b_m, b_l, o_pos, first, end, full, scale, CAUSAL: gl.constexpr
     return b_p, top, gl.fma(b_l, old, gl.sum(b_p, axis=1)), old
 
 
+@gluon.jit
+def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
+    """The first tiles, which are then asked for."""
+    for i in gl.static_range(STAGES):
+        _expect(k_bar, i, i < tiles, HEAD)
+        _expect(v_bar, i, i < tiles, HEAD)
+    debug_barrier()
+
+
+@gluon.jit
+def _load_first(cache_d, k_s, v_s, k_bar, v_bar, slot_0, slot_1, slot_2, slots, column, first, tiles):
+    """Ask for those of the first three tiles that are among first..tiles - 1."""
+    _load(cache_d, k_s, k_bar, 0, slot_0, column, (first <= 0) & (tiles > 0))
+    _load(cache_d, v_s, v_bar, 0, slots + slot_0, column, (first <= 0) & (tiles > 0))
+    _load(cache_d, k_s, k_bar, 1, slot_1, column, (first <= 1) & (tiles > 1))
+    _load(cache_d, v_s, v_bar, 1, slots + slot_1, column, (first <= 1) & (tiles > 1))
+    _load(cache_d, k_s, k_bar, 2, slot_2, column, (first <= 2) & (tiles > 2))
+    _load(cache_d, v_s, v_bar, 2, slots + slot_2, column, (first <= 2) & (tiles > 2))
+
+
+@gluon.jit
+def _state(
+    cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+    start, before, tiles, asked, values, slot, next_slot, o_pos, end, full, scale,
+    HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The softmax state of a tile's rows over a split's keys, whose first tiles have been asked for.
+
+    Args:
+        asked: tiles to ask for, those of the split behind it included if the program has that too.
+        values, slot, next_slot: where the tiles 2, 3 and 4 are.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    b_m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    b_out = gl.zeros([ROWS, HEAD], gl.float32, o_layout)
+    b_p = gl.zeros([ROWS, KEYS], gl.bfloat16, p_layout)
+    _wait(k_bar, before, 0, tiles)
+    b_k = k_s.index(before % STAGES)
+    b_s = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_s = warpgroup_mma_wait(0, [b_s])
+    debug_barrier()  # all warps have read the keys of tile 0
+    _expect(k_bar, before + 3, asked > 3, HEAD)
+    debug_barrier()
+    _load(cache_d, k_s, k_bar, before + 3, slot, column, asked > 3)
+    _wait(k_bar, before, 1, tiles)
+    for i in range(0, tiles - 1):
+        b_k = k_s.index((before + i + 1) % STAGES)
+        b_next = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        done = gl.maximum(i - 1, 0)  # the probabilities of tile -1 are zero
+        _wait(v_bar, before, done, tiles)
+        b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
+        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
+        _wait(k_bar, before, i + 2, tiles)  # here: it keeps the compiler from moving the next line above the softmax
+        b_s, b_out = warpgroup_mma_wait(0, [b_next, b_acc])
+        b_out = b_out * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
+        b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
+        debug_barrier()  # all warps have read keys i + 1 and values i - 1
+        k_wanted, v_wanted = i + 4 < asked, (i > 0) & (i + 2 < asked)
+        _expect(k_bar, before + i + 4, k_wanted, HEAD)
+        _expect(v_bar, before + i + 2, v_wanted, HEAD)
+        debug_barrier()
+        _load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k_wanted)
+        _load(cache_d, v_s, v_bar, before + i + 2, slots + values, column, v_wanted)
+        values, slot, next_slot = slot, next_slot, _slot(p_pages, start + (i + 5) * KEYS, columns, PAGE)
+    i = tiles - 1
+    b_v = v_s.index((before + i) % STAGES)
+    _wait(v_bar, before, i, tiles)
+    if start + tiles * KEYS > end:  # unwritten slots may hold NaN, which a probability of zero does not hide
+        o_t = start + i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
+        b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))
+        fence_async_shared()
+        debug_barrier()
+    done = gl.maximum(i - 1, 0)
+    _wait(v_bar, before, done, tiles)  # loads may come in another order than they were asked for
+    b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
+    b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
+    _wait(v_bar, before, i, tiles)  # for the compiler again
+    b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
+    b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
+    b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
+    return b_m, b_l, warpgroup_mma_wait(0, [b_acc])
+
+
+@gluon.jit
+def _fold(m_0, l_0, m_1, l_1):
+    """Two states as one, as the merge kernel makes it, bit for bit: what to multiply their sums by, m and l."""
+    top = gl.maximum(m_0, m_1)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    e_0, e_1 = gl.exp2(m_0 - base), gl.exp2(m_1 - base)
+    return e_0, e_1, top, gl.fma(l_1, e_1, l_0 * e_0)
+
+
 @gluon.jit(do_not_specialize=["S", "columns", "SPLITS"])
 def hopper_attention_kernel(
     cache_d, q_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
     S, columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
-    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr,
+    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Program (tile, request * G + KV head, split); the rest as `_attention_kernel`.
 
+    PAIRS: a program has two short splits, of up to two tiles each, and their state is that of the first.
     cache_d: boxes [KEYS, HEAD] of the cache seen as [2 slots, G HEAD]: all keys, then all values.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
     q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], cache_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
@@ -121,10 +229,11 @@ def hopper_attention_kernel(
     p_pages = pages_p + i_b * stride_pages
     start, stop = 0, 0x7FFFFFFF
     if not WHOLE:
+        if PAIRS:
+            i_s = i_s + gl.minimum(i_s, SHORT_SPLITS // 2)
         start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
         stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
     grid_launch()
-    grid_wait()
     length = gl.load(lengths_p + i_b)
     slot_0 = _slot(p_pages, start, columns, PAGE)  # asked for before the length is known
     slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
@@ -134,23 +243,22 @@ def hopper_attention_kernel(
     end = length + S
     if CAUSAL:
         end = gl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
-    if start >= end:
+    tiles = _tiles(start, stop, end)
+    if tiles == 0:
         return
-    tiles = (gl.minimum(stop, end) - start + KEYS - 1) // KEYS
+    asked = tiles
+    if PAIRS:
+        both = (i_s < SHORT_SPLITS) & (stop < end)
+        behind = gl.where(both, _tiles(stop, stop + SHORT, end), 0)
+        asked = tiles + behind
     full = end  # a tile that ends by this position needs no mask
     if CAUSAL:
         full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
-
-    for i in gl.static_range(STAGES):
-        _expect(k_bar, i, i < tiles, HEAD)
-        _expect(v_bar, i, i < tiles, HEAD)
-    debug_barrier()
-    _load(cache_d, k_s, k_bar, 0, slot_0, column, True)
-    _load(cache_d, v_s, v_bar, 0, slots + slot_0, column, True)
-    _load(cache_d, k_s, k_bar, 1, slot_1, column, tiles > 1)
-    _load(cache_d, v_s, v_bar, 1, slots + slot_1, column, tiles > 1)
-    _load(cache_d, k_s, k_bar, 2, slot_2, column, tiles > 2)
-    _load(cache_d, v_s, v_bar, 2, slots + slot_2, column, tiles > 2)
+    old = gl.minimum(gl.maximum(length - start, 0) // KEYS, asked)  # tiles of the context alone
+    _expect_first(k_bar, v_bar, asked, HEAD)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, slot_0, slot_1, slot_2, slots, column, 0, old)
+    grid_wait()
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, slot_0, slot_1, slot_2, slots, column, old, asked)
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
     o_slot = o_row // GROUP
@@ -161,61 +269,28 @@ def hopper_attention_kernel(
     debug_barrier()
 
     o_pos = length + (i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))) // GROUP
-    b_m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
-    b_out = gl.zeros([ROWS, HEAD], gl.float32, o_layout)
-    b_p = gl.zeros([ROWS, KEYS], gl.bfloat16, p_layout)
-    _wait(k_bar, 0, tiles)
-    b_s = warpgroup_mma(q_s, k_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_s = warpgroup_mma_wait(0, [b_s])
-    debug_barrier()  # all warps have read the keys of tile 0
-    _expect(k_bar, 3, tiles > 3, HEAD)
-    debug_barrier()
-    _load(cache_d, k_s, k_bar, 3, slot_3, column, tiles > 3)
-    values, slot, next_slot = slot_2, slot_3, slot_4  # of tiles i + 2, i + 3 and i + 4
-    _wait(k_bar, 1, tiles)
-    for i in range(0, tiles - 1):
-        b_next = warpgroup_mma(q_s, k_s.index((i + 1) % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        done = gl.maximum(i - 1, 0)  # the probabilities of tile -1 are zero
-        _wait(v_bar, done, tiles)
-        b_acc = warpgroup_mma(b_p, v_s.index(done % STAGES), b_out, is_async=True)
-        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
-        _wait(k_bar, i + 2, tiles)  # here: it keeps the compiler from moving the next line above the softmax
-        b_s, b_out = warpgroup_mma_wait(0, [b_next, b_acc])
-        b_out = b_out * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
-        b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
-        debug_barrier()  # all warps have read keys i + 1 and values i - 1
-        k_wanted, v_wanted = i + 4 < tiles, (i > 0) & (i + 2 < tiles)
-        _expect(k_bar, i + 4, k_wanted, HEAD)
-        _expect(v_bar, i + 2, v_wanted, HEAD)
-        debug_barrier()
-        _load(cache_d, k_s, k_bar, i + 4, next_slot, column, k_wanted)
-        _load(cache_d, v_s, v_bar, i + 2, slots + values, column, v_wanted)
-        values, slot, next_slot = slot, next_slot, _slot(p_pages, start + (i + 5) * KEYS, columns, PAGE)
-    i = tiles - 1
-    b_v = v_s.index(i % STAGES)
-    _wait(v_bar, i, tiles)
-    if start + tiles * KEYS > end:  # unwritten slots may hold NaN, which a probability of zero does not hide
-        o_t = start + i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
-        b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))
-        fence_async_shared()
-        debug_barrier()
-    done = gl.maximum(i - 1, 0)
-    _wait(v_bar, done, tiles)  # loads may come in another order than they were asked for
-    b_acc = warpgroup_mma(b_p, v_s.index(done % STAGES), b_out, is_async=True)
-    b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
-    _wait(v_bar, i, tiles)  # for the compiler again
-    b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
-    b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
-    b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
-    b_out = warpgroup_mma_wait(0, [b_acc])
-
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_tile = gl.arange(0, ROWS, rows)
     o_slot = (i_r * ROWS + o_tile) // GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
     m_row = o_slot < S
+    b_m, b_l, b_out = _state(
+        cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+    )  # fmt: skip
+    if PAIRS:  # noqa: SIM102 (known when this is compiled; elsewhere `both` does not exist)
+        if both:
+            debug_barrier()  # all warps have read the values of tile 0
+            _expect(v_bar, 3, asked > 3, HEAD)
+            debug_barrier()
+            _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
+            m_1, l_1, b_1 = _state(
+                cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+                stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+            )  # fmt: skip
+            e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
+            e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
+            b_out = gl.fma(b_1, e_1, b_out * e_0)
     b_m, b_l = gl.convert_layout(b_m, rows), gl.convert_layout(b_l, rows)
     if WHOLE:
         o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
@@ -256,22 +331,25 @@ def launch(
     causal: bool,
     window: int,
     whole: bool,
+    pairs: bool,
 ) -> None:
     """Attention into `out`, or (not `whole`) each split's state into `partials` for the merge; what `fits`.
 
     Args:
         partials: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32.
         cuts: SHORT, SHORT_SPLITS and LONG, where the keys are cut.
+        pairs: a program has two short splits, whose state stands in the place of the first.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, group = len(lengths), heads // groups
     block = m // batch
+    programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, splits)](
+    hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, programs)](
         TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
         q, lengths, page_table, out, *partials,
         block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=page_size,
-        WHOLE=whole, CAUSAL=causal, WINDOW=window, **cuts, num_warps=4, launch_pdl=True,
+        WHOLE=whole, PAIRS=pairs, CAUSAL=causal, WINDOW=window, **cuts, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -13,8 +13,9 @@ LOG2_E = 1.4426950408889634
 def pdl(tensor: Tensor) -> dict[str, Any]:
     """Keyword arguments of a launch: programmatic dependent launch where the device has it (sm_90 and later).
 
-    A kernel may then start while the one before it still runs, so it calls `gdc_wait` before it touches anything
-    that another kernel reads or writes, and `gdc_launch_dependents` once its own loads are under way.
+    A kernel may then start while the one before it still runs, so it calls `gdc_wait` before it touches anything that
+    that one reads or writes, and `gdc_launch_dependents` once its own loads are under way. One that calls the latter
+    first lets the next kernel start while the one before itself still runs: `rope_write` and attention do.
     """
     if tensor.is_cuda and _has_pdl(tensor.device.index):
         return {"PDL": True, "launch_pdl": True}
@@ -35,6 +36,11 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a thread block may take on this GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # its types do not know all of it
     return properties.shared_memory_per_block_optin
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of this GPU; elsewhere, where kernels are interpreted, few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def padded(n: int) -> int:

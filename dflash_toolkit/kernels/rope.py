@@ -23,21 +23,31 @@ def _load(p_in, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm_rotate(
-    b_first, b_second, w_p, rope_p, positions, position, eps, HALF, BLOCK: tl.constexpr, NORM: tl.constexpr
-):
-    """Both halves [HEADS, BLOCK] of heads, normed (NORM) and rotated, in fp32; rounded where the reference rounds."""
-    o_h = tl.arange(0, BLOCK)
+def _load_constants(w_p, rope_p, positions, position, HALF, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Of a position's heads: both halves of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
+    o_h = tl.arange(0, BLOCK)[None, :]
     mask = o_h < HALF
+    b_cos = tl.load(rope_p + position * HALF + o_h, mask=mask, other=0.0)
+    b_sin = tl.load(rope_p + (positions + position) * HALF + o_h, mask=mask, other=0.0)
+    if NORM:
+        w_first = tl.load(w_p + o_h, mask=mask, other=0.0)
+        w_second = tl.load(w_p + HALF + o_h, mask=mask, other=0.0)
+    else:
+        w_first = tl.full([1, BLOCK], 1.0, dtype=w_p.dtype.element_ty)
+        w_second = w_first
+    return w_first, w_second, b_cos, b_sin
+
+
+@triton.jit
+def _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM: tl.constexpr):
+    """Both halves [HEADS, BLOCK] of heads, normed (NORM) and rotated, in fp32; rounded where the reference rounds."""
     dtype = b_first.dtype
     if NORM:
         wide_first, wide_second = b_first.to(tl.float32), b_second.to(tl.float32)
         square = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        b_first = (wide_first * scale).to(dtype) * tl.load(w_p + o_h, mask=mask, other=0.0)[None, :]
-        b_second = (wide_second * scale).to(dtype) * tl.load(w_p + HALF + o_h, mask=mask, other=0.0)[None, :]
-    b_cos = tl.load(rope_p + position * HALF + o_h, mask=mask, other=0.0)[None, :]
-    b_sin = tl.load(rope_p + (positions + position) * HALF + o_h, mask=mask, other=0.0)[None, :]
+        b_first = (wide_first * scale).to(dtype) * w_first
+        b_second = (wide_second * scale).to(dtype) * w_second
     wide_first, wide_second = b_first.to(dtype).to(tl.float32), b_second.to(dtype).to(tl.float32)
     return wide_first * b_cos - wide_second * b_sin, wide_second * b_cos + wide_first * b_sin
 
@@ -62,9 +72,16 @@ def _rope_write_kernel(
     i_b = i_m // S
     H = 2 * HALF
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()  # attention, which may load the context meanwhile
+    # nor does any of this come from the kernel before this one
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
+    slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+    p_w = qw_p
+    if i_h >= N:
+        p_w = kw_p
+    w_first, w_second, b_cos, b_sin = _load_constants(p_w, rope_p, positions, position, HALF, BLOCK, NORM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     columns = (N + 2 * G) * H
     p_in = part_p + i_m * columns + i_h * H
     b_first = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
@@ -79,18 +96,14 @@ def _rope_write_kernel(
         b_first += bias_first.to(tl.float32)
         b_second += bias_second.to(tl.float32)
     b_first, b_second = b_first.to(cache_p.dtype.element_ty), b_second.to(cache_p.dtype.element_ty)
-    if i_h < N:
-        q_first, q_second = _norm_rotate(b_first, b_second, qw_p, rope_p, positions, position, eps, HALF, BLOCK, NORM)
-        _store(q_p + (i_m * N + i_h) * H, q_first, q_second, HALF, HEADS, BLOCK)
-    else:
-        slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
-        if i_h < N + G:
-            k_first, k_second = _norm_rotate(
-                b_first, b_second, kw_p, rope_p, positions, position, eps, HALF, BLOCK, NORM
-            )
-            _store(cache_p + (slot * G + i_h - N) * H, k_first, k_second, HALF, HEADS, BLOCK)
+    if i_h < N + G:
+        r_first, r_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM)
+        if i_h < N:
+            _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, HEADS, BLOCK)
         else:
-            _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, HEADS, BLOCK)
+            _store(cache_p + (slot * G + i_h - N) * H, r_first, r_second, HALF, HEADS, BLOCK)
+    else:
+        _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, HEADS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["S", "LAYERS"])
@@ -114,8 +127,10 @@ def _context_write_kernel(
     p_out = cache_p + (((i_l * 2 + kind).to(tl.int64) * slots + slot) * G + i_h % G) * H
     b_first, b_second = _load(p_in, HALF, HEADS, BLOCK)
     if kind == 0:
-        p_w = kw_p + i_l * H
-        k_first, k_second = _norm_rotate(b_first, b_second, p_w, rope_p, positions, position, eps, HALF, BLOCK, True)
+        w_first, w_second, b_cos, b_sin = _load_constants(
+            kw_p + i_l * H, rope_p, positions, position, HALF, BLOCK, True
+        )
+        k_first, k_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, True)
         _store(p_out, k_first, k_second, HALF, HEADS, BLOCK)
     else:
         _store(p_out, b_first, b_second, HALF, HEADS, BLOCK)
