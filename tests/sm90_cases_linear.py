@@ -40,7 +40,9 @@ CASES = (
     | {f"argmax {rows} rounded": case("argmax", rows, True, True) for rows in (16, 32, 64, 128, 256)}
     | {
         "swiglu of a prefill": Case(
-            linear._swiglu_kernel, {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"}, {"BLOCK": 512, "PDL": True}
+            linear._swiglu_kernel,
+            {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"},
+            {"BLOCK": linear.SWIGLU_BLOCK, "PDL": True},
         ),
         "rows in fp8": Case(
             fp8._round_kernel,

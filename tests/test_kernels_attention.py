@@ -1,7 +1,7 @@
 """The Hopper attention kernel on a GPU: against float64, and a row alone against the same row in company, bit for bit.
 
-Interpreted it runs in test_kernels_gluon.py; that it compiles is in test_kernels_sm90.py. In every cache what is in no
-request's reach is NaN.
+Interpreted it runs in test_kernels_gluon_attention.py; that it compiles is in test_kernels_sm90.py. In every cache what
+is in no request's reach is NaN.
 """
 
 from dataclasses import replace
