@@ -159,7 +159,7 @@ def test_the_order_of_sums_depends_on_the_batch_not_on_the_block_length(
 
     def attend(*args: Any) -> Tensor:
         whole, pairs = args[-2:]
-        ways.append("whole" if whole else "in pairs" if pairs else "split")
+        ways.append("whole" if whole else "in pairs" if pairs else "split")  # `whole` before all
         return real(*args)
 
     monkeypatch.setattr(attention, "_attention", attend)

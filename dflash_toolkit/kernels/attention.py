@@ -229,12 +229,15 @@ def block_attention(
     causal: bool,
     window: int = 0,
 ) -> Tensor:
-    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
+    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
+
+    On a GPU `lengths`, `page_table` and the context in the pages are read while the launch before still runs.
+    """
     batch = len(lengths)
     # by the batch and not by the work: with a drafter and without, a request is to be summed in the same order
     whole = batch > MOST_SPLIT or len(q) > LONGEST_SPLIT * batch
     tiles = -(-len(q) * q.shape[1] // (batch * cache.shape[2] * ROWS))
-    pairs = not whole and FEW * batch * cache.shape[2] * tiles > multiprocessors(q.device)
+    pairs = FEW * batch * cache.shape[2] * tiles > multiprocessors(q.device.index)
     return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs)
 
 
@@ -251,7 +254,8 @@ def _attention(
 ) -> Tensor:
     """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
 
-    `pairs`, where the kernel for Hopper GPUs runs: each two splits, merged before they are stored; the same bits.
+    `pairs`, where the kernel for Hopper GPUs runs unless `whole`: two short splits each, merged before they are stored;
+    the same bits.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, block, group = len(lengths), m // len(lengths), heads // groups

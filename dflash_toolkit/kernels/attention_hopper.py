@@ -82,7 +82,7 @@ def _tiles(start, stop, end):
 def _softmax(b_s, b_m, b_l, o_pos, first, end, full, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """A tile's probabilities, the state of its rows and what the sums so far are to be multiplied by.
 
-    The fused multiplications are spelt out: this is compiled twice, and both have to round alike.
+    The fused multiplications are spelt out: this is compiled several times, and all have to round alike.
     """
     if WINDOW > 0 or first + KEYS > full:
         o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
@@ -101,7 +101,7 @@ def _softmax(b_s, b_m, b_l, o_pos, first, end, full, scale, CAUSAL: gl.constexpr
 
 @gluon.jit
 def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
-    """The first tiles, which are then asked for."""
+    """Expect the first of so many tiles; then they can be asked for."""
     for i in gl.static_range(STAGES):
         _expect(k_bar, i, i < tiles, HEAD)
         _expect(v_bar, i, i < tiles, HEAD)
@@ -109,14 +109,12 @@ def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def _load_first(cache_d, k_s, v_s, k_bar, v_bar, slot_0, slot_1, slot_2, slots, column, first, tiles):
-    """Ask for those of the first three tiles that are among first..tiles - 1."""
-    _load(cache_d, k_s, k_bar, 0, slot_0, column, (first <= 0) & (tiles > 0))
-    _load(cache_d, v_s, v_bar, 0, slots + slot_0, column, (first <= 0) & (tiles > 0))
-    _load(cache_d, k_s, k_bar, 1, slot_1, column, (first <= 1) & (tiles > 1))
-    _load(cache_d, v_s, v_bar, 1, slots + slot_1, column, (first <= 1) & (tiles > 1))
-    _load(cache_d, k_s, k_bar, 2, slot_2, column, (first <= 2) & (tiles > 2))
-    _load(cache_d, v_s, v_bar, 2, slots + slot_2, column, (first <= 2) & (tiles > 2))
+def _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, first, tiles):
+    """Ask for those of the STAGES first tiles, which are at `places`, that are among first..tiles - 1."""
+    for i in gl.static_range(STAGES):
+        wanted = (first <= i) & (i < tiles)
+        _load(cache_d, k_s, k_bar, i, places[i], column, wanted)
+        _load(cache_d, v_s, v_bar, i, slots + places[i], column, wanted)
 
 
 @gluon.jit
@@ -128,8 +126,9 @@ def _state(
     """The softmax state of a tile's rows over a split's keys, whose first tiles have been asked for.
 
     Args:
-        asked: tiles to ask for, those of the split behind it included if the program has that too.
-        values, slot, next_slot: where the tiles 2, 3 and 4 are.
+        before: tiles of the program's split before it.
+        asked: tiles to ask for, those of the split behind it included if the program has that too; 0 if all have been.
+        values, slot, next_slot: where the tiles 2, 3 and 4 are, if they are to be asked for.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -220,6 +219,7 @@ def hopper_attention_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_bar.index(i), count=1)
         mbarrier.init(v_bar.index(i), count=1)
+    fence_async_shared()  # loads come sooner behind this than it may take to be seen
     debug_barrier()
     _prefetch_descriptor()
 
@@ -256,9 +256,10 @@ def hopper_attention_kernel(
         full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
     old = gl.minimum(gl.maximum(length - start, 0) // KEYS, asked)  # tiles of the context alone
     _expect_first(k_bar, v_bar, asked, HEAD)
-    _load_first(cache_d, k_s, v_s, k_bar, v_bar, slot_0, slot_1, slot_2, slots, column, 0, old)
+    places = (slot_0, slot_1, slot_2)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, 0, old)
     grid_wait()
-    _load_first(cache_d, k_s, v_s, k_bar, v_bar, slot_0, slot_1, slot_2, slots, column, old, asked)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, old, asked)
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
     o_slot = o_row // GROUP
@@ -343,6 +344,7 @@ def launch(
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, group = len(lengths), heads // groups
     block = m // batch
+    assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
     programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)

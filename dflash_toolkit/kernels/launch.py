@@ -14,8 +14,9 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
     """Keyword arguments of a launch: programmatic dependent launch where the device has it (sm_90 and later).
 
     A kernel may then start while the one before it still runs, so it calls `gdc_wait` before it touches anything that
-    that one reads or writes, and `gdc_launch_dependents` once its own loads are under way. One that calls the latter
-    first lets the next kernel start while the one before itself still runs: `rope_write` and attention do.
+    another one reads or writes, and `gdc_launch_dependents` once its own loads are under way. One that calls the latter
+    first (`rope_write` and attention) lets the next kernel start while those before itself still run. So only what is
+    older than the last launch that calls it behind its wait may be touched before waiting.
     """
     if tensor.is_cuda and _has_pdl(tensor.device.index):
         return {"PDL": True, "launch_pdl": True}
@@ -38,9 +39,10 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Of this GPU; elsewhere, where kernels are interpreted, few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+@functools.cache
+def multiprocessors(device: int | None) -> int:
+    """Of this GPU; None, where kernels are interpreted, has few."""
+    return 4 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def padded(n: int) -> int:

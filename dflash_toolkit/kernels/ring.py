@@ -9,7 +9,6 @@ A block is [64 weights or the rows, BLOCK_BYTES]: in fp8 it has twice as many co
 """
 
 # mypy: disable-error-code="no-untyped-def"
-import functools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import MAX_ROWS, is_hopper
+from .launch import MAX_ROWS, is_hopper, multiprocessors
 from .scaled import Matrix, ScaledMatrix, stored
 
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
@@ -73,10 +72,9 @@ def fits(x: Tensor, matrices: list[Matrix | None]) -> bool:
     )
 
 
-@functools.cache
 def programs_of(device: int) -> int:
     """One on every multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(device)
 
 
 def blocks_of(matrix: Matrix, rows: int) -> TensorDescriptor:

@@ -154,7 +154,10 @@ def rope_write(
     cache: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Queries [M, N, H] of the sum of partials [P, M, (N + 2 G) H] and bias; keys and values go to the cache."""
+    """Queries [M, N, H] of the sum of partials [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
+
+    On a GPU `lengths` and `page_table` are read while the launch before still runs.
+    """
     _, slots, groups, width = cache.shape
     parts, m, columns = partials.shape
     heads = columns // width
