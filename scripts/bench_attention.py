@@ -3,7 +3,8 @@
     python scripts/bench_attention.py --output attention.json
 
 A CUDA graph of layers with caches of their own, merge of the splits included; microseconds a layer. A graph is made for
-whatever context its requests may grow to: --limit, which the page table has room for.
+whatever context its requests may grow to: --limit, which the page table has room for. Where keys are split, the latter
+kernel is also timed with every program taking one split, and two.
 """
 
 import argparse
@@ -27,11 +28,12 @@ CASES = (
     (1, 1, 512), (1, 16, 512), (1, 16, 16384), (2, 16, 512), (4, 16, 512), (8, 16, 512), (8, 1, 512), (8, 16, 4096),
     (16, 8, 700), (32, 8, 700), (64, 4, 700),
 )  # fmt: skip
-fits_hopper = attention_hopper.fits
+fits_hopper, FEW = attention_hopper.fits, attention.FEW
+ALWAYS = 1 << 20  # as FEW: a program takes two splits however few there are
 
 
 def measure(spec: ModelSpec, batch: int, block: int, context: int, limit: int, *, causal: bool) -> dict[str, Any]:
-    """Microseconds a layer of both, and how far their outputs are apart."""
+    """Microseconds a layer of each way, and how far the outputs of both kernels are apart."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     pages = -(-(context + block) // PAGE)
     table = torch.zeros(batch, max(pages, -(-limit // PAGE)), device=device, dtype=torch.int32)
@@ -47,8 +49,11 @@ def measure(spec: ModelSpec, batch: int, block: int, context: int, limit: int, *
 
     row: dict[str, Any] = {"batch": batch, "block": block, "context": context, "limit": limit, "causal": causal}
     outputs = []
-    for name, fits in (("triton", lambda *_: False), ("hopper", fits_hopper)):
-        attention_hopper.fits = fits
+    ways = {"triton": (False, FEW), "hopper": (True, FEW)}
+    if batch <= attention.MOST_SPLIT:
+        ways |= {"hopper_split": (True, 0), "hopper_in_pairs": (True, ALWAYS)}
+    for name, (hopper, few) in ways.items():
+        attention_hopper.fits, attention.FEW = fits_hopper if hopper else lambda *_: False, few
         outputs.append(torch.stack(layers()))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
