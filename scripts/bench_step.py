@@ -188,8 +188,7 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
 def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str, float]:
     """Microseconds of a step by part; they add up to the step."""
     step = engine.runner.launcher(rows, block)
-    for _ in range(20):  # as hot as where the graph is timed by itself
-        step()
+    step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):

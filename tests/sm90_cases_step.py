@@ -4,7 +4,7 @@ from sm90 import Case
 
 from dflash_toolkit.kernels import accept, attention, norm, rope, sample
 
-SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions")
+SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions", "paired")
 INTS = dict.fromkeys(SIZES, "i32")
 SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "PDL": True}
 ODD = ("S", "G", "GROUP", "TILES", "SPLITS", "LAYERS", "width")
@@ -57,7 +57,7 @@ CASES = {
         {"m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "lengths_p": "*i32", "out_p": "*bf16"} | ints(merge),
         SHARED | {"MERGE_SPLITS": 16, "CAUSAL": True},
         1,
-        ragged=("S", "G", "GROUP", "TILES", "SPLITS"),
+        ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired"),
     ),
     "add_rms_norm": Case(
         norm._add_rms_norm_kernel,

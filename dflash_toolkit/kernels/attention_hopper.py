@@ -246,11 +246,10 @@ def hopper_attention_kernel(
     tiles = _tiles(start, stop, end)
     if tiles == 0:
         return
-    asked = tiles
+    behind = 0  # tiles of the second split
     if PAIRS:
-        both = (i_s < SHORT_SPLITS) & (stop < end)
-        behind = gl.where(both, _tiles(stop, stop + SHORT, end), 0)
-        asked = tiles + behind
+        behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+    asked = tiles + behind
     full = end  # a tile that ends by this position needs no mask
     if CAUSAL:
         full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
@@ -279,19 +278,18 @@ def hopper_attention_kernel(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
         start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
     )  # fmt: skip
-    if PAIRS:  # noqa: SIM102 (known when this is compiled; elsewhere `both` does not exist)
-        if both:
-            debug_barrier()  # all warps have read the values of tile 0
-            _expect(v_bar, 3, asked > 3, HEAD)
-            debug_barrier()
-            _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
-            m_1, l_1, b_1 = _state(
-                cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-                stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
-            )  # fmt: skip
-            e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
-            e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
-            b_out = gl.fma(b_1, e_1, b_out * e_0)
+    if behind > 0:
+        debug_barrier()  # all warps have read the values of tile 0
+        _expect(v_bar, 3, asked > 3, HEAD)
+        debug_barrier()
+        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
+        m_1, l_1, b_1 = _state(
+            cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+        )  # fmt: skip
+        e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
+        e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
+        b_out = gl.fma(b_1, e_1, b_out * e_0)
     b_m, b_l = gl.convert_layout(b_m, rows), gl.convert_layout(b_l, rows)
     if WHOLE:
         o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
