@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import attention, attention_hopper
+from dflash_toolkit.kernels.launch import keys_are_split
 from dflash_toolkit.runtime.model import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
@@ -50,7 +51,7 @@ def measure(spec: ModelSpec, batch: int, block: int, context: int, limit: int, *
     row: dict[str, Any] = {"batch": batch, "block": block, "context": context, "limit": limit, "causal": causal}
     outputs = []
     ways = {"triton": (False, FEW), "hopper": (True, FEW)}
-    if batch <= attention.MOST_SPLIT:
+    if keys_are_split(batch * block, batch):
         ways |= {"hopper_split": (True, 0), "hopper_in_pairs": (True, ALWAYS)}
     for name, (hopper, few) in ways.items():
         attention_hopper.fits, attention.FEW = fits_hopper if hopper else lambda *_: False, few

@@ -2,7 +2,8 @@
 
 The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of its own
 without it: `python tests/sm90.py` imports every `tests/sm90_cases_*.py`, whose `CASES` maps a name to a `Case`, and
-prints {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ...}}.
+prints {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ...,
+"starts_early": ...}}.
 """
 
 import importlib
@@ -32,7 +33,8 @@ class Case:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """A kernel's name, its registers and spilled bytes as ptxas reports them, and whether it makes products wait."""
+    """A kernel's name, its registers and spilled bytes as ptxas reports them, whether it makes products wait, and
+    whether it lets the next kernel start before it waits for the one before."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -57,10 +59,12 @@ def compile_case(case: Case) -> dict[str, Any]:
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
+    order = re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"])
+    starts_early = "wait" in order and order[0] == "launch_dependents"
     serialized = int("wgmma.mma_async instructions are serialized" in log)
     return {
         "kernel": case.kernel.__name__, "registers": registers, "spills": spills, "shared": compiled.metadata.shared,
-        "serialized": serialized,
+        "serialized": serialized, "starts_early": starts_early,
     }  # fmt: skip
 
 

@@ -36,11 +36,12 @@ def sample_case(logits: str, ragged: tuple[str, ...] = ()) -> Case:
     return Case(sample._sample_kernel, pointers, constexprs, sample.WARPS, ragged=ragged)
 
 
-def rope_write_case(partials: str, parts: int, heads: int) -> Case:
+def rope_write_case(partials: str, parts: int, heads: int, early: bool) -> Case:
     kernel = rope._rope_write_kernel
     pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
     constexprs = {
-        "PARTS": parts, "HEADS": heads, "BLOCK": 64, "PAGE": 64, "BIAS": True, "NORM": True, "PDL": True,
+        "PARTS": parts, "HEADS": heads, "BLOCK": 64, "PAGE": 64,
+        "BIAS": True, "NORM": True, "EARLY": early, "PDL": True,
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 1, ragged=("S", "G", "width"))
 
@@ -69,8 +70,9 @@ CASES = {
         8,
         ragged=("M", "PARTS"),
     ),
-    "rope_write in a step": rope_write_case("*fp32", 4, 2),
-    "rope_write in a prefill": rope_write_case("*bf16", 1, 8),
+    "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
+    "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
+    "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False),
     "context_write": Case(
         rope._context_write_kernel,
         {"kv_p": "*bf16", "kw_p": "*bf16", "counts_p": "*i32"} | rope_pointers | ints(rope._context_write_kernel),

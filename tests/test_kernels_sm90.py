@@ -31,6 +31,8 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
     assert [name for name, report in found.items() if report["serialized"]] == []
     assert max(report["shared"] for report in found.values()) <= 227 * 1024
+    early = {name for name, report in found.items() if report["starts_early"] and "rope" in name}
+    assert early == {"step: rope_write in a step"}
     attention = [report["shared"] for report in found.values() if report["kernel"] == "_attention_kernel"]
     assert max(attention) <= shared_bytes(128, 2, *CUTS[0])
 

@@ -67,7 +67,7 @@ def test_the_step_beside_vllm() -> None:
 
 def test_useless_requests_among_good_ones() -> None:
     file = result("step_qwen3_8b")
-    plain = by_batch(file["plain"]["rows"])
+    plain = by_batch(file["plain_before_early_start"]["rows"])  # in the same job
     expected = []
     for name in ("1 of 8", "4 of 8", "1 of 32", "16 of 32"):
         (row,) = file["mixed"][name]["rows"]
@@ -95,12 +95,16 @@ def test_parts_of_the_step() -> None:
 
 
 def test_attention_that_starts_early() -> None:
-    rows = json.loads((ROOT / "scripts/results/step_early_h100.json").read_text())["rows"]
+    rows = result("step_early")["rows"]
     expected = [
         [f"{row['shape']}, {row['batch']}, {row['block']}", *(f"{ms:.3f}" for ms in row["graph_ms"].values())]
         for row in rows
     ]
     assert table("docs/engine.md", "shape, batch, block | before") == expected
+    others = json.loads((ROOT / "scripts/results/step_early_h100.json").read_text())["rows"]
+    gains = [100 * (1 - ms["early start too"] / ms["before"]) for ms in (row["graph_ms"] for row in others)]
+    said = f"an H100 the graphs of batch 1 and 8 gain {min(gains):.1f} to {max(gains):.1f} % by both"
+    assert {row["batch"] for row in others} == {1, 8} and said in text("docs/engine.md")
     pairs = [
         row
         for row in result("attention_qwen3_8b")["pairs"]["rows"]
@@ -110,6 +114,27 @@ def test_attention_that_starts_early() -> None:
     contexts = "512, 800 and 4096 tokens take {}, {} and {} us instead of {}, {} and {}"
     assert [row["context"] for row in pairs] == [512, 800, 4096]
     assert contexts.format(*two, *one) in text("docs/engine.md")
+
+
+def test_a_small_model() -> None:
+    found = []
+    for row in result("step_qwen05")["now"]["rows"]:
+        parts = {part: f"{us:.0f}" for part, us in row["parts_us"].items()}
+        shown = [parts.get(part, "") for part in ("products", "draft", "head", "attention", "context", "rest")]
+        found.append(
+            [str(row["block"]), f"{1e3 * row['graph_ms']:.0f}", *shown, f"{100 * row['of_floor_graph']:.0f} %"]
+        )
+    assert table("docs/engine.md", "block | graph of a step") == found
+
+
+def test_acceptance_of_drafts_in_fp8() -> None:
+    variants = result("fp8_acceptance")["eight_at_a_time"]["variants"]
+    steps = {name: sum(found["verify_steps"] for found in sets.values()) for name, sets in variants.items()}
+    answers = {name: [(x["requests"], x["tokens"]) for x in sets.values()] for name, sets in variants.items()}
+    assert answers["full"] == answers["head"] == answers["head and layers"]
+    requests = sum(count for count, _ in answers["full"])
+    said = "{:,} steps for {} answers, {:,} with the head alone and {:,} in full precision"
+    assert said.format(steps["head and layers"], requests, steps["head"], steps["full"]) in text("docs/engine.md")
 
 
 def test_acceptance_after_minutes_of_training() -> None:

@@ -14,15 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention_hopper
-from .launch import LOG2_E, multiprocessors, padded, pdl, shared_memory
+from .launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
 CUTS = ((64, 3), (64, 2), (32, 2))
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
-MOST_SPLIT = 8  # requests; more of them fill the device without splitting
-LONGEST_SPLIT = 64  # slots; a prefill fills it too
 MERGE_SPLITS = 16  # at once
 FEW = 4  # splits of every tile: where those fill the device, a program takes two
 
@@ -234,8 +232,7 @@ def block_attention(
     On a GPU `lengths`, `page_table` and the context in the pages are read while the launch before still runs.
     """
     batch = len(lengths)
-    # by the batch and not by the work: with a drafter and without, a request is to be summed in the same order
-    whole = batch > MOST_SPLIT or len(q) > LONGEST_SPLIT * batch
+    whole = not keys_are_split(len(q), batch)
     tiles = -(-len(q) * q.shape[1] // (batch * cache.shape[2] * ROWS))
     pairs = FEW * batch * cache.shape[2] * tiles > multiprocessors(q.device.index)
     return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 MAX_ROWS = 128  # of the products that kernels here make; larger ones are cuBLAS's
+MOST_SPLIT = 8  # requests; more of them fill the device without splitting
+LONGEST_SPLIT = 64  # slots; a prefill fills it too
 LOG2_E = 1.4426950408889634
 
 
@@ -15,12 +17,20 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
 
     A kernel may then start while the one before it still runs, so it calls `gdc_wait` before it touches anything that
     another one reads or writes, and `gdc_launch_dependents` once its own loads are under way. One that calls the latter
-    first (`rope_write` and attention) lets the next kernel start while those before itself still run. So only what is
-    older than the last launch that calls it behind its wait may be touched before waiting.
+    first (attention, and `rope_write` where `keys_are_split`) lets the next kernel start while those before itself run.
+    So only what is older than the last launch that calls it behind its wait may be touched before waiting.
     """
     if tensor.is_cuda and _has_pdl(tensor.device.index):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def keys_are_split(rows: int, batch: int) -> bool:
+    """Whether attention of so many rows, those of all `batch` requests, cuts the keys of each into splits.
+
+    By the batch and not by the work: with a drafter and without, a request is to be summed in the same order.
+    """
+    return batch <= MOST_SPLIT and rows <= LONGEST_SPLIT * batch
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import next_power_of_two, pdl
+from .launch import keys_are_split, next_power_of_two, pdl
 
 
 @triton.jit
@@ -66,14 +66,14 @@ def _rope_write_kernel(
     part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, pages_p, cache_p, q_p,
     S, N, G, HALF, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
     H = 2 * HALF
-    if PDL:
+    if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # attention, which may load the context meanwhile
-    # nor does any of this come from the kernel before this one
+    # none of this comes from the kernel before this one
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
     slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
     p_w = qw_p
@@ -82,6 +82,8 @@ def _rope_write_kernel(
     w_first, w_second, b_cos, b_sin = _load_constants(p_w, rope_p, positions, position, HALF, BLOCK, NORM)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     columns = (N + 2 * G) * H
     p_in = part_p + i_m * columns + i_h * H
     b_first = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
@@ -164,12 +166,13 @@ def rope_write(
     q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # as much to load a program, whatever the parts
+    early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (docs/engine.md, "Attention")
     _rope_write_kernel[(m, heads // at_once)](
         partials, partials if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
         rope, lengths, page_table, cache, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
-        BIAS=bias is not None, NORM=norm, num_warps=1, **pdl(cache),
+        BIAS=bias is not None, NORM=norm, EARLY=early, num_warps=1, **pdl(cache),
     )  # fmt: skip
     return q
 
