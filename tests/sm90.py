@@ -3,7 +3,7 @@
 The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of its own
 without it: `python tests/sm90.py` imports every `tests/sm90_cases_*.py`, whose `CASES` maps a name to a `Case`, and
 prints {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ...,
-"starts_early": ...}}.
+"starts_next": ...}}.
 """
 
 import importlib
@@ -34,7 +34,7 @@ class Case:
 
 def compile_case(case: Case) -> dict[str, Any]:
     """A kernel's name, its registers and spilled bytes as ptxas reports them, whether it makes products wait, and
-    whether it lets the next kernel start before it waits for the one before."""
+    whether it starts the next kernel before ("early") or behind ("late") its wait for the one before, if at all."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -60,11 +60,11 @@ def compile_case(case: Case) -> dict[str, Any]:
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
     order = re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"])
-    starts_early = "wait" in order and order[0] == "launch_dependents"
+    starts_next = None if "launch_dependents" not in order else "late" if order[0] == "wait" else "early"
     serialized = int("wgmma.mma_async instructions are serialized" in log)
     return {
         "kernel": case.kernel.__name__, "registers": registers, "spills": spills, "shared": compiled.metadata.shared,
-        "serialized": serialized, "starts_early": starts_early,
+        "serialized": serialized, "starts_next": starts_next,
     }  # fmt: skip
 
 

@@ -231,11 +231,15 @@ def block_attention(
 
     On a GPU `lengths`, `page_table` and the context in the pages are read while the launch before still runs.
     """
-    batch = len(lengths)
-    whole = not keys_are_split(len(q), batch)
-    tiles = -(-len(q) * q.shape[1] // (batch * cache.shape[2] * ROWS))
-    pairs = FEW * batch * cache.shape[2] * tiles > multiprocessors(q.device.index)
+    whole = not keys_are_split(len(q), len(lengths))
+    pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
     return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs)
+
+
+def _tiles(q: Tensor, cache: Tensor, lengths: Tensor) -> int:
+    """How many there are: each is up to ROWS of the queries of a request that share a KV head."""
+    batch, groups = len(lengths), cache.shape[2]
+    return batch * groups * -(-len(q) * q.shape[1] // (batch * groups * ROWS))
 
 
 def _attention(
@@ -256,7 +260,8 @@ def _attention(
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, block, group = len(lengths), m // len(lengths), heads // groups
-    tiles = -(-block * group // ROWS)
+    programs = _tiles(q, cache, lengths)
+    tiles = programs // (batch * groups)
     splits = 1 if whole else splits_of(page_table.shape[1] * page_size)
     head = padded(width)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
@@ -264,7 +269,6 @@ def _attention(
     def scratch(*shape: int) -> Tensor:
         return out if whole else torch.empty(shape, dtype=torch.float32, device=q.device)
 
-    programs = batch * groups * tiles
     b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
     b_acc = scratch(programs, splits, ROWS, head)
     cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
