@@ -266,8 +266,3 @@ def test_every_public_name_exists_and_is_listed_in_order() -> None:
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] in PROGRAMS], ids=str)
 def test_no_program_file_is_named_after_a_dependency_or_a_standard_module(path: Path) -> None:
     assert path.stem not in CORE | EXTRAS | set(OPTIONAL) | set(sys.stdlib_module_names)
-
-
-@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda path: path.name)
-def test_a_file_has_at_most_400_lines(path: Path) -> None:
-    assert len((ROOT / path).read_text().splitlines()) <= 400
