@@ -1,5 +1,6 @@
 """Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
 
+import functools
 import json
 import math
 import os
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -77,6 +80,48 @@ def _prepared_once(request: pytest.FixtureRequest) -> Iterator[None]:
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+class Clock:
+    """A time that passes only where a test says so: no test may depend on how fast the machine is."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def costs(self, seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which takes so long."""
+
+        @functools.wraps(function)
+        def slow(*args: Any, **options: Any) -> Any:
+            self.now += seconds
+            return function(*args, **options)
+
+        return slow
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Training by a clock of the test: a step takes a second, an evaluation 100, a save 1000.
+
+    The seam is the name `time` in train.loop and train.metrics: all that they know of time is `time.perf_counter()`.
+    """
+    import train.loop
+    import train.metrics
+
+    for module in (train.loop, train.metrics):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(train.loop, "compute_loss", clock.costs(1, train.loop.compute_loss))
+    monkeypatch.setattr(train.loop, "save_state", clock.costs(1000, train.loop.save_state))
+    monkeypatch.setattr(train.loop.HeldOut, "__call__", clock.costs(100, train.loop.HeldOut.__call__))
+    return clock
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

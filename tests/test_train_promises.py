@@ -7,7 +7,6 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import rich.console
 import torch
-from conftest import EOS, TEMPLATE, make_drafter
+from conftest import EOS, TEMPLATE, Clock, make_drafter
 from test_data_cli import argv, lines, write
 from test_data_endpoint import WORDS, Fake, ask, fake, prompts, whole
 from test_train_loop import argv as train_argv
@@ -34,40 +33,6 @@ from train.data_cli import main
 from train.optimizers import make_optimizer
 
 __all__ = ["fake", "prompts"]  # fixtures
-
-
-class Clock:
-    """A time that passes only where a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def costs(self, seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def slow(*args: Any, **options: Any) -> Any:
-            self.now += seconds
-            return function(*args, **options)
-
-        return slow
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A step takes a second, an evaluation 100, a save 1000."""
-    for module in (train.loop, train.metrics):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(train.loop, "compute_loss", clock.costs(1, train.loop.compute_loss))
-    monkeypatch.setattr(train.loop, "save_state", clock.costs(1000, train.loop.save_state))
-    monkeypatch.setattr(train.loop.HeldOut, "__call__", clock.costs(100, train.loop.HeldOut.__call__))
-    return clock
 
 
 # ---- progress --------------------------------------------------------------------------------------------------
