@@ -216,8 +216,6 @@ def test_a_run_by_the_clock_ends_by_the_clock(
     rates = [line["learning_rate"] for line in lines if "loss" in line]
     assert len(rates) == 30 and rates[-1] < max(rates) / 100, "a step takes a second"
     assert [(bar.description, bar.total, bar.completed) for bar in bars] == [("training s", 30, 30)], "its time left"
-        "its time left too"
-    )
 
 
 def test_other_settings_in_the_same_output_are_refused_by_name(
