@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from dflash_toolkit.kernels.loss import frozen_head_loss
-from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities
+from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized
 
 # ---- the frozen head -------------------------------------------------------------------------------
 
@@ -226,6 +227,36 @@ def test_what_stays_sums_to_one_and_always_holds_the_most_probable_token(
     assert math.isclose(float(got.sum()), 1.0, rel_tol=1e-5)
     assert got[row[0].argmax()] > 0
     assert got.argmax() == row[0].softmax(-1).argmax() or got.max() == got[row[0].argmax()]
+
+
+# ---- penalties -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("penalty", [0.4, 1.0, 1.3, 7.0])
+def test_the_repetition_penalty_is_that_of_hugging_face_for_positive_and_negative_logits(penalty: float) -> None:
+    logits, context = 3 * torch.randn(8, 61), torch.randint(0, 61, (8, 40))
+    seen = torch.zeros(8, 61, dtype=torch.bool).scatter(1, context, True)
+    for sign in (logits > 0, logits < 0):
+        assert (seen & sign).sum() > 50 and (~seen & sign).sum() > 50, "each of the four cases"
+    got = penalized(logits, seen, torch.zeros(8, 61, dtype=torch.int32), torch.zeros(8, 61), penalty, 0.0, 0.0)
+    torch.testing.assert_close(got, RepetitionPenaltyLogitsProcessor(penalty)(context, logits))
+
+
+def test_presence_counts_once_frequency_every_time_and_a_bias_is_added_behind_the_repetition_penalty() -> None:
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 1.0, 0.0]] * 2)
+    seen = torch.tensor([[True, True, False, False, True, True]] * 2)
+    counts = torch.tensor([[0, 1, 0, 0, 3, 2], [1, 0, 0, 0, 0, 0]])
+    bias = torch.tensor([[0.0, 0.0, 5.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, -torch.inf, 0.0, 0.0]])
+    repetition, presence, frequency = (torch.tensor(v)[:, None] for v in ([2.0, 1.0], [0.25, -1.0], [0.5, 1.5]))
+    got = penalized(logits, seen, counts, bias, repetition, presence, frequency)
+    first = [2 / 2, -2 * 2 - 0.25 - 0.5, 2 + 5, -2, 1 / 2 - 0.25 - 3 * 0.5 + 0.5, -0.25 - 2 * 0.5]
+    assert got.tolist() == [first, [2 + 1 - 1.5, -2, 2, -torch.inf, 1, 0]], "parameters of a row's own"
+
+
+def test_without_penalties_and_bias_the_logits_are_left_as_they_are() -> None:
+    logits, seen = torch.randn(4, 33).bfloat16(), torch.rand(4, 33) < 0.5
+    got = penalized(logits, seen, seen.int(), torch.zeros(4, 33), 1.0, 0.0, 0.0)
+    assert got.dtype == torch.float32 and torch.equal(got, logits.float())
 
 
 # ---- draws and acceptance -------------------------------------------------------------------------------
