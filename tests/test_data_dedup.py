@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_toolkit.conversations import Conversation, conversation
 from train import dedup
 from train.dedup import Duplicates, shingles, similarity
-from train.shapes import Conversation, conversation
 
 LONG = " ".join(f"word{i}" for i in range(60))
 

@@ -7,11 +7,11 @@ import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
 
 from dflash_toolkit import SamplingParams
+from dflash_toolkit.conversations import Conversation
 from dflash_toolkit.prompts import encode_chat
 from train.answers import Row, converse, seed_of
 from train.backends import Answer, Chat
 from train.dialogue import ChatDialogue
-from train.shapes import Conversation
 
 PARAMS = SamplingParams(max_new_tokens=30)
 WORDS = make_tokenizer()

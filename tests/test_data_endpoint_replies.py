@@ -15,12 +15,12 @@ from test_data_endpoint import ask as complete
 from test_data_tools import words
 
 from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit.conversations import with_call_ids
 from dflash_toolkit.prompts import encode_chat, read_chat
 from train.backends import Chat
 from train.chat_endpoint import chat_fields
 from train.data_cli import main
 from train.dialogue import likeliest_end_first, recorded_rows
-from train.shapes import with_call_ids
 
 __all__ = ["fake", "prompts"]  # fixtures
 FINE = [*WORDS("fine").input_ids, EOS]

@@ -137,7 +137,7 @@ PROGRAM = """
 import json
 from itertools import islice
 from dflash_toolkit import UserError
-from train.sources import Source, load_rows
+from dflash_toolkit.sources import Source, load_rows
 
 def read(name, *args):
     try:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_toolkit import UserError
-from dflash_toolkit.prompts import REASONING
-from train.shapes import Conversation, conversation
-from train.sources import Malformed, Source
+from dflash_toolkit.conversations import REASONING, Conversation, conversation
+from dflash_toolkit.sources import Malformed, Source
 
 
 def user(text: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from test_data_dialogue import PARAMS, answer, assistant, said
 from test_data_sources import CALL, RESULT
 
 from dflash_toolkit import UserError
+from dflash_toolkit.conversations import conversation
 from dflash_toolkit.prompts import Message, encode_chat, read_chat
 from train.answer_file import read_training_rows
 from train.answers import Row
@@ -19,7 +20,6 @@ from train.config import DataKnobs, TrainConfig
 from train.data import PromptData, load_prompts, rows_from_answers
 from train.data_cli import main
 from train.dialogue import REFUSED, ChatDialogue, recorded_rows
-from train.shapes import conversation
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(

@@ -21,8 +21,9 @@ SOURCES = sorted(
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
     {"benchmark", "config", "kernels", "lazy", "packed", "progress", "rope"},
-    {"drafter", "files", "sampling", "target"},
-    {"decode", "checkpoint", "prompts"},
+    {"conversations", "drafter", "files", "sampling", "target"},
+    {"decode", "checkpoint", "sources"},
+    {"prompts"},
     {"acceptance", "runtime", "speculators"},
     {"doctor"},
     {"public names"},  # dflash_toolkit/__init__.py

@@ -19,13 +19,13 @@ import train.data_cli
 from dflash_toolkit import UserError, save_drafter
 from dflash_toolkit.checkpoint import read_config
 from dflash_toolkit.config import read_yaml
+from dflash_toolkit.sources import Source
 from train.answer_file import resume
 from train.answers import read_rows
 from train.cli import main
 from train.config import OptimKnobs, RunKnobs
 from train.data_cli import main as answer
 from train.feature_store import DiskStore, Stored
-from train.sources import Source
 
 DEEP = "[" * 100_000
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
+from dflash_toolkit.conversations import REASONING
 from dflash_toolkit.prompts import (
-    REASONING,
     Message,
     encode_chat,
     file_hash,

@@ -20,10 +20,7 @@ from test_data_cli import argv, lines, write
 from test_data_endpoint import WORDS, Fake, ask, fake, prompts, whole
 from test_train_loop import argv as train_argv
 
-import train.loop
-import train.metrics
-import train.sources
-from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter
+from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter, sources
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.model import DrafterWeights
@@ -230,7 +227,7 @@ def test_split_shuffle_and_seed_choose_the_rows_of_a_dataset(
         assert (name, dataset, subset, streaming) == ("org/asks:hard", "org/asks", "hard", True)
         return Rows({"prompt": f"{split} {which}"} for which in "ab")
 
-    monkeypatch.setattr(train.sources, "load_rows", load)
+    monkeypatch.setattr(sources, "load_rows", load)
     output = tmp_path / "a.jsonl"
     command = ["--target", str(target_dir), "--data", "org/asks:hard", "--output", str(output), "--endpoint", fake.url]
     assert main([*command, "prompts.similarity=1", *knobs]) == 0

@@ -21,13 +21,13 @@ from dflash_toolkit.prompts import (
     split_messages,
     template_hash,
 )
+from dflash_toolkit.sources import kind_of, load_rows
 from dflash_toolkit.target import load_config
 
 from .answer_file import read_training_rows
 from .answers import Question, Row
 from .config import TrainConfig
 from .dialogue import REFUSED, recorded_rows
-from .sources import kind_of, load_rows
 
 
 @dataclass(slots=True)

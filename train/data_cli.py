@@ -15,9 +15,11 @@ from typing import Any
 
 from dflash_toolkit.checkpoint import check_fits, locate, read_config
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
+from dflash_toolkit.conversations import Conversation
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import encode_chat, template_hash
+from dflash_toolkit.sources import Malformed, Source
 from dflash_toolkit.target import (
     context_limit,
     declared_stop_ids,
@@ -37,8 +39,6 @@ from .dialogue import ChatDialogue, likeliest_end_first
 from .endpoint import APIS, EndpointBackend
 from .identity import target_digest
 from .openai_http import find_models
-from .shapes import Conversation
-from .sources import Malformed, Source
 from .state import first_difference
 from .vllm_backend import VllmBackend, import_vllm
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.conversations import Conversation, Message, Tool, with_call_ids
 from dflash_toolkit.decode import SamplingParams
-from dflash_toolkit.prompts import Message, Tool, apply_template, encode_chat
+from dflash_toolkit.prompts import apply_template, encode_chat
 
 from .answers import Row, Span
 from .backends import Answer, Chat
-from .shapes import Conversation, with_call_ids
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 TOO_SHORT = "shorter than two tokens"

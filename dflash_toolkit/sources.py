@@ -5,17 +5,21 @@ reader of JSON wants one schema for all rows of a file, which chats with tools o
 """
 
 import glob
+import gzip
+import hashlib
 import json
+import lzma
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from dflash_toolkit.config import UserError
-from dflash_toolkit.prompts import UNREADABLE, file_hash, open_text
+from .config import UserError
+from .conversations import Conversation, conversation
 
-from .shapes import Conversation, conversation
+UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)  # what reading `open_text` may raise
 
 LINES = (".jsonl", ".ndjson", ".txt")
 FILES = (*LINES, ".json", ".parquet")
@@ -188,3 +192,30 @@ def load_rows(name: str, *args: Any, **options: Any) -> Any:
             raise _unreadable(name, error) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give --data FILE") from error
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def open_text(path: Path) -> TextIO:
+    """A text file, plain, .gz or .xz."""
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    return openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # some editors write a byte order mark
+
+
+def file_hash(paths: tuple[str, ...] | list[str]) -> str:
+    """sha256 over the contents of files, in order. Raises UserError."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for chunk in _chunks(Path(path)):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as handle:
+            while chunk := handle.read(1 << 20):
+                yield chunk
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error

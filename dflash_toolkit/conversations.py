@@ -1,0 +1,258 @@
+"""Rows of data as chats: the usual shapes become messages, and what precedes each answer, turn by turn."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]  # role and content, both text; with tools also tool_calls, tool_call_id, name
+Tool = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+REASONING = "Please reason step by step, and put your final answer within \\boxed{}."
+MALFORMED = (TypeError, LookupError, AttributeError, RecursionError, ValueError)  # what `read_chat` may raise
+SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+
+
+ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+    "developer": "system", "observation": "tool", "function": "tool", "tool_response": "tool",
+}  # fmt: skip
+CALLS = ("function_call", "tool_call")  # roles of ShareGPT's turns that hold calls alone
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------
+
+
+def read_chat(row: dict[str, Any]) -> tuple[list[Message], tuple[Tool, ...]]:
+    """Messages, recorded answers included, and tools of a row of any usual shape.
+
+    The shapes: `messages`, ShareGPT's `conversations` (`from` and `value`) or a `prompt` that is a list of messages;
+    `turns` (the first); `question` (asked to reason step by step, as gsm8k and math500 are evaluated), `prompt` (with
+    `entry_point`: a HumanEval row, asked to be solved; else verbatim), `text` (MBPP), `instruction` with an optional
+    `input`, `query` or `input`, with the answer in `response` or `output`. A column `system` or `system_prompt` goes
+    first unless there is a system message; `tools` is a list or the JSON text of one.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: the row is malformed. Contents of rows that are no lists of
+            messages are not looked at: they may be of any type.
+    """
+    given = {key: value for key, value in row.items() if value is not None}  # columns that a row does not fill
+    turns = next((given[key] for key in ("messages", "conversations", "prompt") if type(given.get(key)) is list), None)
+    messages = _asked(given) if turns is None else _said(turns)
+    system = given.get("system") or given.get("system_prompt") or ""
+    if not isinstance(system, str):
+        raise TypeError("system must be text")
+    if system.strip() and not any(message["role"] == "system" for message in messages[:1]):
+        messages.insert(0, {"role": "system", "content": system})
+    return messages, _tools(given.get("tools"))
+
+
+def _said(turns: list[Any]) -> list[Message]:
+    messages: list[Message] = []
+    for message in map(_message, turns):
+        last = messages[-1] if messages else message
+        if "tool_calls" in message and not message["content"] and messages and last["role"] == "assistant":
+            # ShareGPT gives a text and each of its calls a turn of its own
+            messages[-1] = last | {"tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(turn: dict[str, Any]) -> Message:
+    turn = {key: value for key, value in turn.items() if value is not None}
+    role = turn["role"] if "role" in turn else turn["from"]
+    content = turn.get("content", turn.get("value"))
+    if role in CALLS:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(content)}
+    role = ROLES.get(role, role)
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"role {role!r} is not one of system, user, assistant, tool")
+    more: dict[str, Any] = {}
+    if role == "assistant" and (calls := turn.get("tool_calls") or turn.get("function_call")):
+        more["tool_calls"] = _calls(calls)
+    elif role == "tool":
+        more = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    if content is None:
+        if not more and role != "tool":
+            raise KeyError("content")
+        content = ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    if role == "tool" and isinstance(content, dict | list):
+        content = json.dumps(content, ensure_ascii=False)
+    if not isinstance(content, str):
+        raise TypeError("content must be text")
+    return {"role": role, "content": content, **more}
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls as templates want them: each under `function`, its arguments a mapping."""
+    found = _parsed(value)
+    calls = []
+    for call in map(_parsed, found if isinstance(found, list) else [found]):
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        arguments = _parsed(function.get("arguments") or {})
+        if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+            raise ValueError("a tool call needs a name, and arguments that are a JSON object")
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made = {"type": "function", "function": {"name": function["name"], "arguments": _filled(arguments)}}
+        calls.append(named | made)
+    return calls
+
+
+def _tools(value: Any) -> tuple[Tool, ...]:
+    found = _parsed(value or [])
+    tools = [_parsed(tool) for tool in (found if isinstance(found, list) else [found])]
+    for tool in tools:
+        if not isinstance(tool, dict) or not isinstance((tool.get("function") or tool).get("name"), str):
+            raise ValueError("tools must be a list of JSON objects, each with a name")
+    return tuple(_filled(tool if tool.get("function") else {"type": "function", "function": tool}) for tool in tools)
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"tools and tool calls must be JSON, not {value[:40]!r}") from error
+
+
+def _filled(value: Any) -> Any:
+    """Without the keys that have no value: Arrow gives every struct of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: _filled(each) for key, each in value.items() if each is not None}
+    return [_filled(each) for each in value] if isinstance(value, list) else value
+
+
+def _asked(row: dict[str, Any]) -> list[Message]:
+    """Messages of a row that is no list of them."""
+    text: Any = None
+    if isinstance(row.get("turns"), list):
+        return [{"role": "user", "content": row["turns"][0].strip()}]
+    if "question" in row:
+        text = f"{row['question'].strip()}\n{REASONING}"
+    elif "prompt" in row and "entry_point" in row:
+        text = SOLVE.format(prompt=row["prompt"].strip())
+    elif "prompt" in row:
+        text = row["prompt"]
+    elif "text" in row:
+        tests = row.get("test_list")
+        text = f"{row['text']}\nYour code should pass this test:\n{tests[0]}" if tests else row["text"]
+    elif "instruction" in row:
+        text = "\n".join(part for part in (row["instruction"], row.get("input") or "") if part)
+    elif "query" in row or "input" in row:
+        text = row["query"] if "query" in row else row["input"]
+    elif key := next((key for key in ("messages", "conversations", "turns") if key in row), None):
+        raise TypeError(f"{key} must be a list")
+    else:
+        names = "messages, conversations, turns, question, prompt, text, instruction, query, input"
+        raise ValueError(f"none of {names} is in this row")
+    asked = [{"role": "user", "content": text}]
+    answer = row.get("response", row.get("output"))
+    return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
+
+
+def split_messages(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """What precedes the first assistant turn, and what there is from it on."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return messages[:first], messages[first:]
+
+
+# ---- conversations --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is asked, turn by turn: the messages before each answer. The recorded answers are left out.
+
+    A recorded tool call is no answer that can be gone on from in other words, for nobody runs the tools: the turn after
+    it begins with the call, and then has its results.
+    """
+
+    id: str
+    turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """What is asked, all turns."""
+        return self._said("user")
+
+    @property
+    def instructions(self) -> str:
+        """The system messages and the tools."""
+        return self._said("system") + (json.dumps(self.tools, sort_keys=True) if self.tools else "")
+
+    def _said(self, role: str) -> str:
+        return "\n".join(message["content"] for turn in self.turns for message in turn if message["role"] == role)
+
+
+def conversation(row: Any, default_id: str) -> Conversation:
+    """A row of any shape that `read_chat` knows, all its turns; every one of `turns`; or a bare string.
+
+    Raises:
+        ValueError: says in a few words what is wrong with the row.
+    """
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    name = next((row[key] for key in ("id", "task_id") if isinstance(row.get(key), str | int)), default_id)
+    try:
+        messages, tools = read_chat(row)
+        turns = _turns(messages)
+        if not any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt")):
+            later = row["turns"][1:] if isinstance(row.get("turns"), list) else []
+            turns += tuple(({"role": "user", "content": turn.strip()},) for turn in later)
+        if not all(isinstance(message["content"], str) for turn in turns for message in turn):
+            raise TypeError("the prompt must be text")
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"malformed row ({error!r})") from error
+    if not turns or not all(_asks(turn, first=i == 0) for i, turn in enumerate(turns)):
+        raise ValueError("a turn asks nothing")
+    return Conversation(str(name), turns, tools)
+
+
+def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            turns[-1].append(message)
+        else:
+            turns.append([message] if "tool_calls" in message else [])
+    ended = all(message["role"] == "assistant" for message in turns[-1])  # with an answer, or a call without a result
+    return tuple(tuple(turn) for turn in (turns[:-1] if ended else turns))
+
+
+def _asks(turn: tuple[Message, ...], first: bool) -> bool:
+    if not first and any(message["role"] == "tool" for message in turn):
+        return True
+    return any(message["role"] == "user" and message["content"].strip() for message in turn)
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose calls all have an id, and whose results name a call's, as servers get them from any client.
+
+    A call without an id takes the one that a result of its names and no other call has, else one that is made up: of
+    nine letters and digits, which the templates of Mistral ask for. Results without one name the other calls in turn.
+    """
+    found = []
+    given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+    given |= {message.get("tool_call_id") for message in messages}
+    fresh = (name for i in itertools.count() if (name := f"call{i:05d}") not in given)
+    waiting: list[str] = []  # calls that no result names
+    for i, message in enumerate(messages):
+        if "tool_calls" in message:
+            results = itertools.takewhile(lambda later: later["role"] == "tool", messages[i + 1 :])
+            named = [result["tool_call_id"] for result in results if result.get("tool_call_id")]
+            ids = [call.get("id") for call in message["tool_calls"]]
+            free = [name for name in named if name not in ids]
+            ids = [name or (free.pop(0) if free else next(fresh)) for name in ids]
+            waiting = [name for name in ids if name not in named]
+            calls = [call | {"id": name} for call, name in zip(message["tool_calls"], ids, strict=True)]
+            message = message | {"tool_calls": calls}
+        elif message["role"] == "tool" and not message.get("tool_call_id"):
+            message = message | {"tool_call_id": waiting.pop(0) if waiting else next(fresh)}
+        found.append(message)
+    return found
