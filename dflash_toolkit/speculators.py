@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,12 @@ from .rope import tell_of_vllm
 
 
 def save_speculators(
-    drafter: Drafter, path: str | Path, target: PreTrainedConfig, embedding: Tensor, head: Tensor
+    drafter: Drafter,
+    path: str | Path,
+    target: PreTrainedConfig,
+    embedding: Tensor,
+    head: Tensor,
+    provenance: dict[str, Any] | None = None,
 ) -> None:
     """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
 
@@ -23,6 +29,7 @@ def save_speculators(
 
     Args:
         embedding: [V, D]; head: [V, D].
+        provenance: as for `save_drafter`.
 
     Raises:
         UserError: as `save_drafter`; or causal layers that are not sliding, which this form cannot say, or causal
@@ -58,7 +65,7 @@ def save_speculators(
         "mask_token_id": drafter.config.mask_token_id,
         "sliding_window_non_causal": causal == {False},
         "target_hidden_size": drafter.config.hidden_size,
-        PROVENANCE_KEY: {"num_target_layers": drafter.config.num_target_layers},
+        PROVENANCE_KEY: (provenance or {}) | {"num_target_layers": drafter.config.num_target_layers},
     }
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
     tensors["embed_tokens.weight"] = embedding.detach().to("cpu", torch.bfloat16).clone()

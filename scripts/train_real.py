@@ -47,6 +47,7 @@ from dflash_toolkit.evaluation.runtimes import EngineRuntime
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.prompts import encode_chat, open_text, read_prompt_sets, template_hash
+from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.train.answer_file import read_training_rows
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.cli import drafter_config
@@ -227,7 +228,10 @@ class Lab:
         with timed(seconds, "training"):
             outcome = train(
                 config, self.target, self.drafter(config), self.rows, [], fresh(work), {},
-                lambda trained, _: save_drafter(trained, folder, note), source=source,
+                lambda trained, _: save_drafter(
+                    trained, folder, note | {RECORD_KEY: export_record(trained, self.target)}
+                ),
+                source=source,
             )  # fmt: skip
         (work / "state.pt").unlink()  # a run by the clock is not resumed
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

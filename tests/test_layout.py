@@ -22,7 +22,7 @@ SOURCES = sorted(
 LEVELS = [
     {"benchmark", "config", "kernels", "lazy", "packed", "progress", "rope"},
     {"conversations", "drafter", "files", "sampling", "target"},
-    {"decode", "checkpoint", "sources"},
+    {"decode", "checkpoint", "record", "sources"},
     {"prompts"},
     {"acceptance", "runtime", "speculators"},
     {"doctor"},

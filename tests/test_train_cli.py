@@ -12,7 +12,9 @@ from test_train_loop import argv, lines_without_speed, weights
 import train.loop
 import train.state
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
+from dflash_toolkit.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.record import export_record
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.target import load_tokenizer
 from train.answers import Question, read_rows, regenerate
@@ -69,6 +71,8 @@ def test_the_speculators_form_can_be_asked_for_later_and_holds_the_exported_weig
     assert (output / "model.safetensors").read_bytes() == exported, "nothing was trained again"
     a, b = (dict(load_drafter(str(path)).named_parameters()) for path in (output, output / "speculators"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    ours, theirs = (json.loads((path / "config.json").read_text()) for path in (output, output / "speculators"))
+    assert theirs[PROVENANCE_KEY] == ours[PROVENANCE_KEY] and ours[PROVENANCE_KEY]["record"]
 
 
 def test_the_exported_drafter_is_the_one_with_the_best_measured_acceptance(
@@ -87,6 +91,8 @@ def test_the_exported_drafter_is_the_one_with_the_best_measured_acceptance(
     assert again.tau_pooled == pytest.approx(max(measured), abs=1e-5)
     provenance = json.loads((output / "config.json").read_text())["dflash_toolkit"]
     assert provenance["acceptance_length"] == pytest.approx(max(measured), abs=1e-3)
+    assert provenance["record"] == export_record(drafter, target), "of what was written, and no step later"
+    assert provenance["target_digest"]
 
 
 def test_the_record_resolves_every_knob(target_dir: Path, data: Path, tmp_path: Path) -> None:

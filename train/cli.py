@@ -18,11 +18,12 @@ import transformers
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import check_fits, serving_commands
+from dflash_toolkit.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
 from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 from dflash_toolkit.files import locked, read_json, write_json
 from dflash_toolkit.prompts import template_hash
+from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.speculators import save_speculators
 from dflash_toolkit.target import choose_mask_token, context_limit, load_config, load_tokenizer, resolve_device
 
@@ -189,7 +190,7 @@ def _train(run: _Prepared, processes: Processes) -> None:
         measured = None if math.isnan(acceptance_length) else round(acceptance_length, 4)
         made = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
         note = {"acceptance_length": measured} | made | _origin(record)
-        save_drafter(trained, output, note)
+        save_drafter(trained, output, note | {RECORD_KEY: export_record(trained, target)})
 
     outcome = train(
         config, target, drafter, rows, data.held_out, run.work, _fingerprint(record), export, processes, record=record
@@ -221,8 +222,9 @@ def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: list[Row]) -
     if not (output / "model.safetensors").exists():
         raise UserError(f"{output} holds no drafter, though its training is over; remove {run.work} to train again")
     if config.run.speculators:
-        exported = load_drafter(str(output))
-        save_speculators(exported, output / "speculators", target.config, target.embedding.weight, target.head_weight)
+        exported, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
+        copies = (target.embedding.weight, target.head_weight)
+        save_speculators(exported, output / "speculators", target.config, *copies, provenance=note)
     write_json(output / "run.json", run.record | {"finished": _now(), "result": _result(outcome, rows)})
     print(f"\n{output}: drafter exported", file=sys.stderr)
     if outcome.last:
@@ -344,6 +346,7 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
         "version": record["versions"]["dflash_toolkit"],
         "git": record["versions"]["git"],
         "target": record["target"],
+        "target_digest": record["target_digest"],
         "template_hash": record["template_hash"],
         "data_hash": record["data_hash"],
         "answers": record["samplers"],

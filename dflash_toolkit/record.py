@@ -1,0 +1,166 @@
+"""What an export notes of itself, so that it can be told later what has been changed since: weights, shape, outputs.
+
+The record lies in config.json under this project's own key, which every other loader ignores. `dflash-doctor` makes it
+again and compares. It holds hashes of the tensors as they are stored (bf16), the drafter's configuration, what the
+drafter computes of fixed inputs (on the CPU in fp32, so the same on every machine), and what the target computes of
+fixed tokens (in the dtype and on the device of training, so the same but for rounding).
+
+What a place computes, a tensor of any size, is kept as a few numbers: its scale, and its projections on fixed random
+vectors of signs. The differences of two tensors' projections estimate how far apart the tensors are.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .drafter import Drafter, DrafterConfig
+from .target import Target
+
+RECORD_KEY = "record"  # within the provenance
+SCHEMA = 1
+TOKENS = 48  # of the fixed text that the target reads
+CONTEXT, SLOTS = 16, 8  # of the fixed block that the drafter reads
+PROJECTIONS = 8
+SHORT = 16  # hex digits of a tensor's hash
+DIGITS = 6
+_LOW = (1 << 32) - 1
+
+
+def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
+    """What `save_drafter(drafter, path, {RECORD_KEY: export_record(drafter, target)})` adds to a checkpoint.
+
+    Returns:
+        JSON values, some kilobytes: "sha256" and "tensors" (name -> short sha256 of the bf16 bytes), "configuration",
+        "drafter" and "target" (see `drafter_signature`, `target_signature`).
+    """
+    tensors = stored_tensors(drafter)
+    hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
+    return {
+        "schema": SCHEMA,
+        "sha256": weights_digest(hashes),
+        "tensors": {name: found[:SHORT] for name, found in hashes.items()},
+        "configuration": configuration(drafter.config),
+        "drafter": drafter_signature(drafter.config, tensors),
+        "target": target_signature(target, drafter.config.target_layer_ids),
+    }
+
+
+def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """The weights as a checkpoint stores them: bf16, on the CPU."""
+    return {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """sha256 over a tensor's bf16 bytes."""
+    stored = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+    return hashlib.sha256(stored.view(torch.uint8).numpy().data).hexdigest()
+
+
+def weights_digest(hashes: Mapping[str, str]) -> str:
+    """sha256 over the names and hashes of all tensors, in the order of their names."""
+    return hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
+
+
+def configuration(config: DrafterConfig) -> dict[str, Any]:
+    """The drafter's configuration as JSON values, by the names of `DrafterConfig`."""
+    values = {k: v for k, v in asdict(config).items() if k not in ("rope_factor", "scaled_frequencies")}
+    values["rope_scaling"] = config.rope_scaling.parameters if config.rope_scaling else None
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+@torch.no_grad()
+def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """What a drafter computes of fixed features and a fixed block of SLOTS, on the CPU in fp32.
+
+    No part of it depends on the target, so a first departure is the drafter's own.
+
+    Returns:
+        By place, in the order of computation, the numbers of `summary`: "context", "layers.i", "output".
+    """
+    drafter = Drafter.of_tensors(config, {n: t.to("cpu", torch.float32) for n, t in tensors.items()}).eval()
+    features = signs(CONTEXT * config.feature_size, 101).view(1, CONTEXT, -1)
+    x = signs(SLOTS * config.hidden_size, 102).view(1, SLOTS, -1)
+    place, positions = torch.arange(CONTEXT)[None], torch.arange(CONTEXT, CONTEXT + SLOTS)[None]
+    found = {"context": summary(drafter.hidden_norm(drafter.fc(features))[0])}
+    context, rope = drafter.context_kv(features, place), drafter.rope(positions)
+    for i, layer in enumerate(drafter.layers):
+        x = layer(x, rope, (context.keys[i], context.values[i]), drafter.own_mask(i, positions, place))
+        found[f"layers.{i}"] = summary(x[0])
+    found["output"] = summary(drafter.norm(x)[0])
+    return found
+
+
+@torch.inference_mode()
+def target_signature(target: Target, taps: Sequence[int]) -> dict[str, Any]:
+    """What a target computes of TOKENS fixed tokens.
+
+    Args:
+        taps: 0-based layer ids.
+
+    Returns:
+        "dtype" and "device" of the computation, and "places": the numbers of `summary` for "embedding", "layers.i" (the
+        output of each tapped layer, lowest first) and "final" (after the final norm).
+    """
+    ids = fixed_ids(target.embedding.num_embeddings).to(target.device)[None]
+    layers = sorted(set(taps))
+    out = target.forward(ids, taps=layers, final=True)
+    assert out.features is not None and out.final is not None
+    places = {"embedding": summary(target.embed(ids)[0])}
+    for layer, hidden in zip(layers, out.features[0].chunk(len(layers), dim=-1), strict=True):
+        places[f"layers.{layer}"] = summary(hidden)
+    places["final"] = summary(out.final[0])
+    return {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type, "places": places}
+
+
+def fixed_ids(rows: int) -> Tensor:
+    """The fixed tokens [TOKENS] for an embedding of so many rows."""
+    return _scrambled(torch.arange(TOKENS), 100) * rows >> 32
+
+
+def signs(count: int, stream: int) -> Tensor:
+    """Fixed +1 and -1, fp32 [count]; another `stream` gives others."""
+    return (_scrambled(torch.arange(count), stream) >> 31).float() * 2 - 1
+
+
+def _scrambled(numbers: Tensor, stream: int) -> Tensor:
+    """32 well mixed bits of each number (int64), the same in every version of torch; the rounds are murmur3's."""
+    mixed = (numbers * 0x9E3779B1 + stream * 0x85EBCA77) & _LOW
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        mixed = ((mixed ^ (mixed >> 16)) * factor) & _LOW
+    return mixed ^ (mixed >> 16)
+
+
+def summary(hidden: Tensor) -> list[float]:
+    """The numbers that are kept of hidden states [T, D]: their scale, then PROJECTIONS projections.
+
+    The scale is the median over tokens of the median absolute value. For the projections each token is divided by its
+    own median absolute value and squashed, x / (1 + |x|): a few channels of a real model are thousands of times the
+    others, alike in all layers, and would hide the rest.
+    """
+    wide = hidden.detach().float().cpu()
+    size = wide.abs().median(-1, keepdim=True).values.clamp(min=1e-30)
+    scaled = wide / size
+    squashed = (scaled / (1 + scaled.abs())).flatten()
+    directions = torch.stack([signs(squashed.numel(), 1 + i) for i in range(PROJECTIONS)])
+    projected = directions @ squashed / math.sqrt(squashed.numel())
+    return [_rounded(float(size.median())), *(_rounded(value) for value in projected.tolist())]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else 0.0
+
+
+def distance(now: Sequence[float], then: Sequence[float]) -> float:
+    """How far apart two summarised tensors are, relative to their size: 0 the same, about 1.4 nothing in common."""
+    if len(now) != len(then) or len(now) < 2:
+        return math.inf
+    (scale, *here), (recorded, *there) = now, then
+    size = math.sqrt(sum(a * a + b * b for a, b in zip(here, there, strict=True)) / 2)
+    apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(here, there, strict=True)))
+    larger = max(abs(scale), abs(recorded))
+    return max(apart / size if size else float(apart > 0), abs(scale - recorded) / larger if larger else 0.0)
