@@ -1,30 +1,15 @@
 """Which weights a name stands for: another fine-tune under the same name writes other answers."""
 
-import hashlib
-from pathlib import Path
-
 from dflash_toolkit.config import UserError
-
-CHUNK = 1 << 16  # bytes
+from dflash_toolkit.fingerprint import model_digest
 
 
 def target_digest(name: str) -> str | None:
-    """Of a directory: its configuration, and each file of weights by name, size, start, middle and end.
+    """sha256 over all weights and scales of a target and what its configuration computes with them (`model_digest`).
 
-    None for a name on the Hub. Raises UserError for a file that cannot be read.
+    None where no weights are on this machine. Raises UserError for files that cannot be read.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        return None
-    digest = hashlib.sha256()
     try:
-        for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with open(path, "rb") as handle:
-                for start in (0, size // 2, max(0, size - CHUNK)):
-                    handle.seek(start)
-                    digest.update(handle.read(CHUNK))
-    except OSError as error:
-        raise UserError(f"target {name}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
+        return model_digest(name)
+    except UserError as error:
+        raise UserError(f"target {name}: {error}") from error

@@ -1,0 +1,227 @@
+"""What tells one model from another: sha256 over every byte of its weights, wherever and however they are stored.
+
+The digest of a copy under another name, or cut into other files, is the same; one other byte in the middle of a tensor
+makes another. Reading 16 GB takes its time, so it is kept in the user's cache while the files stay as they are.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import UserError
+from .progress import Progress
+
+READ = 4 << 20  # bytes of one read: hashlib and the read work on it without the GIL
+THREADS = 8
+BAR_BYTES = 1 << 30  # from here on it takes long enough for a bar
+MOST_HEADER = 100_000_000  # bytes, as the format allows
+SETTLED_S = 2.0  # a file that was just written may be written again without its time telling
+FORM = "dflash-toolkit model 1"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+# keys of a config.json that do not change what is computed: who wrote it, in which form it was held, and training's own
+VOLATILE = {
+    "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "output_attentions",
+    "output_hidden_states", "return_dict", "_attn_implementation", "_attn_implementation_autoset",
+    "attn_implementation", "initializer_range", "attention_dropout", "pad_token_id", "bos_token_id",
+    "tie_word_embeddings",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes of a file that are hashed as one: a tensor, or a file of another form."""
+
+    name: str
+    kind: str  # dtype and shape
+    file: Path
+    start: int
+    size: int  # bytes
+
+
+def model_digest(name: str | Path) -> str | None:
+    """sha256 of a model: every byte of its weights and scales, and what its config.json says is computed with them.
+
+    A name on the Hub stands for its snapshot in the local cache. None if no weights are there: what asks an endpoint
+    needs only a configuration and a tokenizer. Tensors count sorted by name, with dtype and shape; names of folders and
+    files and the division into files do not count. A head that repeats the embedding byte for byte, as some programs
+    save tied heads, counts as not saved.
+
+    Raises:
+        UserError: a damaged file, or one that cannot be read.
+    """
+    folder = _folder(name)
+    if folder is None or (not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))):
+        return None
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    told = json.dumps([FORM, _lasting(config), weights_digest(folder)], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def weights_digest(folder: str | Path) -> str:
+    """sha256 of the tensors of a folder of .safetensors files, else of its .bin files, as `model_digest` describes it.
+
+    Raises:
+        UserError: none of these files, a damaged one, or one that cannot be read.
+    """
+    files = weight_files(Path(folder))
+    try:
+        before = [_state(file) for file in files]
+        kept = _cache_file([FORM, before])
+        if kept and (found := _kept(kept)):
+            return found
+        digest = _hashed([part for file in files for part in _parts(file)])
+        settled = time.time() - max(state[2] for state in before) / 1e9 > SETTLED_S
+        if kept and settled and before == [_state(file) for file in files]:
+            _keep(kept, digest)
+        return digest
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's tensors, as Hugging Face chooses among those in its folder. Raises UserError."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / stem).is_file():
+            return [folder / stem]
+        if (index := folder / f"{stem}.index.json").is_file():
+            try:
+                names = set(json.loads(index.read_bytes())["weight_map"].values())
+                files = sorted(folder / name for name in names)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UserError(f"{index}: cannot be read ({error})") from error
+            if missing := [file for file in files if not file.is_file()]:
+                raise UserError(f"{missing[0]}: no such file, and {index.name} names it")
+            return files
+        if files := sorted(folder.glob(f"*{Path(stem).suffix}")):
+            return files
+    raise UserError(f"{folder}: no *.safetensors and no *.bin file in this directory")
+
+
+def _folder(name: str | Path) -> Path | None:
+    if os.path.isdir(name):  # unlike Path's it answers for names of any length
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(str(name), "config.json")
+    except (HFValidationError, ValueError):
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _lasting(value: Any) -> Any:
+    """A configuration without what does not change the numbers, and without keys that say nothing."""
+    if isinstance(value, dict):
+        return {k: _lasting(v) for k, v in value.items() if k not in VOLATILE and v is not None}
+    return [_lasting(each) for each in value] if isinstance(value, list) else value
+
+
+def _parts(file: Path) -> list[_Part]:
+    """What is hashed of a file."""
+    size = file.stat().st_size
+    if file.suffix != ".safetensors":
+        return [_Part(f"file of {size} bytes", "bin", file, 0, size)]
+    try:
+        with open(file, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            if length > min(size, MOST_HEADER):
+                raise ValueError("its header does not fit")
+            header = json.loads(handle.read(length))
+        found = []
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = about["data_offsets"]
+            if not 0 <= start <= end <= size - 8 - length:
+                raise ValueError(f"{name} lies outside the file")
+            kind = f"{about['dtype']} {[int(n) for n in about['shape']]}"
+            found.append(_Part(name, kind, file, 8 + length + start, end - start))
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: damaged, no safetensors file ({error})") from error
+    return found
+
+
+def _hashed(parts: Sequence[_Part]) -> str:
+    """One digest of all, read by several threads, the largest first."""
+    total = sum(part.size for part in parts)
+    order = sorted(parts, key=lambda part: -part.size)
+
+    def run(advance: Callable[[int], None]) -> list[str]:
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            found = []
+            for part, digest in zip(order, pool.map(_bytes_digest, order), strict=True):
+                found.append(digest)
+                advance(part.size)
+            return found
+
+    if total < BAR_BYTES:
+        digests = run(lambda size: None)
+    else:
+        with Progress("weights' digest", round(total / 1e6), unit="MB") as bar:
+            digests = run(lambda size: bar.advance(size / 1e6))
+    # two files of another form are told apart by what they hold: their names do not count
+    lines = sorted((part.name, part.kind, digest) for part, digest in zip(order, digests, strict=True))
+    embedding = {line[1:] for line in lines if line[0].endswith(EMBEDDINGS)}
+    kept = [line for line in lines if not (line[0].endswith("lm_head.weight") and line[1:] in embedding)]
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
+
+def _bytes_digest(part: _Part) -> str:
+    digest, left = hashlib.sha256(), part.size
+    buffer = memoryview(bytearray(min(READ, max(left, 1))))
+    with open(part.file, "rb", buffering=0) as handle:
+        handle.seek(part.start)
+        while left:
+            count = handle.readinto(buffer[: min(left, len(buffer))])
+            if not count:
+                raise UserError(f"{part.file}: ends before {part.name} does; was it copied whole?")
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()
+
+
+# ---- the user's cache ----------------------------------------------------------------------------------------
+
+
+def _state(file: Path) -> tuple[str, int, int, int]:
+    """Path, bytes, time of the last change in ns, and inode, where a link leads."""
+    path = file.resolve()
+    stat = path.stat()
+    return str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _cache_file(key: Any) -> Path | None:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not root.is_absolute():  # a user without a home
+        return None
+    return root / "dflash-toolkit" / f"weights-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+
+
+def _kept(path: Path) -> str | None:
+    try:
+        found = json.loads(path.read_text())["sha256"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) and len(found) == 64 else None
+
+
+def _keep(path: Path, digest: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"sha256": digest}))
+        temporary.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written is done without
