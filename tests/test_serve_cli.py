@@ -102,7 +102,7 @@ def test_ctrl_c_while_it_loads_is_an_interruption(
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path) -> None:
     command = [
         sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--drafter", str(drafter_dir),
-        "--port", "0", "--device", "cpu", "--served-model-name", "tiny",
+        "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-batch", "1",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -113,18 +113,18 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
             line = process.stdout.readline()
             match = re.fullmatch(r"dflash-serve: (http://127.0.0.1:\d+)/v1 serves tiny \(.*, float32 on cpu\)\n", line)
             assert match, line + process.stderr.read()
-            assert urllib.request.urlopen(f"{match[1]}/health", timeout=10).status == 200
+            assert urllib.request.urlopen(f"{match[1]}/health", timeout=60).status == 200
 
-            # Ctrl-C with an answer under way: the client is told, the server does not wait for the end
-            client = OpenAI(base_url=f"{match[1]}/v1", api_key="none", max_retries=0, timeout=20)
+            # Ctrl-C with answers under way: the client is told, the server does not wait for the end
+            client = OpenAI(base_url=f"{match[1]}/v1", api_key="none", max_retries=0, timeout=60)
             answer = client.completions.create(
-                model="tiny", prompt="hello", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+                model="tiny", prompt=["hello"] * 40, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
             )
             next(iter(answer))
             process.send_signal(signal.SIGINT)
             with pytest.raises(APIError, match="shutting down"):
                 list(answer)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert (process.returncode, out, err) == (0, "", "")

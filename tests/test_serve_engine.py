@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,19 +27,71 @@ def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engi
     return Engine(Runtime.of_modules(target, drafter, EngineOptions(**options)), target.tokenizer)
 
 
-class SlowSteps:
-    """Makes every turn of an engine take 20 ms, and counts them."""
+LATE_S = 60.0  # how long a test waits for what must come; nothing is said about how soon it does
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done = 0
-        real = engine.engine.step
 
-        def step() -> bool:
-            self.done += not engine.engine.scheduler.idle
-            time.sleep(0.02)
-            return real()
+class Gate:
+    """Every turn of an engine that has something to do asks here; it stands still where it may do no more.
 
-        monkeypatch.setattr(engine.engine, "step", step)
+    Attributes:
+        done: turns that were let through.
+    """
+
+    def __init__(self, engine: Engine, turns: int) -> None:
+        self.done, self._left, self._stands, self._engine = 0, turns, False, engine
+        self._changed = threading.Condition()
+
+    def enter(self) -> None:
+        with self._changed:
+            self._stands = self._left == 0
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._left != 0, LATE_S)
+            self._stands = False
+            self._left -= 1
+            self.done += 1
+
+    def wait(self, more: int = 0) -> None:
+        """Let `more` turns through, and wait until the engine stands before the next."""
+        with self._changed:
+            self._left += more
+            self._stands = self._stands and not more
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._stands, LATE_S)
+
+    def open(self) -> None:
+        with self._changed:
+            self._left = sys.maxsize
+            self._changed.notify_all()
+
+    def wait_idle(self) -> None:
+        """Let everything through, until nothing is left to do."""
+        self.open()
+        wait_until(lambda: self._engine.engine.scheduler.idle)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LATE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def gated(engine: Engine, turns: int) -> Iterator[Gate]:
+    gate = Gate(engine, turns)
+    real = engine.engine.step
+
+    def step() -> bool:
+        if not engine.engine.scheduler.idle:
+            gate.enter()
+        return real()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.engine, "step", step)
+        try:
+            yield gate
+        finally:
+            gate.open()
 
 
 def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) -> None:
@@ -72,10 +125,8 @@ def test_pauses_are_used_to_prepare_until_nothing_is_left(
         return [t async for progress in engine.decode([1, 2], LONG) for t in progress.tokens]
 
     assert asyncio.run(play()) == generate(target, None, [1, 2], LONG).tokens
-    deadline = time.monotonic() + 10
-    while len(calls) < (1 if broken else 5) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
+    wait_until(lambda: len(calls) >= (1 if broken else 5))
+    time.sleep(0.05)  # for one too many to show
     assert calls == [True] * (1 if broken else 5)
 
 
@@ -98,9 +149,7 @@ def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
         client.post("/v1/completions", json=body)
     else:
         assert client.post("/v1/completions", json=body).status_code == 500
-    deadline = time.monotonic() + 10
-    while client.get("/health").status_code == 200 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: client.get("/health").status_code != 200)
     assert client.get("/health").status_code == 503
     assert client.post("/v1/completions", json=body).json()["error"]["code"] == "engine_failed"
 
@@ -116,9 +165,14 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
                 pass
             ended.append(number)
 
-        async with contextlib.aclosing(engine.decode([1], LONG)) as unread:
-            await anext(unread)
-            await asyncio.wait_for(asyncio.gather(consume(1, 200), consume(2, 5), consume(3, 1)), 10)
+        with gated(engine, 40) as gate:  # the first takes fifty, and the longest of the others two hundred
+            async with contextlib.aclosing(engine.decode([1], LONG)) as unread:
+                await anext(unread)
+                longest = asyncio.create_task(consume(1, 200))
+                await asyncio.wait_for(asyncio.gather(consume(2, 5), consume(3, 1)), LATE_S)
+                assert not longest.done()
+                gate.open()
+                await asyncio.wait_for(longest, LATE_S)
         return ended
 
     # two rows are left beside the unread one: the third waits for the second
@@ -127,21 +181,27 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
 
 def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None, max_batch=1)
-    slow = SlowSteps(engine, monkeypatch)
     joined: list[list[int]] = []
     real = engine.engine.runner.join
     monkeypatch.setattr(engine.engine.runner, "join", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
 
-    async def play() -> None:
+    async def play(gate: Gate) -> None:
         async with contextlib.aclosing(engine.decode([1], LONG)) as running:
             await anext(running)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(engine.decode([2], LONG)), 0.001)
+            queued = asyncio.ensure_future(anext(engine.decode([2], LONG)))
+            await asyncio.sleep(0)  # it asks
+            await asyncio.to_thread(gate.wait, 3)
+            assert not engine.engine.scheduler.idle and not queued.done()
+            queued.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await queued
+        gate.open()
         assert len([progress async for progress in engine.decode([3], SamplingParams(max_new_tokens=1))]) == 1
 
-    asyncio.run(play())
+    with gated(engine, 2) as gate:
+        asyncio.run(play(gate))
     assert joined == [[1], [3]]
-    assert slow.done <= 9, "the first stopped soon after it was left"
+    assert gate.done <= 9, "the first stopped when it was left"
 
 
 def test_closing_ends_running_and_queued_answers(target: Target) -> None:
@@ -165,22 +225,22 @@ def test_closing_tells_clients_before_a_long_step_is_over(target: Target, monkey
     def step() -> bool:
         if not engine.engine.scheduler.idle:
             begun.set()
-            over.wait(20)
+            over.wait(2 * LATE_S)
         return real()
 
     monkeypatch.setattr(engine.engine, "step", step)
 
     async def play() -> None:
         asking = asyncio.ensure_future(anext(engine.decode([1], LONG)))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, LATE_S)
         engine.close()
         with pytest.raises(EngineClosedError):
-            await asyncio.wait_for(asking, 5)
+            await asyncio.wait_for(asking, LATE_S)
 
     asyncio.run(play())
     assert not engine.join(0.1), "the step goes on"
     over.set()
-    assert engine.join(10)
+    assert engine.join(LATE_S)
 
 
 def test_closing_ends_the_thread_and_later_requests_are_refused(target: Target) -> None:
@@ -191,7 +251,7 @@ def test_closing_ends_the_thread_and_later_requests_are_refused(target: Target) 
 
     asyncio.run(ask())
     engine.close()
-    assert engine.join(10)
+    assert engine.join(LATE_S)
     with pytest.raises(EngineClosedError):
         asyncio.run(ask())
 
@@ -205,7 +265,7 @@ def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> No
         await anext(left_open[-1])
 
     for _ in range(3):
-        asyncio.run(asyncio.wait_for(first_of_many(), 10))
+        asyncio.run(asyncio.wait_for(first_of_many(), LATE_S))
     assert engine._thread.is_alive() and engine.broken is None
 
 
@@ -213,7 +273,6 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(target, None)
-    SlowSteps(engine, monkeypatch)
 
     def fail(row: int) -> None:
         raise RuntimeError("the device is gone")
@@ -223,15 +282,17 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
             async for _ in engine.decode([1], LONG):
                 pass
 
-        async with contextlib.aclosing(engine.decode([2], LONG)) as left:
-            await anext(left)
-            other = asyncio.create_task(consume())
-            await asyncio.sleep(0.1)
-            monkeypatch.setattr(engine.engine.runner, "leave", fail)
+        with gated(engine, 2) as gate:
+            async with contextlib.aclosing(engine.decode([2], LONG)) as left:
+                await anext(left)
+                other = asyncio.create_task(consume())
+                await asyncio.sleep(0)  # it asks
+                await asyncio.to_thread(gate.wait, 5)
+                monkeypatch.setattr(engine.engine.runner, "leave", fail)
         found = await asyncio.gather(other, consume(), return_exceptions=True)
         return [type(error) for error in found]
 
-    assert asyncio.run(asyncio.wait_for(play(), 10)) == [EngineClosedError, EngineClosedError]
+    assert asyncio.run(asyncio.wait_for(play(), LATE_S)) == [EngineClosedError, EngineClosedError]
     assert "the device is gone" in str(engine.broken)
     health = TestClient(create_app(engine, "org/tiny")).get("/health")
     assert health.status_code == 503 and "restart the server" in health.text
@@ -272,7 +333,7 @@ def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
             return {"type": "http.disconnect"}
 
         response = EventResponse(events())
-        await asyncio.wait_for(response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send), 5)
+        await asyncio.wait_for(response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send), LATE_S)
         return list(ended)  # now, not whenever `response` is collected
 
     assert asyncio.run(play()) == [True]
@@ -284,7 +345,7 @@ def test_a_client_hears_why_an_engine_serves_no_more(target: Target, failed: boo
     if failed:
         engine.broken = RuntimeError("the device is gone")
     engine.close()
-    engine.join(10)
+    engine.join(LATE_S)
     client = TestClient(create_app(engine, "org/tiny"))
     reply = client.post("/v1/completions", json={"model": "org/tiny", "prompt": [1]})
     code = "engine_failed" if failed else "server_shutting_down"
