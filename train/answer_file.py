@@ -8,17 +8,24 @@ and answers), `prompt_tokens` (the first so many are the prompt), `spans` ([star
 
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dflash_toolkit.config import UserError
 from dflash_toolkit.prompts import UNREADABLE, open_text
 
 from .answers import Row
 from .dialogue import ChatDialogue
+
+MOST_TOKENS = 2**31 - 1  # of a vocabulary
+HERE = b'"here"'  # stands for the numbers that `_parsed` reads itself
 
 
 def lines_of(dialogue: ChatDialogue, common: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +123,7 @@ def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, templ
                     f"{where}: rendered with another chat template than {target} has; "
                     f"answer the prompts with dflash-data again"
                 )
-            if not 0 <= min(rows[-1].tokens) <= max(rows[-1].tokens) < vocab_size:
+            if not 0 <= (ids := np.asarray(rows[-1].tokens)).min() <= ids.max() < vocab_size:
                 raise UserError(f"{where}: holds a token outside the target's vocabulary of {vocab_size}")
         if len(rows) == found:
             raise UserError(f"{path}: holds no answers")
@@ -125,13 +132,47 @@ def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, templ
 
 def _row_of(row: dict[str, Any], index: int) -> Row:
     tokens = row["tokens"]
+    if not isinstance(tokens, np.ndarray):
+        if not all(type(token) is int for token in tokens):
+            raise TypeError("tokens are not whole numbers")
+        tokens = np.array(tokens, np.int64)
     spans = tuple((int(start), int(end)) for start, end in row["spans"])
-    made = Row(index, int(row["prompt_tokens"]), tokens, spans)
+    prompt_tokens = int(row["prompt_tokens"])
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
-    whole = all(type(number) is int for number in (row["index"], *tokens))
-    if not whole or not tokens or not spans or ends != sorted(ends) or made.prompt_tokens != spans[0][0]:
+    if not len(tokens) or not spans or ends != sorted(ends) or prompt_tokens != spans[0][0]:
         raise ValueError("spans, tokens or prompt_tokens do not fit one another")
-    return made
+    if type(row["index"]) is not int:
+        raise TypeError("index is not a whole number")
+    return Row(index, prompt_tokens, np.clip(tokens, -1, MOST_TOKENS).astype(np.int32), spans)
+
+
+def _parsed(line: bytes) -> Any:
+    """What `json.loads` makes of a line, but for `tokens`, if they are plain numbers: an array of int64 then.
+
+    They are most of a line, and Python integers take ten times as long. All else is JSON's to judge.
+    """
+    begin = line.find(b'"tokens": [') + 10 if b'"tokens": [' in line else line.find(b'"tokens":[') + 9
+    if begin >= 10:
+        end = line.find(b"]", begin)
+        digits = line[begin + 1 : end]
+        if not digits.translate(None, b"0123456789, ") and digits[:1].isdigit() and digits[-1:].isdigit():
+            row = json.loads(line[:begin] + HERE + line[end + 1 :])
+            if isinstance(row, dict) and row.get("tokens") == "here":  # and not of something in this row
+                tokens = _numbers(digits)
+                if tokens is not None:
+                    return row | {"tokens": tokens}
+    return json.loads(line)
+
+
+def _numbers(digits: bytes) -> npt.NDArray[np.int64] | None:
+    """Of text such as `1, 2,3`; None for any other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # of text that does not go on as it should
+        try:
+            found = np.fromstring(digits, dtype=np.int64, sep=",")
+        except (DeprecationWarning, ValueError):
+            return None
+    return found if len(found) == digits.count(b",") + 1 else None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
@@ -142,7 +183,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
         with open_text(path) as handle:
             for number, line in enumerate(handle.buffer, 1):  # bytes, of which `resume` must count every one
                 try:
-                    row = json.loads(line)
+                    row = _parsed(line)
                 except (ValueError, RecursionError) as error:
                     if not line.endswith(b"\n"):
                         return  # no object is whole before its last brace

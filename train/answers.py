@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.progress import Progress
@@ -19,16 +22,24 @@ from .backends import Answer, Backend, Chat
 from .config import AnswerKnobs
 
 Span = tuple[int, int]  # start and end of an answer in its row
+Tokens = list[int] | npt.NDArray[np.int32]  # a list while it is written, a view of a `Corpus` while it is trained on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """One training text."""
 
     index: int  # of its prompt in the data
     prompt_tokens: int  # the first so many tokens are the prompt; the rest is supervised unless there are spans
-    tokens: list[int]
+    tokens: Tokens
     spans: tuple[Span, ...] = ()  # the answers of a conversation of several turns
+
+    def __eq__(self, other: object) -> bool:
+        """By what it says, whatever holds its tokens."""
+        if not isinstance(other, Row):
+            return NotImplemented
+        mine, theirs = ((row.index, row.prompt_tokens, row.supervised) for row in (self, other))
+        return mine == theirs and np.array_equal(self.tokens, other.tokens)
 
     @property
     def supervised(self) -> tuple[Span, ...]:

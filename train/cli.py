@@ -30,7 +30,8 @@ from dflash_toolkit.target import choose_mask_token, context_limit, load_config,
 from .answers import Row, read_rows, regenerate
 from .backends import Backend, open_backend
 from .config import TrainConfig
-from .data import PromptData, load_prompts, rows_from_answers, with_anchors
+from .corpus import Corpus
+from .data import PromptData, load_prompts, rows_from_answers
 from .identity import target_digest
 from .loop import Outcome, train
 from .metrics import import_wandb, log_in
@@ -176,14 +177,13 @@ def _train(run: _Prepared, processes: Processes) -> None:
     drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
-    answers = sum(row.answer_tokens for row in rows)
     attention = "flex" if use_flex(config.run.attention, target.device) else "sdpa"
     several = f", {processes.world} processes" if processes.world > 1 else ""
     _say(
         processes,
         f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
-        f"{shape.mask_token_id}; {len(rows)} answers, {answers} tokens; {attention} attention on {target.device}"
-        f"{several}",
+        f"{shape.mask_token_id}; {len(rows)} answers, {rows.answer_tokens} tokens; "
+        f"{attention} attention on {target.device}{several}",
     )
 
     def export(trained: Drafter, acceptance_length: float) -> None:
@@ -198,7 +198,7 @@ def _train(run: _Prepared, processes: Processes) -> None:
     processes.alone(_finish, run, target, outcome, rows)
 
 
-def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) -> tuple[Target, list[Row]]:
+def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) -> tuple[Target, Corpus]:
     config = run.config
     target = Target.load(config.target, processes.device, config.run.dtype)
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
@@ -207,7 +207,9 @@ def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) ->
             run.data, run.tokenizer, target.stop_token_ids, config.prompts.max_length, config.answers.thinking
         )
     packed, _ = packing(config, target.device)
-    rows = _kept([row.cut(min(packed or sys.maxsize, config.prompts.max_length)) for row in answered])
+    rows = Corpus.of_rows(answered).cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
+    if not len(rows):
+        raise UserError(f"none of {len(answered)} answers has two supervised tokens; there is nothing to train on")
     if len(rows) < len(answered):
         _say(
             processes,
@@ -216,7 +218,7 @@ def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) ->
     return target, rows
 
 
-def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: list[Row]) -> None:
+def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: Corpus) -> None:
     """The record that says the run is over, and how to serve what came of it."""
     config, output = run.config, Path(run.config.output_dir)
     if not (output / "model.safetensors").exists():
@@ -273,13 +275,6 @@ def _answered(run: _Prepared, processes: Processes) -> list[Row]:
     if not all(processes.gather(all(q.index in done for q in questions))):
         raise UserError(f"{work} has not the same answers everywhere: all machines must share the output directory")
     return [done[q.index] for q in questions]
-
-
-def _kept(rows: list[Row]) -> list[Row]:
-    kept = with_anchors(rows)
-    if not kept:
-        raise UserError(f"none of {len(rows)} answers has two supervised tokens; there is nothing to train on")
-    return kept
 
 
 def _make(folder: Path, asked: str) -> None:
@@ -365,11 +360,11 @@ def _finished(output: Path, record: dict[str, Any]) -> bool:
     return finished and all((path / "model.safetensors").exists() for path in exports)
 
 
-def _result(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
+def _result(outcome: Outcome, rows: Corpus) -> dict[str, Any]:
     return {
         "steps": outcome.steps,
         "answers": len(rows),
-        "answer_tokens": sum(row.answer_tokens for row in rows),
+        "answer_tokens": rows.answer_tokens,
         "acceptance_length": outcome.best if math.isfinite(outcome.best) else None,
         "training_seconds": round(outcome.elapsed_s, 1),
     }

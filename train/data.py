@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dflash_toolkit.config import UserError
@@ -139,7 +141,7 @@ def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
         distinct = len({tuple(row.tokens[: row.prompt_tokens]) for row in found.rows})
         rows, first = hold_out(found.rows, min(config.prompts.held_out, distinct // 2), config.run.seed)
         room = config.prompts.max_length - 2
-        held_out = [row.tokens[: row.prompt_tokens] for row in first if row.prompt_tokens <= room]
+        held_out = [list(map(int, row.tokens[: row.prompt_tokens])) for row in first if row.prompt_tokens <= room]
     return PromptData([], {}, held_out, digest, [row.cut(config.prompts.max_length) for row in rows], found.samplers)
 
 
@@ -216,13 +218,14 @@ def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tu
         UserError: none is left.
     """
     left_out = dict.fromkeys(("repeated", "in_evaluation", "too_short"), 0)
-    seen: set[tuple[int, ...]] = set()
+    measured = {digest(prompt) for prompt in forbidden}
+    seen: set[bytes] = set()
     kept: list[Row] = []
     for row in (row.cut(longest) for row in rows):
-        tokens = tuple(row.tokens)
+        tokens = digest(row.tokens)
         if tokens in seen:
             left_out["repeated"] += 1
-        elif tokens[: row.prompt_tokens] in forbidden:
+        elif digest(row.tokens[: row.prompt_tokens]) in measured:
             left_out["in_evaluation"] += 1
         elif not row.has_anchor:
             left_out["too_short"] += 1
@@ -240,11 +243,17 @@ def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[
     Raises:
         UserError: there are not more prompts than that.
     """
-    by_prompt = {tuple(row.tokens[: row.prompt_tokens]): row for row in reversed(rows)}
+    prompts_of = [digest(row.tokens[: row.prompt_tokens]) for row in rows]
+    by_prompt = dict(zip(reversed(prompts_of), reversed(rows), strict=True))
     names = list(by_prompt)
     if prompts >= len(names):
         raise UserError(f"{prompts} prompts are to be kept out of training and there are {len(names)}; keep fewer out")
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = {names[i] for i in order[:prompts]}
-    training = [row for row in rows if tuple(row.tokens[: row.prompt_tokens]) not in chosen]
+    training = [row for row, name in zip(rows, prompts_of, strict=True) if name not in chosen]
     return training, [by_prompt[name] for name in names if name in chosen]
+
+
+def digest(tokens: npt.ArrayLike) -> bytes:
+    """What stands for token ids where they are compared."""
+    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()

@@ -8,7 +8,7 @@ other, each seeing itself alone.
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class FeatureSource:
             stacked[..., split:] if self._final else None,
         )  # fmt: skip
 
-    def fill(self, rows: list[Row]) -> None:
+    def fill(self, rows: Sequence[Row]) -> None:
         """Compute and keep what is missing of `rows`. Raises UserError when a disk fails."""
         missing = [row for row in rows if row.index not in self._store]
         if not missing:
@@ -227,7 +227,7 @@ def open_features(
     config: TrainConfig,
     target: Target,
     taps: tuple[int, ...],
-    rows: list[Row],
+    rows: Sequence[Row],
     work: Path,
     rank: int = 0,
     world: int = 1,
@@ -298,7 +298,7 @@ def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> 
 
 
 def _fingerprint(
-    target: Target, taps: tuple[int, ...], final: bool, max_length: int, dtype: torch.dtype, rows: list[Row]
+    target: Target, taps: tuple[int, ...], final: bool, max_length: int, dtype: torch.dtype, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """What tells these features from others."""
     data = hashlib.sha256()

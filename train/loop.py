@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def train(
     config: TrainConfig,
     target: Target,
     drafter: Drafter,
-    rows: list[Row],
+    rows: Sequence[Row],
     held_out: list[list[int]],
     work: Path,
     fingerprint: dict[str, Any],
