@@ -4,9 +4,12 @@ import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import sys
+import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -25,14 +28,40 @@ def start_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def start(program: str, arguments: list[str]) -> BaseProcess:
-    """`main(arguments)` of a module, as a command would run it."""
+def start(program: str, arguments: list[str], until: tuple[Path, int] | None = None) -> BaseProcess:
+    """`main(arguments)` of a module, as a command would run it; `until` as for `stop_at`."""
     start_server()
-    process = CONTEXT.Process(target=_run, args=(program, arguments))
+    process = CONTEXT.Process(target=_run, args=(program, arguments, until))
     process.start()
     return process
 
 
-def _run(program: str, arguments: list[str]) -> None:
+def _run(program: str, arguments: list[str], until: tuple[Path, int] | None) -> None:
     torch.set_num_threads(1)
+    if until:
+        stop_at(*until)
     sys.exit(importlib.import_module(program).main(arguments))
+
+
+def stop_at(path: Path, lines: int) -> None:
+    """Have this process stand still (SIGSTOP) once it has written so many lines: it cannot end before it is killed."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_globals.get("__name__", "").startswith("train.") and line_count(path) >= lines:
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.setprofile(look)
+
+
+def line_count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_stopped(process: BaseProcess) -> None:
+    """Wait until `stop_at` has stopped a process. One that ends before that fails the test."""
+    deadline = time.monotonic() + 240
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert process.is_alive(), "it has ended before it came there"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -120,7 +120,7 @@ def start(arguments: list[str]) -> subprocess.Popen[bytes]:
 
 
 def kill_after(lines: int, pid: int, metrics: Path) -> None:
-    """SIGKILL for a process once metrics.jsonl has so many lines."""
+    """SIGKILL for a process on a GPU once metrics.jsonl has so many lines."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
@@ -129,12 +129,13 @@ def kill_after(lines: int, pid: int, metrics: Path) -> None:
         time.sleep(0.002)
 
 
-def run_killed_after(lines: int, arguments: list[str], metrics: Path) -> None:
-    """A real process, killed with SIGKILL once metrics.jsonl has so many lines."""
-    process = forked.start("train.cli", arguments)
-    kill_after(lines, process.pid or 0, metrics)
+def run_killed_after(lines: int, arguments: list[str], path: Path) -> None:
+    """A real process, killed with SIGKILL once `path` has so many lines."""
+    process = forked.start("train.cli", arguments, until=(path, lines))
+    forked.wait_stopped(process)
+    process.kill()
     process.join(60)
-    assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
+    assert process.exitcode == -signal.SIGKILL
 
 
 def weights(run: Path) -> list[tuple[str, bytes]]:

@@ -63,7 +63,7 @@ def test_on_a_cpu_memory_is_the_largest_that_was_resident() -> None:
     speed = Speed(torch.device("cpu"))
     before = speed.take(0.0)["peak_resident_gb"]
     now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
-    assert now * 0.99 <= before < 1000
+    assert now * 0.9 <= before < 1000, "the kernel counts pages now and then only"
     held = torch.ones(int(1e9 * (before - now + 0.2)) // 4)
     after = speed.take(0.0)["peak_resident_gb"]
     assert before + 0.1 < after < before + 0.4
@@ -155,7 +155,7 @@ def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_bes
         assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
     assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
 
-    deadline = time.monotonic() + 30  # wandb's own process may still be writing
+    deadline = time.monotonic() + 120  # wandb's own process may still be writing
     while True:
         records = wandb_records(tmp_path / "run")
         if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:

@@ -8,14 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from forked import CONTEXT, start_server
+from forked import CONTEXT, start_server, stop_at, wait_stopped
 from test_train_loop import argv, lines_without_speed, losses, rows
 from torch import Tensor
 
@@ -45,7 +44,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _one(rank: int, world: int, port: int, arguments: list[str], log: Path, largest_file: int) -> None:
+def _one(
+    rank: int, world: int, port: int, arguments: list[str], log: Path, largest_file: int, until: tuple[Path, int] | None
+) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"})
@@ -54,6 +55,8 @@ def _one(rank: int, world: int, port: int, arguments: list[str], log: Path, larg
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    if until and not rank:
+        stop_at(*until)
     sys.exit(main(arguments))
 
 
@@ -63,11 +66,17 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def start(arguments: list[str], log: Path, world: int = 2, largest_file: int = 0) -> list[BaseProcess]:
-    """What a launcher does; a launcher would also end the others when one dies."""
+def start(
+    arguments: list[str], log: Path, world: int = 2, largest_file: int = 0, until: tuple[Path, int] | None = None
+) -> list[BaseProcess]:
+    """What a launcher does; a launcher would also end the others when one dies.
+
+    The first process stands still where `until` says (`forked.stop_at`), and the others wait for it.
+    """
     port = free_port()
     made = [
-        CONTEXT.Process(target=_one, args=(rank, world, port, arguments, log, largest_file)) for rank in range(world)
+        CONTEXT.Process(target=_one, args=(rank, world, port, arguments, log, largest_file, until))
+        for rank in range(world)
     ]
     for process in made:
         process.start()
@@ -77,7 +86,7 @@ def start(arguments: list[str], log: Path, world: int = 2, largest_file: int = 0
 def ended(processes: list[BaseProcess]) -> list[int | None]:
     """Exit codes; None is a process that hangs."""
     for process in processes:
-        process.join(60)
+        process.join(120)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
@@ -124,7 +133,7 @@ def test_two_processes_of_torchrun_are_one_run(
         )
         for _ in range(machines)
     ]  # fmt: skip
-    said = [launcher.communicate(timeout=120) for launcher in launchers]
+    said = [launcher.communicate(timeout=240) for launcher in launchers]
     stdout, stderr = ("".join(texts) for texts in zip(*said, strict=True))
     assert [launcher.returncode for launcher in launchers] == [0] * machines, stderr
     assert stdout.count("vllm serve") == stderr.count("2 processes") == 1, "only the first process speaks"
@@ -139,12 +148,11 @@ def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
     arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1")
     metrics = tmp_path / "run/work/metrics.jsonl"
     for lines, victim in ((1, 1), (3, 0)):
-        running = start(arguments, tmp_path / "log")
-        deadline = time.monotonic() + 60
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
-            assert time.monotonic() < deadline and running[victim].is_alive(), (tmp_path / "log").read_text()
-            time.sleep(0.001)
+        running = start(arguments, tmp_path / "log", until=(metrics, lines))
+        wait_stopped(running[0])
         running[victim].kill()
+        if victim:
+            os.kill(running[0].pid or 0, signal.SIGCONT)
         codes = ended(running)
         assert codes[victim] == -signal.SIGKILL and None not in codes, "the other ends by itself"
     assert main([*arguments, "optim.accumulate=2"]) == 0
@@ -346,11 +354,8 @@ def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
     arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1", "optim.recompute=true")
     metrics = tmp_path / "run/work/metrics.jsonl"
     for lines in (1, 3):
-        running = start([*arguments, f"run.zero={stage}"], tmp_path / "log")
-        deadline = time.monotonic() + 240
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
-            assert time.monotonic() < deadline and running[0].is_alive(), (tmp_path / "log").read_text()
-            time.sleep(0.001)
+        running = start([*arguments, f"run.zero={stage}"], tmp_path / "log", until=(metrics, lines))
+        wait_stopped(running[0])
         for process in running:  # as a launcher does when one of them has died
             process.kill()
         ended(running)
