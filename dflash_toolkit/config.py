@@ -13,9 +13,9 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
@@ -139,15 +139,16 @@ def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: 
     """Parse `--flag`s for the top-level knobs, `--config FILE`, and `key=value` overrides into `cls`.
 
     Raises:
-        UserError: whatever `from_mapping` and `read_yaml` raise, or an override without `=`.
-        SystemExit: argparse's own, code 0 for `--help` and 2 for a flag it does not know.
+        UserError: whatever `from_mapping` and `read_yaml` raise, an unknown flag, a flag without its value, or an
+            override without `=`.
+        SystemExit: code 0 for `--help`.
     """
     return from_mapping(cls, *given_values(cls, argv, prog, description))
 
 
 def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: str) -> tuple[dict[str, Any], str]:
     """What `parse_cli` builds from: the values given, unchecked and nested, and a name for their source."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=description,
         epilog=_describe_keys(cls),
@@ -170,7 +171,10 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
             parser.add_argument(flag, dest=field.name, metavar="VALUE", help=text)
     parser.add_argument("--config", metavar="YAML", help="file with any of the keys below")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key below, dots for groups")
-    given = vars(parser.parse_intermixed_args(argv))
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        raise UserError(_unknown_flag(unknown[0].partition("=")[0], parser, cls, prog))
+    given = vars(found)
 
     config_file = given.pop("config", None)
     overrides = given.pop("overrides", [])
@@ -189,6 +193,28 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
             raise UserError(f"{override!r}: expected key=value (see {prog} --help)")
         _assign(values, key, _from_text(_hint_of(cls, key), text))
     return values, config_file or prog
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, like all others of the command, instead of the usage and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+def _unknown_flag(flag: str, parser: argparse.ArgumentParser, cls: Any, prog: str) -> str:
+    """What is wrong with a flag that is none, and which was meant: another, or a key of a group."""
+    flags = [option for action in parser._actions for option in action.option_strings]
+    keys = [key for key, _ in _grouped(cls)]
+    word = flag.lstrip("-").replace("-", "_")
+    # `--epochs 3` means optim.epochs=3, `--optim.epochs 3` too
+    names = {key: key if "." in word else key.rpartition(".")[2] for key in keys}
+    meant: list[str] = []
+    if word not in names.values():
+        meant = difflib.get_close_matches(flag, flags, n=1)
+    if not meant and (close := difflib.get_close_matches(word, list(names.values()), n=1)):
+        meant = [f"{key}=VALUE" for key in keys if names[key] == close[0]]
+    return f"{flag}: unknown flag; " + (f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help")
 
 
 def _from_text(hint: Any, text: Any) -> Any:
@@ -226,18 +252,20 @@ def _default_note(field: Any) -> str:
 
 def _describe_keys(cls: Any) -> str:
     lines = ["keys for --config and key=value:"]
-
-    def walk(cls: Any, prefix: str) -> None:
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            if dataclasses.is_dataclass(hints[field.name]):
-                walk(hints[field.name], f"{prefix}{field.name}.")
-            elif prefix:
-                note = _default_note(field) or " (default: none)"
-                lines.append(f"  {prefix}{field.name:<{max(1, 30 - len(prefix))}} {field.metadata['help']}{note}")
-
-    walk(cls, "")
+    for key, field in _grouped(cls):
+        note = _default_note(field) or " (default: none)"
+        lines.append(f"  {key:<30} {field.metadata['help']}{note}")
     return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _grouped(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of groups, dotted, each with its field."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _grouped(hints[field.name], f"{prefix}{field.name}.")
+        elif prefix:
+            yield f"{prefix}{field.name}", field
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

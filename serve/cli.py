@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dflash_toolkit.config import UserError, knob, parse_cli, run_command
 from dflash_toolkit.runtime.options import DRAFT_DTYPES, EngineOptions
 from dflash_toolkit.runtime.readahead import read_ahead
+from dflash_toolkit.threads import HELP, check_threads, use_threads
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -32,6 +33,7 @@ class ServeConfig:
     port: int = knob(8000, "port to listen on; 0 takes a free one")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    threads: int | None = knob(None, HELP)
     max_batch: int | None = knob(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
     max_context: int | None = knob(None, "tokens of prompt and answer (default: what the target was made for)")
     block_size: int | None = knob(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
@@ -52,6 +54,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
+        check_threads(self.threads)
         _ = self.options  # raises for a value outside its range
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
@@ -91,6 +94,7 @@ def _run(config: ServeConfig) -> None:
     from .engine import Engine
     from .server import Server, listen, url_of
 
+    use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line
     # what can be wrong is looked at before the target's weights, which take longest
     with listen(config.host, config.port) as listener:

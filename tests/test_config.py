@@ -1,5 +1,6 @@
 """The strict loader: a mistake is one line that names the key, and the later source wins."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,6 +240,19 @@ def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
         (("--steps", "[1"), "'[1': not a value"),
         (("--attention", "fa2"), "'fa2' is not one of flex, sdpa"),
         (("--config", "/nowhere.yaml"), "config file /nowhere.yaml: No such file"),
+        (("--steps",), "--steps: expected one argument"),
+        (("--data", "--resume"), "--data: expected at least one argument"),
+        (("--resume=3",), "--resume/--no-resume: ignored explicit argument '3'"),
+        (("--stepps", "3"), "--stepps: unknown flag; did you mean --steps?"),
+        (("--step", "3"), "--step: unknown flag; did you mean --steps?"),
+        (("--limi=3",), "--limi: unknown flag; did you mean --limit?"),
+        (("--no-resum",), "--no-resum: unknown flag; did you mean --no-resume?"),
+        (("--data", "a", "b", "--stepps=3", "note=x"), "--stepps: unknown flag; did you mean --steps?"),
+        (("--warmup", "3"), "--warmup: unknown flag; did you mean optimiser.warmup=VALUE?"),
+        (("--warmpu=3",), "--warmpu: unknown flag; did you mean optimiser.warmup=VALUE?"),
+        (("--optimiser.warmpu=3",), "--optimiser.warmpu: unknown flag; did you mean optimiser.warmup=VALUE?"),
+        (("--zzz", "3"), "--zzz: unknown flag; see prog --help"),
+        (("-z",), "-z: unknown flag; see prog --help"),
     ],
     ids=str,
 )
@@ -255,12 +269,22 @@ def test_a_mistake_in_the_file_is_told_with_the_name_of_the_file(write: Callable
     assert str(caught.value) == f"{file}.steps: expected int, got 'many'"
 
 
-@pytest.mark.parametrize("flag", ["--stepps", "--step", "--optimiser"])
-def test_an_unknown_or_abbreviated_flag_exits_with_2(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse("--target", "t", flag, "3")
-    assert caught.value.code == 2
-    assert flag in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["train", "data", "serve", "evaluation", "doctor"])
+def test_a_mistyped_flag_is_one_line_in_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    modules = {"train": "train.cli", "data": "train.data_cli", "serve": "serve.cli"}
+    main = importlib.import_module(modules.get(command, f"dflash_toolkit.{command}.cli")).main
+    for typed in (["--taget", "x"], ["--taget=x"]):
+        assert main(typed) == 2
+        assert capsys.readouterr() == ("", "error: --taget: unknown flag; did you mean --target?\n")
+    assert main(["--target", "x", "--threads"]) == 2
+    assert capsys.readouterr() == ("", "error: --threads: expected one argument\n")
+    rest = {
+        "data": ["--data", "x", "--output", "x.jsonl"], "doctor": ["--drafter", "x"],
+        "evaluation": ["--drafter", "x", "--prompts", "a=b"],
+    }  # fmt: skip
+    assert main(["--target", "x", "--threads", "0", *rest.get(command, [])]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and "threads is 0; it must be in 1..4096" in err
 
 
 def test_help_exits_with_0_and_lists_every_key_and_default(capsys: pytest.CaptureFixture[str]) -> None:

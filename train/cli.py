@@ -26,6 +26,7 @@ from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.speculators import save_speculators
 from dflash_toolkit.target import choose_mask_token, context_limit, load_config, load_tokenizer, resolve_device
+from dflash_toolkit.threads import use_threads
 
 from .answers import Row, read_rows, regenerate
 from .backends import Backend, open_backend
@@ -105,6 +106,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
     Args:
         given: knobs of the drafter's shape that somebody chose, so that a start of another shape is refused.
     """
+    use_threads(config.threads)
     with Processes.started(config.run.device, group=config.run.zero > 0) as processes, contextlib.ExitStack() as held:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
@@ -324,7 +326,8 @@ def _asked(config: dict[str, Any]) -> dict[str, Any]:
 
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
-    places = ("output", "data", "held_out", "answer_files", "init_from")  # what they hold is in the hashes
+    # what the files hold is in the hashes; threads change how fast it is
+    places = ("output", "data", "held_out", "answer_files", "init_from", "threads")
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim"):
         config[part] = {k: v for k, v in config[part].items() if k not in FREE_KNOBS}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from dflash_toolkit.config import group, knob
 from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.threads import HELP, check_threads
 
 RUNTIMES = ("auto", "engine", "reference")
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
@@ -255,6 +256,7 @@ class TrainConfig:
     init_from: str | None = knob(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
     )
+    threads: int | None = knob(None, HELP)
     drafter: DrafterKnobs = group(DrafterKnobs)
     prompts: DataKnobs = group(DataKnobs)
     answers: AnswerKnobs = group(AnswerKnobs)
@@ -263,6 +265,7 @@ class TrainConfig:
     run: RunKnobs = group(RunKnobs)
 
     def __post_init__(self) -> None:
+        check_threads(self.threads)
         if self.data and self.answer_files:
             raise ValueError("data and answers are given; the answers hold their prompts, so give one of them")
         if self.run.zero and self.optim.optimizer == "muon":

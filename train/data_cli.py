@@ -29,6 +29,7 @@ from dflash_toolkit.target import (
     resolve_device,
     resolve_dtype,
 )
+from dflash_toolkit.threads import HELP, check_threads, use_threads
 
 from .answer_file import lines_of, resume
 from .answers import append, converse, seed_of
@@ -117,6 +118,7 @@ class DataConfig:
     batch: int = knob(64, "answers written at a time")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    threads: int | None = knob(None, HELP)
     prompts: PromptKnobs = group(PromptKnobs)
     sampler: SamplerKnobs = group(SamplerKnobs)
     server: ServerKnobs = group(ServerKnobs)
@@ -124,6 +126,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data names no source")
+        check_threads(self.threads)
         if self.batch < 1:
             raise ValueError(f"batch is {self.batch}; it must be >= 1")
         if self.endpoint and self.batch > MOST_THREADS:
@@ -152,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: DataConfig) -> None:
     """Read prompts, answer them, write the answers; goes on where an earlier run stopped."""
+    use_threads(config.threads)
     output = Path(config.output)
     own = {path.resolve() for path in (output, _prompts_file(output), _record_file(output))}
     if clash := next((name for name in config.data if Path(name).resolve() in own), None):

@@ -1,6 +1,16 @@
 """Why is a drafter accepted badly: `dflash-doctor` and the checks behind it."""
 
-from .cli import examine
-from .finding import Finding
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+from ..threads import wait_passively
+
+wait_passively()  # before anything here imports torch
+
+if TYPE_CHECKING:
+    from .cli import examine
+    from .finding import Finding
+else:
+    __getattr__, __dir__ = lazy_names(__name__, {".cli": ["examine"], ".finding": ["Finding"]})
 
 __all__ = ["Finding", "examine"]

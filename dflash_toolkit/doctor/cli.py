@@ -14,6 +14,7 @@ from ..files import write_json
 from ..progress import Progress
 from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
+from ..threads import HELP, check_threads, use_threads
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
 from .probe import NEAR, Answer, Probe, Setting
@@ -59,12 +60,14 @@ class DoctorConfig:
     thinking: bool | None = knob(None, "for templates with a thinking mode (default: the template's own)")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    threads: int | None = knob(None, HELP)
 
     def __post_init__(self) -> None:
         if self.limit < 1:
             raise ValueError(f"limit is {self.limit}; it must be >= 1")
         if self.max_new_tokens < 8:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 8")
+        check_threads(self.threads)
         parse_prompt_sets(self.prompts)  # raises for another form
 
 
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: DoctorConfig) -> int:
     if config.output and not Path(config.output).absolute().parent.is_dir():
         raise UserError(f"output {config.output}: there is no directory {Path(config.output).absolute().parent}")
+    use_threads(config.threads)
     findings = examine(config)
     show(findings)
     if config.output:

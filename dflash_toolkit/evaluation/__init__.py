@@ -8,6 +8,9 @@ writes them; `cli.py` is `dflash-eval`.
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
+from ..threads import wait_passively
+
+wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
     from ..acceptance import Acceptance

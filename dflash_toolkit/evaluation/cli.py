@@ -12,6 +12,7 @@ from ..prompts import Prompt, encode_chat, file_hash, parse_prompt_sets, read_pr
 from ..runtime.options import DRAFT_DTYPES
 from ..runtime.readahead import read_ahead
 from ..sampling import SamplingParams
+from ..threads import HELP, check_threads, use_threads
 
 if TYPE_CHECKING:
     from .runtimes import Runtime
@@ -51,6 +52,7 @@ class EvalConfig:
     )
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
+    threads: int | None = knob(None, HELP)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -59,6 +61,7 @@ class EvalConfig:
             raise ValueError("prompts is empty; give at least one NAME=FILE")
         if self.runtime == "reference" and self.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft_dtype!r}; only --runtime engine can draft in it")
+        check_threads(self.threads)
         parse_prompt_sets(self.prompts)  # raises for another form
         _ = self.sampling  # raises for a value outside its range
 
@@ -93,6 +96,7 @@ def _run(config: EvalConfig) -> None:
     from .run import evaluate
     from .tables import summary_table
 
+    use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
     runtime = _load(config)
     sets = {

@@ -1,0 +1,34 @@
+"""How many threads compute on a CPU, and how those that have nothing to do wait.
+
+PyTorch's wheels compute with OpenMP (libgomp, on a Mac libomp). Between two products its threads spin, by default for
+so long that two processes on one pair of cores take turns in waiting: each was 20 times slower than alone. A thread
+that sleeps is woken in microseconds. OpenMP reads the environment once, when PyTorch is imported.
+"""
+
+import os
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+HELP = "CPU threads that compute (default: OMP_NUM_THREADS, or one a core)"
+
+
+def wait_passively() -> None:
+    """Let idle threads sleep, in this process and those it starts, unless the environment says how they wait.
+
+    It is of no effect behind the import of torch: programs call it in their package's `__init__`.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def check_threads(count: int | None) -> None:
+    """Raises ValueError for a number of threads that is none."""
+    if count is not None and not 1 <= count <= 4096:
+        raise ValueError(f"threads is {count}; it must be in 1..4096")
+
+
+def use_threads(count: int | None) -> None:
+    """Compute with so many threads from now on; None leaves it as it is."""
+    if count is not None:
+        import torch  # seconds, and a command line does without
+
+        torch.set_num_threads(count)
