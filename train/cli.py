@@ -107,7 +107,8 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
         given: knobs of the drafter's shape that somebody chose, so that a start of another shape is refused.
     """
     use_threads(config.threads)
-    with Processes.started(config.run.device, group=config.run.zero > 0) as processes, contextlib.ExitStack() as held:
+    sharded = config.run.fsdp or config.run.zero > 0
+    with Processes.started(config.run.device, group=sharded) as processes, contextlib.ExitStack() as held:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
         prepared = processes.together(_prepare, config, given)
@@ -294,8 +295,8 @@ def _make(folder: Path, asked: str) -> None:
 # knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
 # `accumulate` changes, only how many micro batches a step takes
 FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_runtime", "features", "feature_dir",
-              "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "accumulate",
-              "recompute")  # fmt: skip
+              "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
+              "fsdp_reshard_after_forward", "accumulate", "recompute")  # fmt: skip
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:

@@ -214,7 +214,14 @@ class RunKnobs:
     )
     feature_gpu_share: float = knob(0.4, "share of a GPU's free memory that features may take")
     feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take")
-    zero: int = knob(0, "stage of DeepSpeed's ZeRO (1 to 3): shard the optimiser, gradients, weights; AdamW only")
+    fsdp: bool = knob(False, "shard weights, gradients and the optimiser over the processes with torch's FSDP2")
+    fsdp_reshard_after_forward: bool = knob(
+        True, "gather a layer's weights again in the backward; false keeps them from the forward: more memory"
+    )
+    zero: int = knob(
+        0, "stage of DeepSpeed's ZeRO: shard the optimiser's state (1), gradients too (2), weights too (3); "
+        "with it optim.optimizer=auto is adamw",
+    )  # fmt: skip
     seed: int = knob(0, "weights, data order, anchors")
     log_every: int = knob(10, "steps between lines in metrics.jsonl")
     save_every: int = knob(200, "steps between resume points")
@@ -268,11 +275,11 @@ class TrainConfig:
         check_threads(self.threads)
         if self.data and self.answer_files:
             raise ValueError("data and answers are given; the answers hold their prompts, so give one of them")
-        if self.run.zero and self.optim.optimizer == "muon":
-            raise ValueError("run.zero shards AdamW only: give optim.optimizer=adamw, or run.zero=0 with muon")
+        if self.run.zero and self.run.fsdp:
+            raise ValueError(f"run.fsdp=true and run.zero={self.run.zero} are both given; a drafter is sharded by one")
         if self.run.zero and self.optim.ema:
             raise ValueError(
-                "run.zero keeps no average of the weights: give optim.ema=0, or run.zero=0 with an average"
+                "run.zero keeps no average of the weights: give optim.ema=0, or run.fsdp=true instead of run.zero"
             )
         if self.drafter.block_size < 2:
             raise ValueError(

@@ -1,11 +1,14 @@
-"""AdamW, or Muon for the matrices with AdamW for the rest, behind one interface."""
+"""AdamW, or Muon for the matrices with AdamW for the rest, behind one interface; Muon over whole matrices or shards."""
 
 import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .config import OptimKnobs
 
@@ -88,6 +91,161 @@ class SharedMuon(torch.optim.Muon):
         super().load_state_dict(state | {"state": {i: kept for i, kept in state["state"].items() if i in mine}})
 
 
+@dataclass(slots=True)
+class Shard:
+    """What this process holds of a matrix: a run of its elements, row by row, behind those of the ranks before it."""
+
+    shape: tuple[int, int]  # of the whole matrix
+    sizes: list[int]  # elements that each process holds
+    weight: Tensor  # [sizes[rank]], fp32, as the two below
+    momentum: Tensor
+    gradient: Tensor
+
+
+@torch.no_grad()
+def muon_step(shards: Sequence[Shard], rank: int, group: dict[str, Any]) -> None:
+    """The step of torch's Muon on matrices that are held in shards by all processes; each must call it.
+
+    Momentum is element-wise and stays where its shard is. The matrix that is orthogonalised is put together, in bf16
+    as it is multiplied, by the process that it is dealt to, and goes back in shards. In every round each process has a
+    matrix of its own; those of the next round travel while this round's are multiplied.
+
+    Args:
+        group: the options of torch's Muon, as they stand in its `param_groups`.
+    """
+    world = len(shards[0].sizes)
+    rounds = deal([products(*shard.shape) for shard in shards], world)
+    momentum, rate = group["momentum"], group["lr"]
+
+    def gather(owners: dict[int, int]) -> tuple[Tensor, list[int], list[int], Any]:
+        """Start to send this process's shards to their owners and to receive those of its own matrix."""
+        updates = []
+        for shard in (shards[owners[r]] for r in sorted(owners)):
+            shard.momentum.lerp_(shard.gradient, 1 - momentum)
+            update = shard.gradient.lerp(shard.momentum, momentum) if group["nesterov"] else shard.momentum
+            updates.append(update.bfloat16())
+        sent = [shards[owners[r]].sizes[rank] if r in owners else 0 for r in range(world)]
+        got = shards[owners[rank]].sizes if rank in owners else [0] * world
+        whole = updates[0].new_empty(sum(got))
+        return whole, got, sent, dist.all_to_all_single(whole, torch.cat(updates), got, sent, async_op=True)
+
+    def finish(owners: dict[int, int], update: Tensor, sent: list[int], work: Any) -> None:
+        work.wait()
+        for r, part in enumerate(update.split(sent)):
+            if r in owners:
+                shard = shards[owners[r]]
+                size = 0.2 * math.sqrt(max(shard.shape))  # of AdamW's steps
+                shard.weight.mul_(1 - rate * group["weight_decay"]).add_(part, alpha=-rate * size)
+
+    coming = gather(rounds[0])
+    going = None
+    for k, owners in enumerate(rounds):
+        whole, got, sent, work = coming
+        if k + 1 < len(rounds):
+            coming = gather(rounds[k + 1])
+        work.wait()
+        if rank in owners:
+            matrix = whole.view(shards[owners[rank]].shape)
+            whole = orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).flatten()
+        update = whole.new_empty(sum(sent))
+        work = dist.all_to_all_single(update, whole, sent, got, async_op=True)
+        if going:
+            finish(*going)
+        going = owners, update, sent, work
+    assert going
+    finish(*going)
+
+
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Newton-Schulz iteration (Jordan et al. 2024) on a bf16 matrix, which is overwritten: as in torch's Muon."""
+    a, b, c = coefficients
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.T
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T
+
+
+class RowsMuon(torch.optim.Muon):
+    """Muon of matrices whose rows are spread over all processes, see `muon_step`.
+
+    Args:
+        rows: this process's rows of each.
+        shapes: of the whole matrices.
+    """
+
+    def __init__(
+        self, rows: list[nn.Parameter], shapes: list[torch.Size], rate: float, decay: float, rank: int, world: int
+    ) -> None:
+        super().__init__(rows, rate, decay, adjust_lr_fn="match_rms_adamw")
+        self._rank = rank
+        self._places = [((s[0], s[1]), [part.numel() for part in rows_of(torch.empty(s, device="meta"), world)])
+                        for s in shapes]  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        shards = []
+        for p, (shape, sizes) in zip(group["params"], self._places, strict=True):
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            tensors = (t.view(-1) for t in (p, self.state[p]["momentum_buffer"], p.grad))
+            shards.append(Shard(shape, sizes, *tensors))
+        muon_step(shards, self._rank, group)
+
+
+class FlatMuon(torch.optim.AdamW):
+    """Muon for a group of matrices and AdamW for one of vectors, in the flat partitions that DeepSpeed's ZeRO steps.
+
+    DeepSpeed has a Muon, but orthogonalises gradients before they are divided and clipped: another method. Here it
+    hands over partitions of gradients that are final, one group, or a part of one, after the other.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW, rank: int, world: int) -> None:
+        super().__init__([dict(part.param_groups[0]) for part in (muon, adamw)])
+        self._rank, self._world = rank, world
+        self.shapes: dict[Tensor, list[torch.Size]] = {}  # of the matrices in each flat partition
+        self.by_matrix = False  # stage 3 cuts every matrix into as many parts as there are processes; else all of them
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        for group in groups:
+            if "ns_steps" in group:
+                for flat in group["params"]:
+                    self._muon(flat, group)
+        self.param_groups = [group for group in groups if "ns_steps" not in group]
+        super().step()
+        self.param_groups = groups
+
+    def _muon(self, flat: Tensor, group: dict[str, Any]) -> None:
+        if "momentum_buffer" not in self.state[flat]:
+            self.state[flat]["momentum_buffer"] = torch.zeros_like(flat)
+        shards, start = [], 0  # of a matrix, in all partitions one behind the other
+        for shape in self.shapes[flat]:
+            size = shape.numel()
+            each = -(-size // self._world) if self.by_matrix else flat.numel()
+            first = 0 if self.by_matrix else start
+            ends = [min(max((r + 1) * each - first, 0), size) for r in range(self._world)]
+            sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+            here = start if self.by_matrix else max(start - self._rank * each, 0)
+            tensors = (
+                t.narrow(0, min(here, flat.numel()), sizes[self._rank])
+                for t in (flat, self.state[flat]["momentum_buffer"], flat.grad)
+            )
+            shards.append(Shard((shape[0], shape[1]), sizes, *tensors))
+            start += each if self.by_matrix else size
+        muon_step(shards, self._rank, group)
+
+
+def rows_of(tensor: Tensor, world: int) -> list[Tensor]:
+    """The rows that each of `world` processes holds, as FSDP2 cuts a tensor: the last may hold fewer, or none."""
+    parts = list(tensor.chunk(world))
+    return parts + [tensor[:0]] * (world - len(parts))
+
+
 def products(rows: int, columns: int) -> int:
     """FLOPs of a Newton-Schulz step on a matrix, by which matrices are dealt to processes."""
     short, long = sorted((rows, columns))
@@ -120,8 +278,13 @@ def peak_rate(knobs: OptimKnobs, muon: bool) -> float:
     return knobs.learning_rate or (3e-3 if muon else 6e-4)
 
 
-def make_optimizer(module: nn.Module, knobs: OptimKnobs, rank: int = 0, world: int = 1) -> Optimizers:
+def make_optimizer(
+    module: nn.Module, knobs: OptimKnobs, rank: int = 0, world: int = 1, shapes: list[torch.Size] | None = None
+) -> Optimizers:
     """The optimiser over fp32 weights; norms are never decayed. With several processes they share Muon's work.
+
+    Args:
+        shapes: of the whole matrices, where `module` has this process's rows of each only.
 
     Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix. Its step is scaled to the size of
     AdamW's (Liu et al. 2025, arXiv 2502.16982), so both share one learning rate.
@@ -134,7 +297,9 @@ def make_optimizer(module: nn.Module, knobs: OptimKnobs, rank: int = 0, world: i
     rate = peak_rate(knobs, muon)
     if muon:
         of_matrices: torch.optim.Optimizer
-        if world > 1:
+        if shapes is not None:
+            of_matrices = RowsMuon(matrices, shapes, rate, knobs.weight_decay, rank, world)
+        elif world > 1:
             of_matrices = SharedMuon(matrices, rate, knobs.weight_decay, rank, world)
         else:
             of_matrices = torch.optim.Muon(matrices, rate, knobs.weight_decay, adjust_lr_fn="match_rms_adamw")

@@ -27,8 +27,11 @@ Run = Callable[..., Tensor]  # of a drafter and what `_run` takes
 
 def runner(config: TrainConfig, device: torch.device) -> Run:
     """The drafter's forward over a batch of blocks, compiled where the knob says so."""
-    compiled = config.run.compile == "on" or (config.run.compile == "auto" and device.type == "cuda")
-    return _compiled_run() if compiled else _run
+    return _compiled_run() if compiles(config, device) else _run
+
+
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    return config.run.compile == "on" or (config.run.compile == "auto" and device.type == "cuda")
 
 
 def compute_loss(

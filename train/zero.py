@@ -5,7 +5,7 @@ gathered tensor by tensor, so a run may continue with another number of processe
 """
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.files import write_json
 
 from .config import TrainConfig
-from .optimizers import make_optimizer
-from .parallel import Processes, Replicated, other_optimizer
+from .fsdp import Fsdp
+from .optimizers import FlatMuon, make_optimizer
+from .parallel import Processes, Replicated, on_host, other_optimizer
 from .state import RunState
 from .step import runner
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW = ("exp_avg", "exp_avg_sq")  # moments
 
 
 def deepspeed_config(config: TrainConfig, packed: bool, device: torch.device) -> dict[str, Any]:
@@ -66,6 +67,21 @@ class _Forward(nn.Module):
         return self._run(self.drafter, *args)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of torch's optimisers as `state.py` keeps it."""
+
+    parameters: list[nn.Parameter]
+    form: list[dict[str, Any]]  # its groups, with numbers for parameters
+    moments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "_Part":
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = ("momentum_buffer",) if isinstance(optimizer, torch.optim.Muon) else ADAMW
+        return cls(parameters, optimizer.state_dict()["param_groups"], moments)
+
+
 class Zero:
     """The drafter in shards. The interface is `parallel.Replicated`'s."""
 
@@ -80,18 +96,28 @@ class Zero:
         self._steps = 0  # of the optimiser
         if state:
             drafter.load_state_dict(state.drafter)
-        adamw = make_optimizer(drafter, replace(config.optim, optimizer="adamw")).parts[0]
-        self.peak = adamw.param_groups[0]["lr"]
+        kind = "muon" if config.optim.optimizer == "muon" else "adamw"
+        parts = make_optimizer(drafter, replace(config.optim, optimizer=kind)).parts
+        self.peak = parts[0].param_groups[0]["lr"]
         self._names = {p: name for name, p in drafter.named_parameters()}
-        self._parameters: list[nn.Parameter] = [p for group in adamw.param_groups for p in group["params"]]
-        self._form = adamw.state_dict()["param_groups"]
+        self._parts = [_Part.of(part) for part in parts]
+        matrices = {p: p.shape for p in self._parts[0].parameters}
+        optimizer: torch.optim.Optimizer = parts[0]
+        if kind == "muon":
+            optimizer = FlatMuon(parts[0], parts[1], processes.rank, processes.world)  # type: ignore[arg-type]
         settings = deepspeed_config(config, packed, drafter.device)
         processes.alone(write_json, work / "deepspeed.json", settings)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=_Forward(drafter, config), optimizer=adamw, config=settings
+            model=_Forward(drafter, config), optimizer=optimizer, config=settings
         )
+        if isinstance(optimizer, FlatMuon):
+            optimizer.by_matrix = config.run.zero == 3
+            of, flat = ("fp16_groups", "fp32_partitioned_groups_flat") if optimizer.by_matrix else (
+                "bit16_groups", "single_partition_of_fp32_groups")  # fmt: skip
+            for parameters, partition in zip(getattr(self._optimizer, of), getattr(self._optimizer, flat), strict=True):
+                optimizer.shapes[partition] = [matrices[p] for p in parameters if p in matrices]
         if state:
-            self._restore(state.optimizer, config)
+            self._restore(state.optimizer, state.step, config)
 
     def run(self, drafter: Drafter, *args: Any) -> Tensor:
         return self._engine(*args)
@@ -119,14 +145,19 @@ class Zero:
         """See `parallel.Replicated`. The optimiser's state has the form of torch's AdamW over the whole weights."""
         self._link()
         weights: dict[str, Tensor] = {}
-        moments: dict[int, dict[str, Tensor]] = {}
-        for i, parameter in enumerate(self._parameters):
-            whole = self._utils.safe_get_full_fp32_param(parameter)
-            found = {key: self._utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-            if self._processes.main:
-                weights[self._names[parameter]] = whole.cpu()
-                moments[i] = {"step": torch.tensor(float(self._steps))} | {k: v.cpu() for k, v in found.items()}
-        return weights, {"0": {"state": moments, "param_groups": self._form}}, None
+        optimizer: dict[str, Any] = {}
+        for key, part in zip("01", self._parts, strict=False):
+            state: dict[int, dict[str, Tensor]] = {}
+            for i, parameter in enumerate(part.parameters):
+                whole = self._utils.safe_get_full_fp32_param(parameter)
+                found = {name: self._utils.safe_get_full_optimizer_state(parameter, name) for name in part.moments}
+                if self._processes.main:
+                    weights[self._names[parameter]] = on_host(whole)
+                    state[i] = {name: on_host(value) for name, value in found.items()}
+                    if part.moments == ADAMW:
+                        state[i]["step"] = torch.tensor(float(self._steps))
+            optimizer[key] = {"state": state, "param_groups": part.form}
+        return weights, optimizer, None
 
     def whole(self) -> Drafter:
         """See `parallel.Replicated`: gathered in host memory on the first process."""
@@ -137,19 +168,24 @@ class Zero:
             return self.drafter
         return Drafter.of_tensors(self.drafter.config, weights)
 
-    def _restore(self, saved: dict[str, Any], config: TrainConfig) -> None:
-        if set(saved) != {"0"} or len(saved["0"]["state"]) != len(self._parameters):
+    def _restore(self, saved: dict[str, Any], steps: int, config: TrainConfig) -> None:
+        if len(saved) != len(self._parts):
             raise other_optimizer()
+        for part, kept in zip(self._parts, saved.values(), strict=True):
+            found = {i: {*moments} - {"step"} for i, moments in kept.get("state", {}).items()}
+            if found != {i: {*part.moments} for i in range(len(part.parameters))}:
+                raise other_optimizer()
         self._step_on_nothing(config)
         self._link()
-        moments = saved["0"]["state"]
-        for i, parameter in enumerate(self._parameters):
-            for key in MOMENTS:
-                value = moments[i][key].to(self._engine.device)
-                self._utils.safe_set_full_optimizer_state(parameter, value, key)
-        self._steps = int(moments[0]["step"])
+        for part, kept in zip(self._parts, saved.values(), strict=True):
+            for i, parameter in enumerate(part.parameters):
+                for name in part.moments:
+                    value = kept["state"][i][name].to(self._engine.device)
+                    self._utils.safe_set_full_optimizer_state(parameter, value, name)
+        self._steps = steps
         for shard in self._optimizer.optimizer.state.values():
-            shard["step"].fill_(self._steps)
+            if "step" in shard:
+                shard["step"].fill_(self._steps)
 
     def _link(self) -> None:
         """Let parameters find their moments: in stages 1 and 2 DeepSpeed 0.19 links the first group's only."""
@@ -175,7 +211,7 @@ class Zero:
             group["lr"] = rate
 
 
-Learner = Replicated | Zero
+Learner = Replicated | Fsdp | Zero
 
 
 def make_learner(
@@ -189,6 +225,8 @@ def make_learner(
     drafter.recompute = config.optim.recompute
     if state and not _same_shapes(drafter, state):
         raise UserError(f"{work / 'state.pt'}: holds no weights of this drafter; remove it to start afresh")
+    if config.run.fsdp:
+        return Fsdp(drafter, config, processes, state)
     if config.run.zero:
         return Zero(drafter, config, processes, state, work, packed)
     return Replicated(drafter, config, processes, state)
