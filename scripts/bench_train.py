@@ -2,20 +2,27 @@
 
     python scripts/bench_train.py --shape qwen3-8b --anchors 512 2048 --output train.json
     python scripts/bench_train.py --shape qwen3-8b --gpus 2       # starts itself again under torchrun
+    python scripts/bench_train.py --shape qwen3-8b --gpus 2 --anchors 512 --steps 5 --compare --output sharded.json
 
 Steps are the trainer's own, with the target's forward in every one of them: packed rows, anchors, drafter, frozen head,
 backward, optimiser. FLOPs are those of `train/flops.py`, drafter and head only; their utilisation is over the step's
 time without the target's forward.
+
+`--compare` times one way to share the work after another (an optimiser, `+`, how it is sharded), then prints a table.
+A way that fails, hangs or leaves memory behind costs a new start of the processes, not the others' results.
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +46,15 @@ from dflash_toolkit.train.step import compute_loss, use_flex
 from dflash_toolkit.train.zero import make_learner
 
 BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
+SHARDED = {
+    "": {}, "fsdp": {"fsdp": True}, "fsdp-keep": {"fsdp": True, "fsdp_reshard_after_forward": False},
+    **{f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)},
+}  # fmt: skip
+WAYS = ("adamw", "adamw+fsdp", "muon", "muon+fsdp", "adamw+zero2", "muon+zero2", "adamw+fsdp-keep", "adamw+zero3",
+        "muon+zero3", "adamw+zero1", "muon+zero1")  # fmt: skip  # the most telling first
+LIMIT_S = 120  # for one way; past it something hangs
+LEFT_BEHIND = 0.5 * 2**30  # bytes of a way before, with which the next one's memory is not measured
+JOURNAL, UNTIL = "BENCH_TRAIN_JOURNAL", "BENCH_TRAIN_UNTIL"  # environment of the processes that are started again
 
 
 def random_target(shape: str, device: torch.device) -> Target:
@@ -63,10 +79,12 @@ class Bench:
             optim=OptimKnobs(
                 optimizer=args.optimizer, accumulate=args.accumulate, batch_size=self.batch, recompute=args.recompute
             ),
-            run=RunKnobs(zero=args.zero, compile=args.compile),
+            run=RunKnobs(compile=args.compile, **SHARDED[args.shard]),
         )
-        drafter = Drafter.fresh(self.shape, 0)
-        self.drafter = drafter.to(target.device).train()
+        with torch.device("meta"):
+            drafter = Drafter(self.shape)
+        self.drafter = drafter.to_empty(device=target.device).train()
+        self.drafter.init_weights(torch.Generator(target.device).manual_seed(0))
         self.learner = make_learner(drafter, self.config, processes, None, Path(tempfile.mkdtemp()), packed=True)
         self.flex = use_flex("auto", target.device)
         tokens = self.batch * args.length
@@ -134,9 +152,11 @@ class Bench:
             self.step()
         synchronize(device)
         seconds = max(self.processes.gather(time.perf_counter() - began)) / steps
-        for _ in range(steps):
+        timed = -(-steps // 2)
+        for _ in range(timed):
             self.step(parts=True)
-        parts = {name: value / steps for name, value in self.seconds.items()}
+        parts = {name: value / timed for name, value in self.seconds.items()}
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
         share = parts["target"] / sum(parts.values())
         flops = self.flops() * self.args.accumulate
         return {
@@ -149,7 +169,7 @@ class Bench:
             "mfu_without_optimizer": flops / parts["drafter"] / (self.args.peak_tflops * 1e12),
             "target_share": share,
             "parts_ms": {name: 1e3 * value for name, value in parts.items()},
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+            "peak_gib": peak and max(self.processes.gather(peak)),  # of a GPU
         }
 
 
@@ -170,23 +190,123 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--optimizer", default="auto", choices=["auto", "adamw", "muon"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
-    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--shard", default="", choices=list(SHARDED))
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=1, help="processes; more than one are started by torchrun")
+    parser.add_argument(
+        "--compare", nargs="*", metavar="WAY", help="time these, e.g. muon muon+fsdp adamw+zero2 (default: eleven)"
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="no other WAY is begun after so many")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16; default: this GPU's")
     parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for way in args.compare or ():
+        if way not in (known := [f"{o}+{s}".rstrip("+") for o in ("adamw", "muon") for s in SHARDED]):
+            parser.error(f"{way} is no WAY to share the work; there are {', '.join(known)}")
+    return args
+
+
+def free(device: torch.device) -> float:
+    """Let go of what nobody holds; bytes that are still held."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def noted(journal: Path) -> dict[str, dict[str, Any]]:
+    """The results so far by their way."""
+    lines = map(json.loads, journal.read_text().splitlines() if journal.exists() else ())
+    return {line["way"]: line for line in lines}
+
+
+def note(journal: Path, row: dict[str, Any]) -> None:
+    with open(journal, "a") as file:
+        file.write(json.dumps(finite(row)) + "\n")
+
+
+def measure_ways(args: argparse.Namespace, target: Target, processes: Processes, result: dict[str, Any]) -> None:
+    """What is left of `--compare`, until one fails; in processes that `compare` started."""
+    journal, device = Path(os.environ[JOURNAL]), target.device
+    before = free(device)
+    for at, way in enumerate(left(args, journal)):
+        late = time.time() > float(os.environ[UNTIL])
+        if any(processes.gather(late or (at > 0 and free(device) > before + LEFT_BEHIND))):
+            return
+        args.optimizer, _, args.shard = way.partition("+")
+        torch.compiler.reset()
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        try:
+            row = {"way": way, **Bench(args, target, processes, args.anchors[0]).measure()}
+        except Exception as error:
+            row = {
+                "way": way,
+                "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
+            }
+            if processes.main:
+                note(journal, row)
+            raise
+        faulthandler.cancel_dump_traceback_later()
+        if processes.main:
+            note(journal, row)
+            print(json.dumps(row), flush=True)
+            if args.output:
+                write_json(args.output, finite(result | {"rows": [*noted(journal).values()]}))
+
+
+def left(args: argparse.Namespace, journal: Path) -> list[str]:
+    done = noted(journal)
+    return [way for way in args.compare or WAYS if way not in done]
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Start the processes until every way is measured, has failed, or the time is over; then print the table."""
+    named_shape(args.shape)  # raises for a slip, before anything starts
+    journal, until = Path(tempfile.mkdtemp()) / "journal.jsonl", time.time() + 60 * args.minutes
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+    environment = os.environ | {JOURNAL: str(journal), UNTIL: str(until)}
+    while (ways := left(args, journal)) and time.time() < until:
+        ended = subprocess.run([sys.executable, *torchrun, *sys.argv], env=environment).returncode
+        if ended and left(args, journal) == ways:
+            note(journal, {"way": ways[0], "error": "ended without a word; see above"})
+    rows = [*noted(journal).values()]
+    if args.output and args.output.exists():
+        write_json(args.output, json.loads(args.output.read_text()) | {"rows": rows})
+    print("\n".join(table(rows)))
+    for way in left(args, journal):
+        print(f"| {way} | not measured: {args.minutes:g} minutes were over |")
+
+
+def table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """In Markdown."""
+    lines = [
+        "| | sequences/s | step | target | drafter | optimiser | memory of a GPU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['way']} | {row['error']} |")
+            continue
+        parts = " | ".join(f"{row['parts_ms'][name]:.0f} ms" for name in ("target", "drafter", "optimizer"))
+        memory = f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else "-"
+        lines.append(
+            f"| {row['way']} | {row['samples_per_second']:.2f} | {row['step_ms']:.0f} ms | {parts} | {memory} |"
+        )
+    return lines
 
 
 def main() -> None:
     args = arguments()
+    if args.compare is not None and JOURNAL not in os.environ:
+        return compare(args)
     if args.gpus > 1 and "WORLD_SIZE" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
         os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
-    with Processes.started(args.device, group=args.zero > 0) as processes:
+    with Processes.started(args.device, group=bool(args.shard) or args.compare is not None) as processes:
         device = resolve_device(processes.device)
         if args.peak_tflops is None:
             known = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -199,14 +319,14 @@ def main() -> None:
             "peak_tflops": args.peak_tflops,
             "rows": [],
         }
+        if args.compare is not None:
+            return measure_ways(args, target, processes, result)
         for anchors in args.anchors:
             row = Bench(args, target, processes, anchors).measure()
             result["rows"].append(row)
             if processes.main:
                 print(json.dumps(row), flush=True)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(device)
         if processes.main and args.output:
             write_json(args.output, finite(result))
 

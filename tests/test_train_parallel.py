@@ -191,7 +191,7 @@ def test_packed_rows_are_dealt_to_several_processes_as_to_one(
     packed = argv(target_dir, data, tmp_path / "one", *SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12")
     assert main([*packed, f"optim.accumulate={world}"]) == 0
     packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "several")
-    packed.append("optim.recompute=true")
+    packed += ["optim.recompute=true", f"run.fsdp={str(world == 4).lower()}"]
     assert ended(start(packed, tmp_path / "log", world)) == [0] * world, (tmp_path / "log").read_text()
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
@@ -300,7 +300,7 @@ def test_a_mistake_on_every_process_is_said_by_the_first_of_a_machine(
     ("given", "words"),
     [
         (["run.zero=4"], "run.zero is 4; it must be 0"),
-        (["run.zero=1", "optim.optimizer=muon"], "run.zero shards AdamW only: give optim.optimizer=adamw"),
+        (["run.zero=1", "run.fsdp=true"], "run.fsdp=true and run.zero=1 are both given"),
         (["run.zero=1", "optim.ema=0.9"], "run.zero keeps no average of the weights"),
     ],
 )

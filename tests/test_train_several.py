@@ -17,9 +17,11 @@ from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: 
 from torch import Tensor, nn
 
 from train.config import OptimKnobs
-from train.optimizers import Optimizers, deal, make_optimizer
+from train.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
+
+AS_USERS = ["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16"]
 
 
 def module() -> nn.Module:
@@ -81,6 +83,57 @@ def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: 
     assert all(torch.equal(tensor, flat(found)[place]) for place, tensor in flat(alone).items())
 
 
+def _in_shards(rank: int, world: int, folder: Path) -> None:
+    """Steps of Muon on whole matrices beside those on rows of them, and on the flat partitions of ZeRO's stages."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    options, steps = OptimKnobs(optimizer="muon", weight_decay=0.1), range(3)
+    whole = module()
+    stepped(make_optimizer(whole, options), whole, steps)
+    shapes = [torch.Size(shape) for shape in SHAPES]
+
+    start = module()
+    rows = nn.ParameterList(rows_of(p.data, world)[rank].clone() if p.dim() == 2 else p for p in start.parameters())
+    optimizer = make_optimizer(rows, options, rank, world, shapes)
+    for step in steps:
+        for i, (p, full) in enumerate(zip(rows, whole.parameters(), strict=True)):
+            gradient = torch.randn(full.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            p.grad = rows_of(gradient, world)[rank] if p.dim() == 2 else gradient
+        optimizer.step()
+    for p, full in zip(rows, whole.parameters(), strict=True):
+        assert torch.equal(p, rows_of(full, world)[rank] if p.dim() == 2 else full)
+
+    def partition(tensors: list[Tensor], by_matrix: bool) -> Tensor:
+        """Of the matrices, each padded to a multiple of the processes, or of all of them behind each other."""
+        runs = [t.flatten() for t in tensors] if by_matrix else [torch.cat([t.flatten() for t in tensors])]
+        padded = [torch.cat([run, run.new_zeros(-len(run) % world)]) for run in runs]
+        return torch.cat([run.chunk(world)[rank] for run in padded])
+
+    for by_matrix in (False, True):
+        flat = nn.Parameter(partition([p.data for p in list(module().parameters())[: len(SHAPES)]], by_matrix))
+        parts = make_optimizer(module(), options).parts
+        optimizer = FlatMuon(parts[0], parts[1], rank, world)  # type: ignore[arg-type]
+        optimizer.shapes[flat], optimizer.by_matrix = shapes, by_matrix
+        optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [flat], []
+        for step in steps:
+            generators = (torch.Generator().manual_seed(100 * step + i) for i in range(len(SHAPES)))
+            flat.grad = partition(
+                [torch.randn(s, generator=g) for s, g in zip(SHAPES, generators, strict=True)], by_matrix
+            )
+            optimizer.step()
+        expected = partition([p.data for p in list(whole.parameters())[: len(SHAPES)]], by_matrix)
+        assert torch.equal(flat, expected), by_matrix
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 7])
+def test_muon_of_shards_is_muon_of_whole_matrices_to_the_bit(world: int, tmp_path: Path) -> None:
+    processes = [CONTEXT.Process(target=_in_shards, args=(rank, world, tmp_path)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    assert ended(processes) == [0] * world
+
+
 @given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), world=st.integers(1, 9))
 def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs: list[int], world: int) -> None:
     rounds = deal(costs, world)
@@ -95,10 +148,17 @@ def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs
     [
         (["optim.optimizer=muon"], 1e-2),  # its products are in bf16
         (["optim.optimizer=adamw"], 1e-5),
+        (["optim.optimizer=muon", "run.fsdp=true"], 1e-2),
+        (["optim.optimizer=muon", "run.zero=2"], 1e-2),
+        (["optim.optimizer=adamw", "run.fsdp=true"], 1e-5),
         (["optim.optimizer=adamw", "run.zero=1"], 1e-5),
         (["optim.optimizer=adamw", "run.zero=2"], 1e-5),
         (["optim.optimizer=adamw", "run.zero=3"], 1e-5),
-        (["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16"], 3e-2),  # as users do
+        (AS_USERS, 3e-2),
+        (
+            ["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "run.fsdp=true"],
+            3e-2,
+        ),
     ],
     ids=lambda way: "-".join(knob.split("=")[1] for knob in way) if isinstance(way, list) else "",
 )

@@ -221,6 +221,7 @@ class FlatMuon(torch.optim.AdamW):
         self.param_groups = groups
 
     def _muon(self, flat: Tensor, group: dict[str, Any]) -> None:
+        assert flat.grad is not None
         if "momentum_buffer" not in self.state[flat]:
             self.state[flat]["momentum_buffer"] = torch.zeros_like(flat)
         shards, start = [], 0  # of a matrix, in all partitions one behind the other
