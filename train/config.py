@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from dflash_toolkit.config import group, knob
+from dflash_toolkit.conversations import BY_NAME, FORM_CHOICES
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.threads import HELP, check_threads
 
@@ -42,7 +43,10 @@ class DataKnobs:
     """Where prompts come from when no files are given, and how much of them is used."""
 
     dataset: str = knob("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
-    split: str = knob("train", "its split")
+    split: str = knob("train", "of datasets")
+    form: str = knob(
+        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
+    )
     max_prompts: int = knob(100_000, "prompts to use; 0 is all")
     held_out: int = knob(64, "prompts kept out of training to measure acceptance on")
     max_length: int = knob(3072, "tokens of prompt and answer together; longer rows are cut")
@@ -256,9 +260,13 @@ class TrainConfig:
     """One training run."""
 
     target: str = knob(help="Hugging Face id or directory of the model to speed up")
-    data: tuple[str, ...] = knob((), "JSONL prompt files; without them a public dataset is loaded")
+    data: tuple[str, ...] = knob(
+        (),
+        "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
+        "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
+    )
     answer_files: tuple[str, ...] = knob((), "answers of dflash-data, trained on as they are", flag="answers")
-    held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
+    held_out: tuple[str, ...] = knob((), "sources of prompts to measure acceptance on, instead of a part of the data")
     output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
     init_from: str | None = knob(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
