@@ -4,7 +4,7 @@ import os
 import time
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 PLAIN_EVERY_S = 10.0  # how often a stage speaks up where no bar can be drawn
@@ -13,13 +13,22 @@ PLAIN_EVERY_S = 10.0  # how often a stage speaks up where no bar can be drawn
 class Progress:
     """A context manager around one bar on stderr; in a log file, a plain line every few seconds instead.
 
-    A `total` of None is not known.
+    Args:
+        total: None is not known.
+        beside: a bar that goes on meanwhile; this one stands under it, and goes when it is done.
     """
 
-    def __init__(self, stage: str, total: int | None, unit: str = "it") -> None:
+    def __init__(self, stage: str, total: int | None, unit: str = "it", beside: "Progress | None" = None) -> None:
         self._unit = unit
         self._units = 0.0
+        self._beside = beside
         self._shown = os.environ.get("RANK", "0") == "0"  # of several processes, the first speaks for all
+        self._spoke = time.monotonic()
+        if beside is not None:
+            self._console: rich.console.Console = beside._console
+            self._bar: RichProgress = beside._bar
+            self._task = self._bar.add_task(stage, total=total, rate="", note="")
+            return
         self._console = rich.console.Console(stderr=True)
         self._bar = RichProgress(
             TextColumn("{task.description:<10}"),
@@ -33,23 +42,30 @@ class Progress:
             disable=not self._shown,
         )
         self._task = self._bar.add_task(stage, total=total, rate="", note="")
-        self._spoke = time.monotonic()
 
     def __enter__(self) -> "Progress":
-        self._bar.start()
+        if self._beside is None:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._beside is None:
+            self._bar.stop()
+        else:
+            self._bar.remove_task(self._task)
+
+    @property
+    def _now(self) -> Task:
+        return next(task for task in self._bar.tasks if task.id == self._task)
 
     def reach(self, done: float, units: float) -> None:
         """Move to `done` of the total, by work of so many `units`."""
-        self.advance(done - self._bar.tasks[self._task].completed, units)
+        self.advance(done - self._now.completed, units)
 
     def advance(self, done: float = 1, units: float | None = None, note: str | None = None) -> None:
         """Move by `done`; `units` is how much work that was in the bar's unit (default: `done`)."""
         self._units += done if units is None else units
-        task = self._bar.tasks[self._task]
+        task = self._now
         rate = f"{self._units / task.elapsed:.1f} {self._unit}/s" if task.elapsed else ""
         if note is not None:
             self._bar.update(self._task, note=note)

@@ -109,7 +109,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Training by a clock of the test: a step takes a second, an evaluation 100, a save 1000.
+    """Training by a clock of the test: a step takes a second, an evaluation 100, the part of a save that is waited
+    for 1000.
 
     The seam is the name `time` in train.loop and train.metrics: all that they know of time is `time.perf_counter()`.
     """
@@ -119,7 +120,7 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in (train.loop, train.metrics):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(train.loop, "compute_loss", clock.costs(1, train.loop.compute_loss))
-    monkeypatch.setattr(train.loop, "save_state", clock.costs(1000, train.loop.save_state))
+    monkeypatch.setattr(train.loop, "host_copy", clock.costs(1000, train.loop.host_copy))
     monkeypatch.setattr(train.loop.HeldOut, "__call__", clock.costs(100, train.loop.HeldOut.__call__))
     return clock
 

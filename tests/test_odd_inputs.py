@@ -105,6 +105,15 @@ def test_yaml_that_python_does_not_read_is_one_line(tmp_path: Path) -> None:
         read_yaml(tmp_path / "a.yaml")
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.json"])
+def test_dflash_train_says_who_reads_files_of_other_kinds(
+    name: str, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes({"a.parquet": b"PAR1\xff", "a.txt": b"say", "a.json": b'[\n{"prompt": "say"}]'}[name])
+    said = refusal(capsys, command(target_dir, str(tmp_path / name), tmp_path / "run"))
+    assert said.startswith(str(tmp_path / name)) and "dflash-data reads such a file, and --answers takes" in said
+
+
 def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
     target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

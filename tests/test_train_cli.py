@@ -75,24 +75,39 @@ def test_the_speculators_form_can_be_asked_for_later_and_holds_the_exported_weig
     assert theirs[PROVENANCE_KEY] == ours[PROVENANCE_KEY] and ours[PROVENANCE_KEY]["record"]
 
 
-def test_the_exported_drafter_is_the_one_with_the_best_measured_acceptance(
-    target_dir: Path, data: Path, tmp_path: Path
+def test_what_is_exported_is_measured_on_all_prompts_and_recorded(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One of two prompts is decoded while the run goes on; with one prompt nothing is clear, so the end is exported."""
     output = tmp_path / "drafter"
-    assert main(argv(target_dir, data, output, "run.evaluate_every=2", "optim.learning_rate=3e-2")) == 0
+    often = ("run.evaluate_every=2", "run.evaluate_prompts=1", "optim.learning_rate=3e-2")
+    assert main(argv(target_dir, data, output, *often)) == 0
+    said = capsys.readouterr().err.splitlines()[-1]
     lines = [json.loads(line) for line in (output / "work/metrics.jsonl").read_text().splitlines()]
     measured = [line["acceptance_length"] for line in lines if "acceptance_length" in line]
     assert len(measured) == 12 and max(measured) > min(measured), "there is something to choose"
     target, drafter = Target.load(str(target_dir)), load_drafter(str(output), dtype=torch.float32)
+    last = torch.load(output / "work/state.pt")["drafter"]
+    assert all(torch.equal(p, last[name].bfloat16().float()) for name, p in drafter.named_parameters())
     asked = load_prompts(
         TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2)), target.tokenizer
     ).held_out
     again = held_out_acceptance(target, drafter, asked, SamplingParams(max_new_tokens=8))
-    assert again.tau_pooled == pytest.approx(max(measured), abs=1e-5)
+    assert again.answers == 2
     provenance = json.loads((output / "config.json").read_text())["dflash_toolkit"]
-    assert provenance["acceptance_length"] == pytest.approx(max(measured), abs=1e-3)
     assert provenance["record"] == export_record(drafter, target), "of what was written, and no step later"
     assert provenance["target_digest"]
+    result = json.loads((output / "run.json").read_text())["result"]
+    for record, step in ((provenance, provenance["step"]), (result, result["exported_step"])):
+        assert step == 24 and record["acceptance_length"] == pytest.approx(again.tau_pooled, abs=1e-3)
+        assert record["acceptance_length_error"] >= 0
+        assert list(record["acceptance_length_by_source"].values()) == [record["acceptance_length"]]
+        assert record["measured_on"] == {"prompts": 2, "tokens": again.tokens - 2}
+    assert f"{again.tau_pooled:.3f} +- " in said and said.endswith("on 2 held-out prompts")
+    assert (result["prompts"], result["held_out_prompts"], result["answers"]) == (6, 2, 6)
+    assert result["tokens"] > result["answer_tokens"] > 0 and sum(result["left_out"].values()) == 0
+    highest = max(range(12), key=lambda i: (measured[i], i))
+    assert (output / "best").exists() == (highest < 11 and measured[highest] > measured[-1])
 
 
 def test_the_record_resolves_every_knob(target_dir: Path, data: Path, tmp_path: Path) -> None:
@@ -225,7 +240,8 @@ def without_weights(target_dir: Path, tmp_path: Path) -> Path:
         (["optim.schedule=wsd", "optim.decay=0.99"], "at most 1 - optim.warmup"),
         (["optim.ema=1"], "optim.ema is 1.0"),
         (["run.evaluate_runtime=vllm"], "not one of auto, engine, reference"),
-        (["run.save_every=0"], "save_every"),
+        (["run.save_every=-1"], "save_every"),
+        (["run.save_minutes=0"], "save_minutes"),
         (["no-equals-sign"], "expected key=value"),
         (["run.device=cuda:9"], "cuda:9"),
         (["prompts.max_length=9"], "prompts.max_length"),
@@ -269,7 +285,7 @@ def test_without_a_network_the_default_dataset_asks_for_data(
 ) -> None:
     assert main(["--target", str(target_dir), "--output", str(tmp_path / "run"), "drafter.taps=2"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: dataset mlabonne/open-perfectblend") and "give a file" in error
+    assert error.startswith("error: dataset mlabonne/open-perfectblend") and "give --data FILE" in error
 
 
 def test_an_unsupported_architecture_is_named(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

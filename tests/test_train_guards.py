@@ -117,7 +117,7 @@ def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
     assert [prompt.answer for prompt in found.recorded.values()] == ["yes"] * 3
 
 
-def test_an_answer_that_is_no_text_and_a_drafter_that_is_gone_are_one_line(
+def test_an_answer_that_is_no_text_is_one_line_and_a_drafter_that_is_gone_is_exported_again(
     target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = written(tmp_path / "s.jsonl", [{"prompt": f"say {i}", "response": "a \ud83d b"} for i in range(6)])
@@ -125,9 +125,10 @@ def test_an_answer_that_is_no_text_and_a_drafter_that_is_gone_are_one_line(
     assert "is no valid text" in capsys.readouterr().err.splitlines()[-1]
     run = command(target_dir, written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)]), tmp_path / "r")
     assert main(run) == 0
+    before = (tmp_path / "r" / "model.safetensors").read_bytes()
     (tmp_path / "r" / "model.safetensors").unlink()
-    assert main(run) == 2
-    assert "holds no drafter, though its training is over" in capsys.readouterr().err.splitlines()[-1]
+    assert main(run) == 0
+    assert (tmp_path / "r" / "model.safetensors").read_bytes() == before
 
 
 def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(target_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_draft
 from dflash_toolkit.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
 from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
-from dflash_toolkit.files import locked, read_json, write_json
+from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.speculators import save_speculators
@@ -33,13 +34,14 @@ from .backends import Backend, open_backend
 from .config import TrainConfig
 from .corpus import Corpus
 from .data import PromptData, load_prompts, rows_from_answers
+from .held_out import HeldOutPrompt
 from .identity import target_digest
-from .loop import Outcome, train
+from .loop import Export, Outcome, plan_of, train
 from .metrics import import_wandb, log_in
 from .parallel import Processes, speaks, without_local_rank
 from .schedule import packing
 from .start import Start, knobs_of, load_start
-from .state import first_difference
+from .state import first_difference, read_plan
 from .step import use_flex
 from .zero import import_deepspeed
 
@@ -189,16 +191,16 @@ def _train(run: _Prepared, processes: Processes) -> None:
         f"{attention} attention on {target.device}{several}",
     )
 
-    def export(trained: Drafter, acceptance_length: float) -> None:
-        measured = None if math.isnan(acceptance_length) else round(acceptance_length, 4)
-        made = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
-        note = {"acceptance_length": measured} | made | _origin(record)
-        save_drafter(trained, output, note | {RECORD_KEY: export_record(trained, target)})
+    def export(trained: Drafter, made: Export) -> None:
+        form = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
+        note = _measured(made) | form | _origin(record) | {RECORD_KEY: export_record(trained, target)}
+        save_drafter(trained, _place(output, made), note)
 
+    held_out = _held_out(data.held_out, config)
     outcome = train(
-        config, target, drafter, rows, data.held_out, run.work, _fingerprint(record), export, processes, record=record
-    )  # fmt: skip
-    processes.alone(_finish, run, target, outcome, rows)
+        config, target, drafter, rows, held_out, run.work, _fingerprint(record), export, processes, record=record
+    )
+    processes.alone(_finish, run, target, outcome, rows, len(answered or rows))
 
 
 def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) -> tuple[Target, Corpus]:
@@ -221,21 +223,51 @@ def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) ->
     return target, rows
 
 
-def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: Corpus) -> None:
+def _place(output: Path, made: Export) -> Path:
+    """Where a drafter of a run is."""
+    return output if made.role == "exported" else output / made.role
+
+
+def _held_out(prompts: Sequence[HeldOutPrompt | list[int]], config: TrainConfig) -> list[HeldOutPrompt]:
+    """The held-out prompts, with a source where the reader names none."""
+    files = config.held_out or config.data or config.answer_files
+    source = Path(files[0]).name if files else config.prompts.dataset
+    return [p if isinstance(p, HeldOutPrompt) else HeldOutPrompt(p, source) for p in prompts]
+
+
+def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int) -> None:
     """The record that says the run is over, and how to serve what came of it."""
-    config, output = run.config, Path(run.config.output_dir)
-    if not (output / "model.safetensors").exists():
-        raise UserError(f"{output} holds no drafter, though its training is over; remove {run.work} to train again")
+    config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
+    assert exported is not None
+    for role in ("best", "last"):  # of an earlier end
+        if outcome.beside is None or outcome.beside.role != role:
+            shutil.rmtree(output / role, ignore_errors=True)
     if config.run.speculators:
-        exported, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
+        drafter, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
         copies = (target.embedding.weight, target.head_weight)
-        save_speculators(exported, output / "speculators", target.config, *copies, provenance=note)
-    write_json(output / "run.json", run.record | {"finished": _now(), "result": _result(outcome, rows)})
+        save_speculators(drafter, output / "speculators", target.config, *copies, provenance=note)
+    result = _result(run, outcome, rows, answered)
+    write_json(output / "run.json", run.record | {"finished": _now(), "result": finite(result)})
     print(f"\n{output}: drafter exported", file=sys.stderr)
-    if outcome.last:
-        prompts = min(len(run.data.held_out), config.run.evaluate_prompts)
-        print(f"acceptance length {outcome.best:.3f} on {prompts} held-out prompts", file=sys.stderr)
+    for line in _said(output, outcome):
+        print(line, file=sys.stderr)
     print(serving_commands(config.target, str(output), run.shape.block_size))
+
+
+def _said(output: Path, outcome: Outcome) -> list[str]:
+    """What was exported and how good it is, for people."""
+    exported, beside, lines = outcome.exported, outcome.beside, []
+    if exported and outcome.earlier:
+        when = f"step {exported.step}" if exported.step else "the drafter that it started from"
+        lines.append(f"{when} is exported: it is better than the end, by more than the error of measuring")
+    if beside and beside.evaluation:
+        more = "the end" if beside.role == "last" else "measured higher, though not beyond the error of measuring"
+        where = f"{_place(output, beside)}: step {beside.step}, {more}"
+        lines.append(f"{where}; {beside.evaluation} on {beside.evaluation.prompts} prompts")
+    lines += [f"warning: {warning}" for warning in outcome.warnings]
+    if exported and exported.evaluation:
+        lines.append(f"acceptance length {exported.evaluation} on {exported.evaluation.prompts} held-out prompts")
+    return lines
 
 
 def _say(processes: Processes, message: str) -> None:
@@ -294,9 +326,10 @@ def _make(folder: Path, asked: str) -> None:
 
 # knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
 # `accumulate` changes, only how many micro batches a step takes
-FREE_KNOBS = ("device", "log_every", "save_every", "evaluate_every", "evaluate_runtime", "features", "feature_dir",
-              "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
+FREE_KNOBS = ("device", "log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
+              "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "accumulate", "recompute")  # fmt: skip
+ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
 
 
 def _provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
@@ -331,7 +364,7 @@ def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     places = ("output", "data", "held_out", "answer_files", "init_from", "threads")
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim"):
-        config[part] = {k: v for k, v in config[part].items() if k not in FREE_KNOBS}
+        config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_KNOBS, *ENDS)}
     config["answers"] = _asked(config)
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
     same = ("drafter", "target_digest", "data_hash", "template_hash")
@@ -357,19 +390,47 @@ def _finished(output: Path, record: dict[str, Any]) -> bool:
         old = json.loads((output / "run.json").read_text())
         # round trip: JSON has no tuples
         same = first_difference(_fingerprint(old), json.loads(json.dumps(_fingerprint(record)))) is None
-        finished = same and bool(old["finished"])
+        plan = plan_of(old["config"]["optim"])
+        ended = plan == plan_of(record["config"]["optim"]) and read_plan(output / WORK / "state.pt") in (None, plan)
+        finished = same and ended and bool(old["finished"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or not one of ours
         return False
     exports = [output, output / "speculators"] if record["config"]["run"]["speculators"] else [output]
     return finished and all((path / "model.safetensors").exists() for path in exports)
 
 
-def _result(outcome: Outcome, rows: Corpus) -> dict[str, Any]:
+def _measured(made: Export) -> dict[str, Any]:
+    """What is recorded of a drafter that a run leaves behind."""
+    found: dict[str, Any] = {"step": made.step, "acceptance_length": None}
+    if made.evaluation:
+        values = made.evaluation.values()
+        found |= {name: _rounded(value) for name, value in values.items() if name.startswith("acceptance_length")}
+        found["measured_on"] = {"prompts": made.evaluation.prompts, "tokens": sum(made.evaluation.tokens)}
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _result(run: _Prepared, outcome: Outcome, rows: Corpus, answered: int) -> dict[str, Any]:
+    assert outcome.exported is not None
+    beside = {outcome.beside.role: _measured(outcome.beside)} if outcome.beside else {}
+    exported = _measured(outcome.exported)
     return {
         "steps": outcome.steps,
+        "exported_step": exported.pop("step"),
+        **exported,
+        **beside,
+        "warnings": outcome.warnings,
+        "prompts": len(run.data.training) or len({tuple(row.tokens[: row.prompt_tokens]) for row in run.data.rows}),
+        "held_out_prompts": len(run.data.held_out),
         "answers": len(rows),
         "answer_tokens": rows.answer_tokens,
-        "acceptance_length": outcome.best if math.isfinite(outcome.best) else None,
+        "tokens": int(rows.lengths.sum()),
+        "left_out": {"too short for a block, or cut off": answered - len(rows)},
         "training_seconds": round(outcome.elapsed_s, 1),
     }
 

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 
 from dflash_toolkit.config import group, knob
-from dflash_toolkit.conversations import BY_NAME, FORM_CHOICES
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.threads import HELP, check_threads
 
@@ -43,10 +42,7 @@ class DataKnobs:
     """Where prompts come from when no files are given, and how much of them is used."""
 
     dataset: str = knob("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
-    split: str = knob("train", "of datasets")
-    form: str = knob(
-        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
-    )
+    split: str = knob("train", "its split")
     max_prompts: int = knob(100_000, "prompts to use; 0 is all")
     held_out: int = knob(64, "prompts kept out of training to measure acceptance on")
     max_length: int = knob(3072, "tokens of prompt and answer together; longer rows are cut")
@@ -228,9 +224,10 @@ class RunKnobs:
     )  # fmt: skip
     seed: int = knob(0, "weights, data order, anchors")
     log_every: int = knob(10, "steps between lines in metrics.jsonl")
-    save_every: int = knob(200, "steps between resume points")
+    save_minutes: float = knob(10.0, "minutes between resume points, written while training goes on")
+    save_every: int = knob(0, "steps between resume points instead; 0 goes by save_minutes")
     evaluate_every: int = knob(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
-    evaluate_prompts: int = knob(16, "held-out prompts decoded each time")
+    evaluate_prompts: int = knob(16, "held-out prompts decoded each time, of all files in turn; all are at the end")
     evaluate_tokens: int = knob(256, "longest answer then")
     evaluate_runtime: str = knob(
         "auto",
@@ -241,8 +238,10 @@ class RunKnobs:
     speculators: bool = knob(False, "also export the speculators form, to OUTPUT/speculators")
 
     def __post_init__(self) -> None:
-        if min(self.log_every, self.save_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
-            raise ValueError("run.log_every, save_every, evaluate_prompts and evaluate_tokens must be >= 1")
+        if min(self.log_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
+            raise ValueError("run.log_every, evaluate_prompts and evaluate_tokens must be >= 1")
+        if self.save_every < 0 or not 0 < self.save_minutes < math.inf:
+            raise ValueError("run.save_every must be >= 0 and run.save_minutes > 0")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"run.seed is {self.seed}; it must be in 0..2**63 - 1")
         if not 0 <= self.zero <= 3:
@@ -260,13 +259,9 @@ class TrainConfig:
     """One training run."""
 
     target: str = knob(help="Hugging Face id or directory of the model to speed up")
-    data: tuple[str, ...] = knob(
-        (),
-        "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
-        "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
-    )
+    data: tuple[str, ...] = knob((), "JSONL prompt files; without them a public dataset is loaded")
     answer_files: tuple[str, ...] = knob((), "answers of dflash-data, trained on as they are", flag="answers")
-    held_out: tuple[str, ...] = knob((), "sources of prompts to measure acceptance on, instead of a part of the data")
+    held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
     output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
     init_from: str | None = knob(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from dflash_toolkit.prompts import (
     split_messages,
     template_hash,
 )
-from dflash_toolkit.sources import Source, load_rows
+from dflash_toolkit.sources import kind_of, load_rows
 from dflash_toolkit.target import load_config
 
 from .answer_file import read_training_rows
@@ -54,13 +55,13 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
         return _from_answers(config, tokenizer)
     limit = config.prompts.max_prompts or None
     if config.data:
-        prompts = _read(config, config.data, limit)[:limit]
-        digest = _digest(config, config.data)
+        prompts = [p for path in config.data for p in _read(path, limit)][:limit]
+        digest = file_hash(list(config.data))
     else:
         prompts, digest = _from_hub(config)
     if config.held_out:
-        held_out = _read(config, config.held_out)
-        digest = hashlib.sha256((digest + _digest(config, config.held_out)).encode()).hexdigest()
+        held_out = [p for path in config.held_out for p in read_prompts(path)]
+        digest = hashlib.sha256((digest + file_hash(list(config.held_out))).encode()).hexdigest()
     else:
         count = min(config.prompts.held_out, len(prompts) // 2)
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(config.run.seed)).tolist()
@@ -83,15 +84,14 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
     return PromptData(questions, {i: p for i, p in enumerate(prompts) if p.rest}, asked, digest)
 
 
-def _read(config: TrainConfig, names: Collection[str], limit: int | None = None) -> list[Prompt]:
-    """Prompts of sources, at most so many of each."""
-    form, split = config.prompts.form, config.prompts.split
-    return [p for name in names for p in read_prompts(Source(name, form), limit, split=split)]
-
-
-def _digest(config: TrainConfig, names: Collection[str]) -> str:
-    digests = [Source(name, config.prompts.form).digest(config.prompts.split) for name in names]
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+def _read(path: str, limit: int | None) -> list[Prompt]:
+    try:
+        return read_prompts(path, limit)
+    except UserError as error:
+        if Path(path).is_file() and kind_of(Path(path)) in (".json", ".parquet", ".txt"):
+            way_out = "dflash-data reads such a file, and --answers takes what it writes"
+            raise UserError(f"{error}; --data is read as JSON lines: {way_out}") from error
+        raise
 
 
 def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: bool) -> list[list[int]]:
@@ -130,13 +130,12 @@ def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
     """
     vocabulary = int(load_config(config.target).vocab_size)
     found = read_training_rows(config.answer_files, config.target, vocabulary, template_hash(tokenizer))
-    digest = file_hash(list(config.answer_files)) + _digest(config, config.held_out)
-    digest = hashlib.sha256(digest.encode()).hexdigest()
+    digest = file_hash([*config.answer_files, *config.held_out])
     if config.held_out:
         modes = {sampler.get("thinking") for sampler in found.samplers}
         if config.answers.thinking is None and len(modes) == 1:
             config = replace(config, answers=replace(config.answers, thinking=modes.pop()))
-        prompts = _read(config, config.held_out)
+        prompts = [p for path in config.held_out for p in read_prompts(path)]
         held_out, rows = _render(prompts, config, tokenizer, strict=True), found.rows
     else:
         distinct = len({tuple(row.tokens[: row.prompt_tokens]) for row in found.rows})

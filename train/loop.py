@@ -2,45 +2,209 @@
 
 import contextlib
 import math
+import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_toolkit.acceptance import Acceptance
-from dflash_toolkit.config import UserError
+from dflash_toolkit.checkpoint import load_drafter, save_drafter
+from dflash_toolkit.config import UserError, to_mapping
 from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.target import Target
 
 from .answers import Row
 from .blocks import sample_blocks
-from .config import TrainConfig
+from .config import OptimKnobs, TrainConfig
+from .cost import before_training, once_measured
 from .features import FeatureSource, open_features
 from .flops import drafter_step_flops, visible_pairs
-from .held_out import HeldOut
+from .held_out import Evaluation, HeldOut, HeldOutPrompt
 from .losses import RECALL, DraftLoss
 from .metrics import MetricsLog, Speed
 from .parallel import Processes
-from .schedule import PackedSchedule, Schedule, draws, learning_rate_factor, packing
-from .state import RunState, load_state, save_state
+from .schedule import Joint, PackedSchedule, Schedule, draws, joined_factor, learning_rate_factor, packing
+from .state import RunState, Writer, host_copy, load_state, save_state
 from .step import compute_loss, use_flex
 from .zero import Learner, make_learner
+
+SETTLING_STEPS = 3  # behind which a compiled step has been compiled for every shape
+TIMED_STEPS = 3  # of which the run's cost is told
+PARTS = 1_000_000  # of a run by the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A drafter that a run leaves behind."""
+
+    role: str  # exported; best or last, which stand beside it
+    step: int
+    evaluation: Evaluation | None  # None without held-out prompts
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended. What is exported is known to the first process."""
 
     steps: int
-    best: float  # acceptance length of the exported drafter on the held-out prompts
-    last: Acceptance | None
-    elapsed_s: float
+    elapsed_s: float  # of training alone
+    exported: Export | None = None
+    beside: Export | None = None  # the one of best and last that is not exported, where they differ
+    earlier: bool = False  # whether what is exported is not the end
+    warnings: list[str] = field(default_factory=list)
+
+
+class TrainingClock:
+    """Seconds of training alone: neither of compiling, nor of what happens while it is paused.
+
+    The first steps of a process compile. How long they would have taken without is not known before the steps behind
+    them were timed, so until then no time passes, and then they are counted at that pace.
+
+    A GPU's time is meant, and a step is on its way before it is done. So the device is waited for around the steps that
+    are timed and before a pause, and where a run ends by the clock each step waits for the one before it.
+
+    Args:
+        seconds: of the run so far.
+        settling: steps that compile.
+        bounded: keep no more than a step on its way.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, settling: int, bounded: bool) -> None:
+        self.seconds = seconds
+        self.pace: float | None = None  # seconds a step, once timed
+        self._device, self._settling, self._bounded = device, settling, bounded
+        self._first: list[float] = []
+        self._ahead: deque[torch.cuda.Event] = deque()
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._since = time.perf_counter()
+
+    def tick(self) -> None:
+        """A step is behind."""
+        timing = self.pace is None
+        if timing:
+            self._wait()
+        elif self._bounded and self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._ahead.append(event)
+            if len(self._ahead) > 1:
+                self._ahead.popleft().synchronize()
+        now = time.perf_counter()
+        took, self._since = now - self._since, now
+        if timing:
+            self._first.append(took)
+            timed = self._first[self._settling :]
+            if len(timed) == 1:  # the pace at which those before are counted
+                self.seconds += sum(min(first, took) for first in self._first)
+            elif timed:
+                self.seconds += took
+            if len(timed) == TIMED_STEPS:
+                self.pace = sum(timed) / TIMED_STEPS
+        else:
+            self.seconds += took
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is no training."""
+        self._wait()
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        self._ahead.clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Plan:
+    """When a run ends, by optim.minutes, steps or epochs, and how fast it learns until then.
+
+    Args:
+        group: micro batches of a step.
+        state: where the run goes on from; with another plan than this, the rate is led over to the new one's.
+
+    Raises:
+        UserError: the run has done more than this.
+    """
+
+    def __init__(
+        self, optim: OptimKnobs, schedule: Schedule | PackedSchedule, group: int, state: RunState | None, output: Path
+    ) -> None:
+        self._optim, self._schedule, self._group = optim, schedule, group
+        self.named = plan_of(to_mapping(optim))
+        step, micro = (state.step, state.micro) if state else (0, 0)
+        self.steps = optim.steps or step + math.ceil((schedule.total - micro) / group)
+        self.end = micro + (self.steps - step) * group if optim.steps else schedule.total  # of the micro batches
+        if optim.minutes:
+            self.end = sys.maxsize
+        self.joint = Joint(**state.joint) if state and state.joint else None
+        self.changed = bool(state and state.plan != self.named)
+        if state and self.changed:
+            self.joint = Joint(state.step, state.micro, state.elapsed_s, state.rate)
+            epochs = round(micro / schedule.per_epoch, 2)
+            done = {"minutes": round(state.elapsed_s / 60, 2), "steps": step, "epochs": epochs}
+            ((name, asked),) = self.named.items()
+            behind = schedule.total < micro if name == "epochs" else asked < done[name]
+            if behind:
+                raise UserError(
+                    f"optim.{name}={asked:g}: the run in {output} has done {done[name]:g} {name}; give more, or "
+                    f"another --output"
+                )
+
+    def share(self, step: int, seconds: float) -> float:
+        """Of the run that is done."""
+        if self._optim.minutes:
+            return min(1.0, seconds / (60 * self._optim.minutes))
+        return step / self.steps
+
+    def factor(self, step: int, micro: int, seconds: float) -> float:
+        """Share of the peak learning rate that the next step has."""
+        optim = self._optim
+        done, total = self._place(step, micro, seconds)
+        if self.joint is None:
+            return learning_rate_factor(done, total, optim.warmup, optim.final_decay)
+        since, _ = self._place(self.joint.step, self.joint.micro, self.joint.seconds)
+        return joined_factor(done, total, optim.warmup, optim.final_decay, since, self.joint.rate)
+
+    def _place(self, step: int, micro: int, seconds: float) -> tuple[int, int]:
+        if self._optim.minutes:
+            return round(PARTS * self.share(step, seconds)), PARTS
+        if self._optim.steps:
+            return step, self.steps
+        # by the data: steps before a resumption may have been of another size
+        return micro // self._group, math.ceil(self._schedule.total / self._group)
+
+    def too_short(self, steps: int) -> str | None:
+        """What is to be said of a run of so many steps."""
+        least = math.ceil(1 / self._optim.warmup) if self._optim.warmup else 1
+        if steps >= least:
+            return None
+        return (
+            f"{steps} steps are too few to learn: optim.warmup={self._optim.warmup:g} of them is less than a step; "
+            f"train for longer (from {least} steps on it is one)"
+        )
+
+    def said(self, step: int, seconds: float) -> str:
+        """Where a run goes on, for people."""
+        if self._optim.minutes:
+            return f"step {step}, {seconds / 60:.3g} of {self._optim.minutes:g} minutes"
+        return f"step {step} of {self.steps}"
+
+
+def plan_of(optim: dict[str, Any]) -> dict[str, float]:
+    """The one option, of a mapping of `OptimKnobs`, that says when a run ends."""
+    return next(({name: optim[name]} for name in ("minutes", "steps") if optim[name]), {"epochs": optim["epochs"]})
 
 
 def train(
@@ -48,29 +212,34 @@ def train(
     target: Target,
     drafter: Drafter,
     rows: Sequence[Row],
-    held_out: list[list[int]],
+    held_out: Sequence[HeldOutPrompt],
     work: Path,
     fingerprint: dict[str, Any],
-    export: Callable[[Drafter, float], None],
+    export: Callable[[Drafter, Export], None],
     processes: Processes | None = None,
     source: FeatureSource | None = None,
     record: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Train `drafter` (fp32, on the target's device) and call `export` whenever its measured acceptance is the best.
+    """Train `drafter` (fp32, on the target's device) and call `export` with what comes of it.
 
     A step takes `accumulate` times `world` micro batches of the schedule, dealt to the processes in turn. Its loss is
     normalised by the weights of all of them, so how many processes share them does not matter.
 
+    The end is exported, unless an earlier drafter was measured to be better beyond the error of the difference
+    (`Evaluation.clearly_better_than`). `export` is called once more for the other one, where the best that was measured
+    is not the end. The best so far is a checkpoint in `work`, `best.STEP`.
+
     Args:
         rows: texts with at least one anchor each.
-        held_out: prompts (token ids) that are decoded to measure acceptance; may be empty, then the last is exported.
+        held_out: prompts that are decoded to measure acceptance: some while training goes on, all of them in the end.
+            May be empty, then the last is exported.
         work: directory for the resume point and metrics, the same for all processes.
         export: called by the first process.
         source: features that several runs share (default: what `config.run.features` asks for).
         record: what W&B shows as the run's configuration (default: the fingerprint).
 
     Raises:
-        UserError: disk full, no room for features, or `work` holds another run.
+        UserError: disk full, no room for features, or `work` holds another run, or one that has done more.
     """
     run, optim = config.run, config.optim
     processes = processes or Processes()
@@ -85,47 +254,47 @@ def train(
         schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps * group, run.seed)
     held = None
     if held_out:  # before the features, which take what is left of a GPU's memory
-        held = processes.alone(HeldOut, target, drafter.config, held_out[: run.evaluate_prompts], run)
-    if source is None:
-        place = (processes.rank, processes.world)
-        taps = drafter.config.target_layer_ids
-        source = processes.together(open_features, config, target, taps, rows, work, *place)
+        held = processes.alone(HeldOut, target, drafter.config, held_out, run)
     state_file = work / "state.pt"
     state = processes.together(load_state, state_file, fingerprint)
     if len(set(processes.gather(state and state.step))) > 1:
         raise UserError(f"{state_file} is not the same everywhere: all machines must share the output directory")
+    plan = processes.together(Plan, optim, schedule, group, state, work.parent)
+    if source is None:
+        place = (processes.rank, processes.world)
+        taps = drafter.config.target_layer_ids
+        source = processes.together(open_features, config, target, taps, rows, work, *place)
     learner = make_learner(drafter, config, processes, state, work, bool(tokens))
-    step, micro, best, elapsed = 0, 0, -math.inf, 0.0
+    step, micro, rate = 0, 0, 0.0
+    best: Evaluation | None = None
+    latest: Evaluation | None = None
     if state:
-        step, micro, best, elapsed = state.step, state.micro, state.best, state.elapsed_s
-    total = optim.steps or step + math.ceil((schedule.total - micro) / group)
-    end = micro + (total - step) * group if optim.steps else schedule.total  # of the micro batches
-    if optim.minutes:
-        end = sys.maxsize
+        step, micro, rate = state.step, state.micro, state.rate
+        best = Evaluation.of_state(state.best) if state.best else None
+        latest = Evaluation.of_state(state.latest) if state.latest else None
+    best = processes.alone(_forget_others, best, work)
     metrics = processes.alone(MetricsLog, work / "metrics.jsonl", step, run.wandb, record or fingerprint)
-    started = time.perf_counter() - elapsed
+    compiled = target.device.type == "cuda" or run.compile == "on"
+    clock = TrainingClock(
+        target.device, state.elapsed_s if state else 0.0, SETTLING_STEPS if compiled else 1, optim.minutes > 0
+    )
     speed = Speed(target.device)
-    acceptance: Acceptance | None = None
-
-    def share_done() -> float:
-        """Of the run, when the next step begins."""
-        if optim.minutes:
-            return processes.agree(min(1.0, (time.perf_counter() - started) / (60 * optim.minutes)))
-        return step / total
+    writer = Writer()
+    outcome = Outcome(step, clock.seconds)
 
     def micro_step(turn: int, last: bool) -> Tensor:
         """Gradients of the micro batch whose turn it is in the schedule; past its end, of another one times zero."""
         with speed.data():
-            features = source([rows[i] for i in schedule.indices(turn if turn < end else micro)])
-            if source.reads_ahead and turn + processes.world < end:
+            features = source([rows[i] for i in schedule.indices(turn if turn < plan.end else micro)])
+            if source.reads_ahead and turn + processes.world < plan.end:
                 source.ahead([rows[i] for i in schedule.indices(turn + processes.world)])
         blocks = sample_blocks(
             features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
             draws(run.seed, 2, turn), fixed=bool(tokens),
         )  # fmt: skip
         result = compute_loss(drafter, target, features, blocks, config, flex, learner.run)
-        learner.backward(result.weighted_sum if turn < end else 0 * result.weighted_sum, last)
-        return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * (turn < end)
+        learner.backward(result.weighted_sum if turn < plan.end else 0 * result.weighted_sum, last)
+        return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * (turn < plan.end)
 
     def write(values: dict[str, Any]) -> None:
         if metrics:
@@ -142,68 +311,156 @@ def train(
         progress.advance(0, 0, note + (f" mfu {rates['mfu']:.0%}" if "mfu" in rates else ""))
 
     def measure(trained: Drafter) -> None:
-        nonlocal best, acceptance
+        """The first process's. Of equal ones the later is the better one."""
+        nonlocal best, latest
         assert held is not None
-        acceptance = held(trained)
-        write({"acceptance_length": acceptance.tau_pooled, "decode_steps": acceptance.steps})
-        progress.print(f"step {step}: acceptance length {acceptance.tau_pooled:.3f}")
-        if not acceptance.tau_pooled <= best:  # also when no answer was long enough to measure
-            best = acceptance.tau_pooled
-            export(trained, best)
+        latest = held(trained, step, progress)
+        write(latest.values())
+        progress.print(f"step {step}: acceptance length {latest} on {latest.prompts} held-out prompts")
+        if best is None or not latest.tau < best.tau:  # also when no answer was long enough to measure
+            best = latest
+            save_drafter(trained, _kept(work, step), {"step": step})
         if metrics:
-            metrics.summarise(best_acceptance_length=best)
+            metrics.summarise(best_acceptance_length=best.tau)
 
-    clock = max(1, round(60 * optim.minutes)) if optim.minutes else 0  # seconds; a run that ends by it shows it
-    bar = Progress("training s", clock, unit="tok") if clock else Progress("training", total, unit="tok")
-    with _closing(metrics), bar as progress:
-        progress.reach(min(elapsed, clock) if clock else step, units=0)
-        if micro != step * group:
-            progress.print(f"goes on after {micro} micro batches in {step} steps with {group} a step")
-        if held_out and config.init_from and step == 0:
-            before = time.perf_counter()
-            with speed.paused():
-                processes.alone(measure, learner.whole())  # where it starts from, to see what is gained
-            started += time.perf_counter() - before  # of optim.minutes, none
-        share = share_done()
-        while share < 1 or not step:
-            done, of = step, total
-            if optim.minutes:
-                done, of = round(1e6 * share), 1_000_000
-            elif not optim.steps:  # by the data: steps before a resumption may have been of another size
-                done, of = micro // group, math.ceil(schedule.total / group)
-            for parameters in learner.param_groups:
-                parameters["lr"] = learner.peak * learning_rate_factor(done, of, optim.warmup, optim.final_decay)
-            turns = range(micro + processes.rank, micro + group, processes.world)
-            totals = processes.sum(torch.stack([micro_step(turn, turn == turns[-1]) for turn in turns]).sum(0))
-            norm = learner.step(totals[1])
-            chosen = [i for turn in range(micro, min(micro + group, end)) for i in schedule.indices(turn)]
-            step, micro = step + 1, min(micro + group, end)
+    def save() -> None:
+        """A resume point, copied now and written while training goes on."""
+        weights, moments, average = learner.snapshot()
+        if not processes.main:
+            return
+        joint = asdict(plan.joint) if plan.joint else None
+        evaluations = [evaluation.to_state() if evaluation else None for evaluation in (best, latest)]
+        weights, moments, average = host_copy((weights, moments, average), target.device)
+        point = RunState(
+            step, fingerprint, weights, moments, evaluations[0], clock.seconds, micro, average, evaluations[1],
+            plan.named, rate, joint,
+        )  # fmt: skip
 
-            share = share_done()
-            last = share >= 1
-            if last or any(
-                every and step % every == 0 for every in (run.log_every, run.save_every, run.evaluate_every)
-            ):
-                _check(norm, step, learner.peak)
-            seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
-            speed.count(seen, len(chosen))
-            if step % run.log_every == 0 or last:
-                processes.alone(log, totals, norm, seen)
-            progress.reach(clock * share if clock else step, units=seen)
+        def write_out() -> None:
+            save_state(point, state_file)
+            for old in _checkpoints(work):
+                if point.best and old < point.best["step"]:  # no resume point needs it any more
+                    shutil.rmtree(_kept(work, old), ignore_errors=True)
 
-            with speed.paused():
-                if held_out and (last or (run.evaluate_every and step % run.evaluate_every == 0)):
-                    processes.alone(measure, learner.whole())
-                elif last:
-                    processes.alone(export, learner.whole(), math.nan)
-                if last or step % run.save_every == 0:
-                    weights, moments, average = learner.snapshot()
-                    spent = time.perf_counter() - started
-                    point = RunState(step, fingerprint, weights, moments, best, spent, micro, average)
-                    processes.alone(save_state, point, state_file)
-                    processes.together(source.check)  # of one process; behind the save, so that no step is lost
-    processes.together(source.flush)
-    return Outcome(step, best, acceptance, time.perf_counter() - started)
+        writer.begin(write_out)
+
+    def conclude(trained: Drafter) -> None:
+        """The first process's: what is exported, measured on all prompts, and what stands beside it."""
+        chosen, evaluation, other = trained, latest, None
+        if held is not None:
+            assert latest is not None and best is not None
+            if best.step != step:
+                earlier = load_drafter(str(_kept(work, best.step)))
+                if best.clearly_better_than(latest):
+                    chosen, evaluation = earlier, best
+                    outcome.earlier = True
+                    other = trained, Export("last", step, latest)
+                elif best.tau > latest.tau:
+                    other = earlier, Export("best", best.step, best)
+            assert evaluation is not None
+            evaluation = held.all(chosen, evaluation)
+            if metrics:
+                metrics.summarise(acceptance_length=evaluation.tau, acceptance_length_error=evaluation.standard_error)
+        outcome.exported = Export("exported", evaluation.step if evaluation else step, evaluation)
+        export(chosen, outcome.exported)
+        if other:
+            outcome.beside = other[1]
+            export(*other)
+
+    def tell(lines: list[str]) -> None:
+        for line in lines:
+            progress.print(line)
+
+    ending = max(1, round(60 * optim.minutes)) if optim.minutes else 0  # seconds; a run that ends by it shows it
+    bar = Progress("training s", ending, unit="tok") if ending else Progress("training", plan.steps, unit="tok")
+    with _closing(metrics), contextlib.closing(writer):
+        with bar as progress:
+            progress.reach(min(clock.seconds, ending) if ending else step, units=0)
+            if processes.main:
+                steps = 0 if ending else plan.steps
+                epochs = min(schedule.total, plan.end) / schedule.per_epoch
+                tell(before_training(config, drafter, rows, steps, epochs, source.nbytes(list(rows)), work))
+                if steps and (warning := plan.too_short(steps)):
+                    outcome.warnings.append(warning)
+                    tell([f"warning: {warning}"])
+            if step:
+                tell([f"resuming at {plan.said(step, clock.seconds)}"])
+            if micro != step * group:
+                progress.print(f"goes on after {micro} micro batches in {step} steps with {group} a step")
+            if held_out and config.init_from and step == 0:
+                with speed.paused():
+                    processes.alone(measure, learner.whole())  # where it starts from, to see what is gained
+            clock.start()
+            saved = time.perf_counter()
+            share = processes.agree(plan.share(step, clock.seconds))
+            told = False
+            while share < 1 or not step:
+                rate = plan.factor(step, micro, share * 60 * optim.minutes)
+                for parameters in learner.param_groups:
+                    parameters["lr"] = learner.peak * rate
+                turns = range(micro + processes.rank, micro + group, processes.world)
+                totals = processes.sum(torch.stack([micro_step(turn, turn == turns[-1]) for turn in turns]).sum(0))
+                norm = learner.step(totals[1])
+                chosen = [i for turn in range(micro, min(micro + group, plan.end)) for i in schedule.indices(turn)]
+                step, micro = step + 1, min(micro + group, plan.end)
+
+                clock.tick()
+                due = time.perf_counter() - saved >= 60 * run.save_minutes and not writer.busy
+                share, due, failed = processes.agree((plan.share(step, clock.seconds), due, writer.failed))
+                if failed:
+                    processes.alone(writer.wait)  # raises
+                last = share >= 1
+                saves = last or (step % run.save_every == 0 if run.save_every else due)
+                evaluates = last or (run.evaluate_every and step % run.evaluate_every == 0)
+                if saves or evaluates or step % run.log_every == 0:
+                    _check(norm, step, learner.peak)
+                seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
+                speed.count(seen, len(chosen))
+                if step % run.log_every == 0 or last:
+                    processes.alone(log, totals, norm, seen)
+                progress.reach(ending * share if ending else step, units=seen)
+                if clock.pace and not told:
+                    told = True
+                    left = math.ceil((60 * optim.minutes - clock.seconds) / clock.pace) if ending else plan.steps - step
+                    evaluations = left // run.evaluate_every if held_out and run.evaluate_every else 0
+                    if left > 0:
+                        tell(once_measured(config, left, clock.pace, evaluations, speed.memory(), processes.world))
+
+                with clock.paused(), speed.paused():
+                    if held_out and evaluates:
+                        processes.alone(measure, learner.whole())
+                    if saves:
+                        saved = time.perf_counter()
+                        save()
+                        processes.together(source.check)  # of one process; behind the save, so that no step is lost
+            if processes.agree(bool(held_out) and (latest is None or latest.step != step)):
+                processes.alone(measure, learner.whole())
+        if ending and processes.main and (warning := plan.too_short(step)):
+            outcome.warnings.append(warning)
+        processes.alone(writer.wait)
+        processes.together(source.flush)
+        processes.alone(conclude, learner.whole())
+    outcome.steps, outcome.elapsed_s = step, clock.seconds
+    return outcome
+
+
+def _kept(work: Path, step: int) -> Path:
+    """Where the best drafter so far is, if it is of this step."""
+    return work / f"best.{step}"
+
+
+def _checkpoints(work: Path) -> list[int]:
+    """The steps of those that are there."""
+    found = (path.name.partition(".")[2] for path in work.glob("best.*"))
+    return [int(step) for step in found if step.isdecimal()]
+
+
+def _forget_others(best: Evaluation | None, work: Path) -> Evaluation | None:
+    """Removes what a run left that was killed behind its resume point; the best, if its weights are there."""
+    for step in _checkpoints(work):
+        if best is None or step != best.step:
+            shutil.rmtree(_kept(work, step), ignore_errors=True)
+    return best if best and (_kept(work, best.step) / "model.safetensors").exists() else None
 
 
 def _check(norm: Tensor, step: int, rate: float) -> None:

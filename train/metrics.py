@@ -76,12 +76,21 @@ class Speed:
         }
         if self.peak:
             values["mfu"] = step_flops * self._steps / seconds / self.peak
-        if self._device.type == "cuda":
-            values["peak_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
-        else:  # of this process, since it began: the target's answers, too
-            values["peak_resident_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT / 1e9
+        values |= self._peak()
         self._restart()
         return values
+
+    def _peak(self) -> dict[str, float]:
+        if self._device.type == "cuda":
+            return {"peak_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
+        # of this process, since it began: the target's answers, too
+        return {"peak_resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT / 1e9}
+
+    def memory(self) -> str:
+        """What was used at most, for people."""
+        ((name, gigabytes),) = self._peak().items()
+        where = "GPU memory" if name == "peak_memory_gb" else "memory"
+        return f"{gigabytes:.1f} GB of {where} used at most so far"
 
 
 class MetricsLog:
@@ -112,8 +121,9 @@ class MetricsLog:
         except OSError as error:
             raise self._unwritable(error) from error
         if self._wandb is not None:
-            flat = {k: v for k, v in clean.items() if not isinstance(v, list)}
+            flat = {k: v for k, v in clean.items() if not isinstance(v, list | dict)}
             flat |= {f"{k}/{i}": v for k, vs in clean.items() if isinstance(vs, list) for i, v in enumerate(vs, 1)}
+            flat |= {f"{k}/{name}": v for k, vs in clean.items() if isinstance(vs, dict) for name, v in vs.items()}
             self._wandb.log(flat, step=step)
 
     def summarise(self, **values: float) -> None:
@@ -132,6 +142,8 @@ class MetricsLog:
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list) else value
 
 

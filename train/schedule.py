@@ -4,6 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -82,6 +83,27 @@ def learning_rate_factor(step: int, total: int, warmup: float, decay: float | No
         falling = max(1, round(decay * total))
         return 1 - math.sqrt(max(0, step - total + falling) / falling)
     return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, total - ramp)))
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Where a run was when its plan was changed."""
+
+    step: int
+    micro: int
+    seconds: float
+    rate: float  # share of the peak that the last step had
+
+
+def joined_factor(step: int, total: int, warmup: float, decay: float | None, since: int, rate: float) -> float:
+    """`learning_rate_factor` of a run whose plan was changed behind `since` steps, where its rate was `rate`.
+
+    The rate goes from there to the new plan's in a line of `warmup * total` steps, or as many as are left, and then
+    follows the new plan.
+    """
+    ramp = min(max(1, round(warmup * total)), max(1, total - since))
+    there = learning_rate_factor(min(max(step, since + ramp), total), total, warmup, decay)
+    return there if step >= since + ramp else rate + (there - rate) * (step - since + 1) / ramp
 
 
 def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
