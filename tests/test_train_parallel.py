@@ -328,8 +328,9 @@ def test_the_other_optimizer_s_resume_point_is_one_line(
     state["optimizer"]["0"]["param_groups"] = state["optimizer"]["0"]["param_groups"][:1]
     torch.save(state, tmp_path / "run/work/state.pt")
     (tmp_path / "run/run.json").unlink()
-    assert main(arguments) == 2
-    assert "another optimiser's state" in capsys.readouterr().err.splitlines()[-1]
+    for way in ("run.fsdp=false", "run.fsdp=true"):
+        assert main([*arguments, way]) == 2
+        assert "another optimiser's state" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------

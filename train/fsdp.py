@@ -43,21 +43,29 @@ class _Inputs:
     mask: Tensor | BlockMask
 
 
+def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
+    return norm(fc(features))
+
+
 def _layer(
     layer: DraftLayer, x: Tensor, context: Tensor, context_rope: Rope, block_rope: Rope, mask: Tensor | BlockMask
 ) -> Tensor:
     return layer(x, block_rope, layer.self_attn.keys_values(context, context_rope), mask)
 
 
+def _last(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x)
+
+
 @functools.cache
-def _compiled_layer() -> Callable[..., Tensor]:
-    return torch.compile(_layer)
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function)
 
 
 class _Unit(nn.Module):
     """A layer with the keys and values that it makes of the context: all that its weights are needed for."""
 
-    def __init__(self, layer: DraftLayer, run: Callable[..., Tensor], recompute: bool) -> None:
+    def __init__(self, layer: nn.Module, run: Callable[..., Tensor], recompute: bool) -> None:
         super().__init__()
         self.layer, self._run, self._recompute = layer, run, recompute
 
@@ -71,16 +79,18 @@ class _Unit(nn.Module):
 class _Forward(nn.Module):
     """`Drafter.context_kv` and `Drafter.forward`, layer by layer."""
 
-    def __init__(self, drafter: Drafter, run: Callable[..., Tensor]) -> None:
+    def __init__(self, drafter: Drafter, compiled: bool) -> None:
         super().__init__()
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
-        self.units = nn.ModuleList(_Unit(layer, run, drafter.recompute) for layer in drafter.layers)  # type: ignore[arg-type]
+        parts: tuple[Callable[..., Tensor], ...] = (_context, _layer, _last)
+        self._context, layer, self._last = map(_compiled, parts) if compiled else parts
+        self.units = nn.ModuleList(_Unit(each, layer, drafter.recompute) for each in drafter.layers)
 
     def forward(self, given: _Inputs) -> Tensor:
-        context, x = self.hidden_norm(self.fc(given.features)), given.block
+        context, x = self._context(self.fc, self.hidden_norm, given.features), given.block
         for unit in self.units:
             x = unit(x, context, given)
-        return self.norm(x)
+        return self._last(self.norm, x)
 
 
 class Fsdp:
@@ -99,7 +109,7 @@ class Fsdp:
         shapes = [p.shape for p in drafter.parameters() if p.dim() == 2]
         device = drafter.device
         self._mesh = init_device_mesh(device.type, (processes.world,))
-        self._forward = _Forward(drafter, _compiled_layer() if compiles(config, device) else _layer)
+        self._forward = _Forward(drafter, compiles(config, device))
         for unit in (*self._forward.units, self._forward):
             fully_shard(
                 unit, mesh=self._mesh, ignored_params={p for p in drafter.parameters() if p.dim() != 2},

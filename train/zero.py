@@ -168,6 +168,10 @@ class Zero:
             return self.drafter
         return Drafter.of_tensors(self.drafter.config, weights)
 
+    def close(self) -> None:
+        """Let go of what DeepSpeed holds for as long as the process lives."""
+        self._engine.destroy()
+
     def _restore(self, saved: dict[str, Any], steps: int, config: TrainConfig) -> None:
         if len(saved) != len(self._parts):
             raise other_optimizer()
