@@ -137,7 +137,7 @@ class OptimKnobs:
 
     optimizer: str = knob(
         "auto",
-        "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU",
+        "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU without run.zero",
         choices=("auto", "adamw", "muon"),
     )
     epochs: int = knob(6, "passes over the answers")
