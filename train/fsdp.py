@@ -25,7 +25,7 @@ from dflash_toolkit.drafter import Drafter, DraftLayer
 
 from .config import TrainConfig
 from .optimizers import make_optimizer, rows_of, update_average
-from .parallel import Processes, on_host, other_optimizer
+from .parallel import Processes, other_optimizer
 from .state import RunState
 from .step import compiles
 
@@ -205,7 +205,7 @@ class Fsdp:
             value = DTensor.from_local(
                 value, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
             ).full_tensor()
-        return on_host(value) if self._processes.main else value[:0]
+        return value.cpu() if self._processes.main else value[:0]
 
     def _part(self, value: Tensor, shape: torch.Size) -> Tensor:
         """This process's part of a whole value."""

@@ -176,7 +176,7 @@ class Replicated:
     def __init__(self, drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None) -> None:
         self.drafter = drafter
         self.run: Run = runner(config, drafter.device)
-        self._clip, self._main = config.optim.clip, processes.main
+        self._clip = config.optim.clip
         self._optimizer = make_optimizer(drafter, config.optim, processes.rank, processes.world)
         self.peak = self._optimizer.param_groups[0]["lr"]  # learning rate
         self._steps = state.step if state else 0
@@ -223,26 +223,14 @@ class Replicated:
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor] | None]:
         """Weights, optimiser state and averaged weights, whole. Every process must call it, the first has them.
 
-        They are copies in host memory: they can be written to a disk while training goes on.
+        What is on a GPU, or of a run on a CPU, is what the next step changes; what was gathered is in host memory.
         """
-        moments = self._optimizer.state_dict()
-        if not self._main:
-            return {}, {}, None
-        average = on_host(self._average.state_dict()) if self._average else None
-        return on_host(self.drafter.state_dict()), on_host(moments), average
+        average = self._average.state_dict() if self._average else None
+        return self.drafter.state_dict(), self._optimizer.state_dict(), average
 
     def whole(self) -> Drafter:
         """The drafter as one process can run or export it; every process must call it, the first has the result."""
         return self._average or self.drafter
-
-
-def on_host(value: Any) -> Any:
-    """A copy of a tensor, or of all tensors in nested dictionaries and lists, in host memory."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    return [on_host(item) for item in value] if isinstance(value, list) else value
 
 
 def other_optimizer() -> UserError:

@@ -20,7 +20,7 @@ from dflash_toolkit.files import write_json
 from .config import TrainConfig
 from .fsdp import Fsdp
 from .optimizers import FlatMuon, make_optimizer
-from .parallel import Processes, Replicated, on_host, other_optimizer
+from .parallel import Processes, Replicated, other_optimizer
 from .state import RunState
 from .step import runner
 
@@ -152,8 +152,8 @@ class Zero:
                 whole = self._utils.safe_get_full_fp32_param(parameter)
                 found = {name: self._utils.safe_get_full_optimizer_state(parameter, name) for name in part.moments}
                 if self._processes.main:
-                    weights[self._names[parameter]] = on_host(whole)
-                    state[i] = {name: on_host(value) for name, value in found.items()}
+                    weights[self._names[parameter]] = whole.cpu()
+                    state[i] = {name: value.cpu() for name, value in found.items()}
                     if part.moments == ADAMW:
                         state[i]["step"] = torch.tensor(float(self._steps))
             optimizer[key] = {"state": state, "param_groups": part.form}
