@@ -4,10 +4,12 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_drafter, make_target
@@ -19,7 +21,7 @@ from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import from_mapping
 from train.answers import Row
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
-from train.feature_store import FP8, FP8_MAX, DiskStore, MemoryStore, Stored
+from train.feature_store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
 from train.features import FeatureSource, fitting, open_features
 from train.loop import train
 
@@ -181,7 +183,7 @@ def test_whole_shards_survive_a_kill_and_only_the_rest_is_computed_again(
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    kept = sum(len(load_file(path)["rows"]) for path in (tmp_path / "killed").glob("*.safetensors"))
+    kept = sum(len(load_file(path)["keys"]) for path in (tmp_path / "killed").glob("*.safetensors"))
     assert 4 <= kept <= 14
     stale = tmp_path / "killed/old.partial"
     stale.write_text("left by a kill")
@@ -192,28 +194,59 @@ def test_whole_shards_survive_a_kill_and_only_the_rest_is_computed_again(
     assert torch.equal(again(rows(20)).hidden, whole.hidden)
 
 
-def test_processes_that_train_together_write_a_share_each(tmp_path: Path) -> None:
-    target, texts = make_target(), rows(10)
-    whole = FeatureSource(target, TAPS, 3072)(texts)
-    computed = forwards(target)
-    asked = config(features="disk", feature_dir=str(tmp_path))
-    sources = [open_features(asked, target, TAPS, texts, tmp_path, rank, world=2) for rank in range(2)]
-    assert len(computed) == 10
-    assert all(torch.equal(source(texts).hidden, whole.hidden) for source in sources) and len(computed) == 10
-
-
 def test_two_writers_share_a_directory(tmp_path: Path) -> None:
     target, texts = make_target(), rows(10)
-    stores = [DiskStore(tmp_path, {"a": 1}, 10) for _ in range(2)]
-    for rank, store in enumerate(stores):
-        FeatureSource(target, TAPS, 3072, store=store).fill(texts[rank::2])
-        store.flush()
+    stores = [DiskStore(tmp_path, {"a": 1}) for _ in range(2)]
+    sources = [FeatureSource(target, TAPS, 3072, store=store) for store in stores]
+    for rank, source in enumerate(sources):
+        source.fill(texts[rank::2])
+        source.flush()
     stores[0].refresh()
-    assert all(row.index in stores[0] for row in texts)
-    assert torch.equal(
-        FeatureSource(target, TAPS, 3072, store=stores[0])(texts).hidden,
-        FeatureSource(target, TAPS, 3072)(texts).hidden,
-    )
+    assert not sources[0].missing(texts) and sources[1].missing(texts) == texts[::2]
+    assert torch.equal(sources[0](texts).hidden, FeatureSource(target, TAPS, 3072)(texts).hidden)
+
+
+def test_a_process_keeps_its_own_rows_and_no_others(tmp_path: Path) -> None:
+    target, texts = make_target(), rows(10)
+    direct = FeatureSource(target, TAPS, 3072)(texts[1::3])
+    for mode in ("memory", "disk"):
+        computed = forwards(target)
+        asked = config(features=mode, feature_dir=str(tmp_path), feature_cache_gb=1.0)
+        source = open_features(asked, target, TAPS, texts, tmp_path, range(1, 10, 3))
+        assert len(computed) == 3 and source.missing(texts) == [t for t in texts if t not in texts[1::3]]
+        assert torch.equal(source(texts[1::3]).hidden, direct.hidden) and len(computed) == 3
+
+
+@pytest.mark.parametrize("as_tokens", [list, lambda tokens: np.asarray(tokens, dtype=np.int32)], ids=["list", "array"])
+def test_rows_are_known_by_their_tokens_so_added_answers_compute_only_themselves(
+    as_tokens: Callable[[list[int]], Any], tmp_path: Path
+) -> None:
+    target, texts = make_target(), rows(12)
+    asked = config(features="disk", feature_dir=str(tmp_path))
+    open_features(asked, target, TAPS, texts[:8], tmp_path)
+    computed = forwards(target)
+    # four rows more, all in another order under other numbers, one of them twice
+    moved = [Row(100 + i, row.prompt_tokens, as_tokens(row.tokens)) for i, row in enumerate(reversed(texts))]
+    moved.append(replace(moved[0], index=200))
+    source = open_features(asked, target, TAPS, moved, tmp_path)
+    assert len(computed) == 4
+    again = [replace(row, index=0) for row in moved]
+    assert torch.equal(source(again).hidden, FeatureSource(target, TAPS, 3072)(again).hidden)
+    shorter = replace(asked, prompts=replace(asked.prompts, max_length=len(texts[0].tokens)))
+    longer = Row(0, 6, as_tokens([*texts[0].tokens, 7, 8]))
+    computed.clear()
+    assert open_features(shorter, target, TAPS, [longer], tmp_path)([longer]).hidden.shape[1] == len(texts[0].tokens)
+    assert not computed
+
+
+def test_rows_that_appear_twice_are_computed_and_kept_once() -> None:
+    target, texts = make_target(), rows(3)
+    twice = [*texts, *(replace(row, index=10 + row.index) for row in texts)]
+    computed = forwards(target)
+    source = FeatureSource(target, TAPS, 3072, store=MemoryStore(0, GIB))
+    assert source.nbytes(source.missing(twice)) == source.nbytes(texts)
+    hidden = source(twice).hidden
+    assert torch.equal(hidden[:3], hidden[3:]) and len(computed) == 3
 
 
 def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
@@ -224,12 +257,6 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=rf"of another run \({name}: .*, now .*\); choose another run.feature_dir"):
             source_in(tmp_path, other, features="disk", **change)
-    with pytest.raises(UserError, match="data: "):
-        source_in(tmp_path, make_target(), 9, features="hybrid")
-    with pytest.raises(UserError, match=r"max_length: 3072, now 32\)"):
-        cut = config(feature_dir=str(tmp_path), features="disk")
-        cut = replace(cut, prompts=replace(cut.prompts, max_length=32))
-        open_features(cut, make_target(), TAPS, rows(10), tmp_path)
     (tmp_path / "torn.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match=r"torn.safetensors: not a shard"):
         source_in(tmp_path, make_target(), features="disk")
@@ -238,6 +265,9 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
         source_in(tmp_path, make_target(), features="disk")
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(UserError, match="not an index of features"):
+        source_in(tmp_path, make_target(), features="disk")
+    (tmp_path / "index.json").write_text('{"fingerprint": {"data": "0123"}}')  # which knew rows by number
+    with pytest.raises(UserError, match=r"by another version, .*; remove it or choose another run.feature_dir"):
         source_in(tmp_path, make_target(), features="disk")
 
 
@@ -251,7 +281,7 @@ def test_what_is_written_is_estimated_and_a_disk_that_cannot_hold_it_refuses(
     assert "features of 10 rows: 0.00 GiB to " in capsys.readouterr().err
     shard = load_file(next(tmp_path.glob("*.safetensors")))
     assert source.nbytes(rows(10)) == shard["hidden"].nbytes
-    store = DiskStore(tmp_path / "other", {}, 1)
+    store = DiskStore(tmp_path / "other", {})
     with pytest.raises(
         UserError, match=r"1073741824.0 GiB are needed and [\d.]+ GiB are free; run.feature_dtype=float8"
     ):
@@ -278,12 +308,13 @@ def test_memory_that_cannot_hold_all_of_it_refuses() -> None:
 
 
 def test_memory_goes_to_the_device_first_then_to_the_host_then_nowhere() -> None:
-    row = Stored(torch.zeros(4, 4))
+    row, keys = Stored(torch.zeros(4, 4)), [bytes([i]) for i in range(4)]
     store = MemoryStore(130, 70)
-    for index in range(4):
-        store.add(index, row)
-        assert store.reads_ahead == (index > 1)
-    assert [index in store for index in range(4)] == [True, True, True, False] and store.room == (2, 6)
+    for i, key in enumerate(keys):
+        for _ in range(2):  # once is enough
+            store.add(key, row)
+        assert store.reads_ahead == (i > 1)
+    assert [key in store for key in keys] == [True, True, True, False] and store.room == (2, 6)
 
 
 @settings(max_examples=50, deadline=None)

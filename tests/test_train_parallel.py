@@ -19,16 +19,18 @@ from test_train_loop import argv, lines_without_speed, losses, rows
 from torch import Tensor
 
 from dflash_toolkit import UserError
-from train.blocks import sample_blocks
+from train.answers import Row
+from train.blocks import Features, sample_blocks
 from train.cli import main
 from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.feature_store import GIB
 from train.features import FeatureSource
 from train.loop import train
 from train.parallel import Processes, without_local_rank
 from train.step import compute_loss
 from train.zero import deepspeed_config
 
-# 8 answers in micro batches of 3, so the last step has one for the first process only
+# 8 answers: of two processes each has 4, in micro batches of 3 and 1
 SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
 
 
@@ -114,7 +116,7 @@ def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     """One process that accumulates what two would do at a time."""
     output = tmp_path_factory.mktemp("whole") / "run"
     assert main(argv(target_dir, data, output, *SHORT, "optim.accumulate=2")) == 0
-    assert len(losses(output / "work/metrics.jsonl")) == 5, "9 micro batches, two a step"
+    assert len(losses(output / "work/metrics.jsonl")) == 6, "12 micro batches, two a step"
     return output
 
 
@@ -178,9 +180,9 @@ def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
     again, taken[:] = True, []
     assert main([*arguments, "optim.accumulate=4"]) == 0
     assert "goes on after 3 micro batches in 3 steps with 4 a step" in capsys.readouterr().err
-    assert sorted(first) == sorted(taken[:8]) == sorted(taken[8:16]) and first != taken[:8] != taken[8:16]
+    assert sorted(first) == sorted(taken[:8]) == sorted(taken[8:16]) and first != taken[:8]
     assert [line["epoch"] for line in lines_without_speed(tmp_path / "run/work/metrics.jsonl") if "loss" in line] == [
-        pytest.approx(micro / 3, abs=1e-4) for micro in (1, 2, 3, 7, 9)
+        pytest.approx(epoch, abs=1e-4) for epoch in (3 / 8, 6 / 8, 1, 2, 3)
     ]
 
 
@@ -194,6 +196,68 @@ def test_packed_rows_are_dealt_to_several_processes_as_to_one(
     packed += ["optim.recompute=true", f"run.fsdp={str(world == 4).lower()}"]
     assert ended(start(packed, tmp_path / "log", world)) == [0] * world, (tmp_path / "log").read_text()
     assert_same_run(tmp_path / "one", tmp_path / "several")
+
+
+def _counted(rank: int, world: int, port: int, folder: Path, config: TrainConfig, texts: list[Row]) -> None:
+    """One of the processes of a run; leaves how many forwards of the target it made, and over which rows."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    torch.set_num_threads(1)
+    target, met = make_target(), set()
+    forwards: list[int] = []
+    target.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+    call = FeatureSource.__call__
+
+    def watched(self: FeatureSource, rows: list[Row]) -> Features:
+        met.update(row.index for row in rows)
+        return call(self, rows)
+
+    FeatureSource.__call__ = watched  # type: ignore[method-assign]
+    with Processes.started("cpu") as processes:
+        drafter = make_drafter(target).train()
+        train(config, target, drafter, texts, [], folder, {}, lambda trained, tau: None, processes)
+    (folder / f"forwards.{rank}.json").write_text(json.dumps([len(forwards), sorted(met)]))
+
+
+@pytest.mark.parametrize(
+    ("world", "count", "kept", "forwards"),
+    [
+        (2, 36, 36, [18, 18]),
+        (4, 34, 16, [19, 19, 16, 16]),  # lanes of 9, 9, 8 and 8 rows, of which 4 are kept in the first of 3 epochs
+    ],
+)
+def test_processes_share_the_rows_and_the_cache_of_a_machine(
+    world: int, count: int, kept: int, forwards: list[int], tmp_path: Path
+) -> None:
+    target, g = make_target(), torch.Generator().manual_seed(1)
+    texts = [Row(i, 6, torch.randint(0, 250, (30,), generator=g).tolist()) for i in range(count)]
+    taps = make_drafter(target).config.target_layer_ids
+    cache = (kept + 0.5) * FeatureSource(target, taps, 3072).nbytes(texts[:1]) / GIB
+    runs = []
+    for processes in (1, world):
+        config = TrainConfig(
+            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
+            optim=OptimKnobs(
+                optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3, accumulate=world // processes
+            ),
+            run=RunKnobs(log_every=1, feature_cache_gb=cache),
+        )  # fmt: skip
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        port = free_port()
+        running = [
+            CONTEXT.Process(target=_counted, args=(rank, processes, port, folder, config, texts))
+            for rank in range(processes)
+        ]
+        for process in running:
+            process.start()
+        assert ended(running) == [0] * processes
+        runs.append([json.loads((folder / f"forwards.{rank}.json").read_text()) for rank in range(processes)])
+    (alone, everything), several = runs[0][0], runs[1]
+    assert [made for made, _ in several] == forwards and sum(forwards) == alone
+    assert sorted(i for _, rows in several for i in rows) == everything == list(range(count)), "each has its own"
+    curves = [losses(tmp_path / str(processes) / "metrics.jsonl") for processes in (1, world)]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and len(curves[0]) >= 9
 
 
 def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
@@ -216,7 +280,8 @@ def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
 
 def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
     """The loss is divided by the weights of all micro batches together, not each by its own."""
-    runs = {"large": OptimKnobs(batch_size=4), "accumulated": OptimKnobs(batch_size=1, accumulate=4)}
+    # a step has all twelve rows either way
+    runs = {"large": OptimKnobs(batch_size=12), "accumulated": OptimKnobs(batch_size=3, accumulate=4)}
     target, curves, trained = make_target(), [], []
     for name, knobs in runs.items():
         optim = OptimKnobs(

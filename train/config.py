@@ -205,7 +205,9 @@ class RunKnobs:
         "writes all before training; hybrid writes them during the first epoch",
         choices=("auto", "online", "memory", "disk", "hybrid"),
     )
-    feature_dir: str | None = knob(None, "where disk and hybrid write (default: OUTPUT/work/features)")
+    feature_dir: str | None = knob(
+        None, "where disk and hybrid write (default: OUTPUT/work/features); runs of one target and taps may share it"
+    )
     feature_dtype: str = knob(
         "auto",
         "what features are kept in, and rounded to where they are not: the target's own, bfloat16, or float8 with a "
@@ -213,7 +215,7 @@ class RunKnobs:
         choices=("auto", "bfloat16", "float8"),
     )
     feature_gpu_share: float = knob(0.4, "share of a GPU's free memory that features may take")
-    feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take")
+    feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take, of a machine for all processes")
     fsdp: bool = knob(False, "shard weights, gradients and the optimiser over the processes with torch's FSDP2")
     fsdp_reshard_after_forward: bool = knob(
         True, "gather a layer's weights again in the backward; false keeps them from the forward: more memory"

@@ -1,17 +1,23 @@
-"""Where the hidden states of a run's rows are kept: in memory, or on disk in shards that survive any kill."""
+"""Where the hidden states of a run's rows are kept: in memory, or on disk in shards that survive any kill.
+
+A row is known by what it consists of (`row_key`), so rows that appear twice share, and a directory may serve runs over
+other data.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,6 +32,14 @@ FP8_MAX = torch.finfo(FP8).max  # 448
 GIB = 2**30
 SHARD_BYTES = GIB // 2
 STALE_S = 600.0  # a partial file that nobody has touched for so long was left by a kill
+FORM = 2  # of what a directory holds; the first knew rows by their number in the data
+KEY_BYTES = 16
+
+
+def row_key(tokens: Sequence[int] | np.ndarray, length: int) -> bytes:
+    """What the features of a row's first `length` tokens are kept under: a hash of these, 16 bytes of BLAKE2b."""
+    ids = np.asarray(tokens[:length], dtype=np.int32)
+    return hashlib.blake2b(ids.tobytes(), digest_size=KEY_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +85,7 @@ class MemoryStore:
 
     def __init__(self, device_room: int, host_room: int) -> None:
         self._device_room, self._host_room = device_room, host_room
-        self._kept: dict[int, Stored] = {}
+        self._kept: dict[bytes, Stored] = {}
         self.reads_ahead = False  # whether rows may have to come from afar
 
     @property
@@ -79,27 +93,29 @@ class MemoryStore:
         """Bytes left on the device and in host memory."""
         return self._device_room, self._host_room
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._kept
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._kept
 
-    def get(self, index: int) -> Stored:
-        return self._kept[index]
+    def get(self, key: bytes) -> Stored:
+        return self._kept[key]
 
-    def add(self, index: int, stored: Stored) -> None:
+    def add(self, key: bytes, stored: Stored) -> None:
         """Keep a row if there is room for it."""
+        if key in self._kept:
+            return
         if stored.nbytes <= self._device_room:
             self._device_room -= stored.nbytes
-            self._kept[index] = stored
+            self._kept[key] = stored
         elif stored.nbytes <= self._host_room:
             self._host_room -= stored.nbytes
-            self._kept[index] = stored.each(Tensor.cpu)
+            self._kept[key] = stored.each(Tensor.cpu)
             self.reads_ahead = True
+
+    def expect(self, count: int) -> None:
+        """There is nothing to write."""
 
     def flush(self) -> None:
         """There is nothing to write."""
-
-    def refresh(self) -> None:
-        """Nobody else writes here."""
 
     def check(self) -> None:
         """Nothing can have failed."""
@@ -108,31 +124,32 @@ class MemoryStore:
 class DiskStore:
     """Rows in a directory of safetensors files, read by memory map.
 
-    `index.json` says what the rows are (`fingerprint`). A shard holds `hidden` [T, W], with FP8 `scale` [T], and the
-    `rows` and `lengths` it consists of; it has a random name, so that several processes may write side by side, and is
-    whole if it is there: it is written under another name first. What a kill can lose is what was not yet a shard.
+    `index.json` says how they were computed (`fingerprint`). A shard holds `hidden` [T, W], with FP8 `scale` [T], and
+    the `keys` [R, 16] and `lengths` [R] of the rows it consists of; it has a random name, so that several processes may
+    write side by side, and is whole if it is there: it is written under another name first. What a kill can lose is
+    what was not yet a shard.
 
     Of processes that train together one whose disk fails must not end alone, for the others would wait for it: reading
     and keeping rows goes on without the disk, until all of them ask at the same place what `check` has to say.
 
     Args:
-        fingerprint: JSON values; what must be equal for the rows to be the same.
-        total: rows there will be; the last one is not held back until a shard is full.
+        fingerprint: JSON values; what must be equal for the features of a row to be the same.
 
     Raises:
-        UserError: the directory holds the rows of something else, or is not ours, or cannot be made.
+        UserError: the directory holds the features of something else, or is not ours, or cannot be made.
     """
 
     reads_ahead = True
+    room = (0, 0)  # bytes of memory
 
-    def __init__(self, folder: Path, fingerprint: dict[str, Any], total: int, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._total, self._shard_bytes = folder, total, shard_bytes
-        self._known: set[int] = set()  # every row, wherever it is now
-        self._places: dict[int, tuple[Path, int, int]] = {}  # shard, first and last + 1 of its tokens
+    def __init__(self, folder: Path, fingerprint: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._expected: int | None = None  # rows that are still to come, if that is known
+        self._places: dict[bytes, tuple[Path, int, int]] = {}  # shard, first and last + 1 of its tokens
         self._shards: dict[Path, Any] = {}
-        self._buffer: dict[int, Stored] = {}
+        self._buffer: dict[bytes, Stored] = {}
         self._buffered = 0  # bytes
-        self._writing: dict[int, Stored] = {}
+        self._writing: dict[bytes, Stored] = {}
         self._writer = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
         self._mistake: UserError | None = None  # the first; nothing more is kept after it
@@ -156,12 +173,18 @@ class DiskStore:
                     f"features {self._folder}: shards without an index.json; choose another run.feature_dir"
                 )
             partial = index.with_suffix(f".{secrets.token_hex(4)}.partial")
-            partial.write_text(json.dumps({"fingerprint": fingerprint}, indent=1) + "\n")
+            partial.write_text(json.dumps({"form": FORM, "fingerprint": fingerprint}, indent=1) + "\n")
             os.replace(partial, index)
         try:
-            found = json.loads(index.read_text())["fingerprint"]
-        except (ValueError, LookupError, TypeError) as error:
+            content = json.loads(index.read_text())
+            found, form = content["fingerprint"], content.get("form", 1)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not an index of features; choose another run.feature_dir") from error
+        if form != FORM:
+            raise UserError(
+                f"features {self._folder}: written by another version, which kept them in another form; "
+                f"remove it or choose another run.feature_dir"
+            )
         if difference := first_difference(found, fingerprint):
             raise UserError(
                 f"features {self._folder}: of another run ({difference}); choose another run.feature_dir or remove it"
@@ -173,27 +196,27 @@ class DiskStore:
             if path not in self._shards:
                 try:
                     with safe_open(path, "pt") as shard:
-                        rows, lengths = (shard.get_tensor(name).tolist() for name in ("rows", "lengths"))
+                        packed, lengths = shard.get_tensor("keys"), shard.get_tensor("lengths").tolist()
                         tokens = shard.get_slice("hidden").get_shape()[0]
-                    if len(rows) != len(lengths) or sum(lengths) != tokens or min(lengths, default=0) < 0:
-                        raise ValueError("rows, lengths and hidden states do not fit one another")
+                    right = packed.dtype == torch.uint8 and packed.shape == (len(lengths), KEY_BYTES)
+                    if not right or sum(lengths) != tokens or min(lengths, default=0) < 0:
+                        raise ValueError("keys, lengths and hidden states do not fit one another")
                 except (OSError, SafetensorError, ValueError, TypeError) as error:
                     self._mistake = UserError(f"{path}: not a shard of features ({error}); remove it and run again")
                     return
-                self._learn(path, rows, lengths)
+                self._learn(path, [bytes(key) for key in packed.numpy()], lengths)
 
     def check(self) -> None:
         """Raises UserError when a shard could not be written or read."""
         if self._mistake:
             raise self._mistake
 
-    def _learn(self, path: Path, rows: list[int], lengths: list[int]) -> None:
+    def _learn(self, path: Path, keys: list[bytes], lengths: list[int]) -> None:
         self._shards[path] = safe_open(path, "pt")  # a memory map
         end = 0
-        for row, length in zip(rows, lengths, strict=True):
-            self._places[row] = path, end, end + length
+        for key, length in zip(keys, lengths, strict=True):
+            self._places[key] = path, end, end + length
             end += length
-        self._known.update(rows)
 
     def reserve(self, nbytes: int) -> str:
         """What writing so many more bytes means, in words. Raises UserError where the disk cannot hold them."""
@@ -206,28 +229,34 @@ class DiskStore:
             )
         return f"{needed:.2f} GiB to {self._folder}, where {free:.1f} GiB are free"
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._known
+    def expect(self, count: int) -> None:
+        """So many rows are still to be added here; the last of them is not held back until a shard is full."""
+        self._expected = count
 
-    def get(self, index: int) -> Stored:
+    def __contains__(self, key: bytes) -> bool:
+        # in the order in which a row moves on
+        return key in self._buffer or key in self._writing or key in self._places
+
+    def get(self, key: bytes) -> Stored:
         """A kept row, mapped; its bytes are read when they are used. May be called from any thread."""
         # in the order in which a row moves on, so that it is found whenever it moves
         for held in (self._buffer, self._writing):
-            if (stored := held.get(index)) is not None:
+            if (stored := held.get(key)) is not None:
                 return stored
-        path, start, end = self._places[index]
+        path, start, end = self._places[key]
         shard = self._shards[path]
         scale = shard.get_slice("scale")[start:end] if "scale" in shard.keys() else None  # noqa: SIM118 - no mapping
         return Stored(shard.get_slice("hidden")[start:end], scale)
 
-    def add(self, index: int, stored: Stored) -> None:
+    def add(self, key: bytes, stored: Stored) -> None:
         """Keep a row; full shards are written in the background. After a failure, which `check` tells, nothing is."""
-        if index in self or self._mistake:
+        if key in self or self._mistake:
             return
-        self._buffer[index] = stored.each(Tensor.cpu)
+        self._buffer[key] = stored.each(Tensor.cpu)
         self._buffered += stored.nbytes
-        self._known.add(index)
-        if self._buffered >= self._shard_bytes or len(self._known) >= self._total:
+        if self._expected is not None:
+            self._expected -= 1
+        if self._buffered >= self._shard_bytes or self._expected == 0:
             self._start_writing()
 
     def flush(self) -> None:
@@ -251,7 +280,7 @@ class DiskStore:
             if not self._mistake:  # else they are nowhere but here
                 self._writing = {}
 
-    def _write(self, held: dict[int, Stored]) -> None:
+    def _write(self, held: dict[bytes, Stored]) -> None:
         path = self._folder / f"{secrets.token_hex(8)}.safetensors"
         partial = path.with_suffix(".partial")
         lengths = [len(stored.data) for stored in held.values()]
@@ -259,7 +288,8 @@ class DiskStore:
         scales = [stored.scale for stored in held.values() if stored.scale is not None]
         if scales:
             tensors["scale"] = torch.cat(scales)
-        tensors |= {"rows": torch.tensor(list(held)), "lengths": torch.tensor(lengths)}
+        keys = torch.frombuffer(bytearray(b"".join(held)), dtype=torch.uint8).view(-1, KEY_BYTES)
+        tensors |= {"keys": keys, "lengths": torch.tensor(lengths)}
         try:
             save_file(tensors, partial)
             with open(partial, "rb") as handle:

@@ -5,27 +5,25 @@ any step, wherever its features are kept, sees bit-identical numbers. On a GPU r
 other, each seeing itself alone.
 """
 
-import hashlib
 import sys
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.runtimes import sample_hash
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import Target
 
 from .answers import Row
 from .blocks import PADDING, TILE, Features
 from .config import TrainConfig
-from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored
+from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored, row_key
+from .parallel import Processes
 from .schedule import packing
 from .step import use_flex
 
@@ -50,7 +48,6 @@ class FeatureSource:
         dtype: what hidden states are kept in, and rounded to even where none is kept: a run must not depend on which
             rows a store happens to hold. None is the target's own.
         store: where they are kept; None keeps none.
-        shared: other processes write to the store too.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class FeatureSource:
         *,
         dtype: torch.dtype | None = None,
         store: MemoryStore | DiskStore | None = None,
-        shared: bool = False,
         final: bool = False,
     ) -> None:
         self._target = target
@@ -73,11 +69,10 @@ class FeatureSource:
         self._pad_to = pad_to
         self._packed = packed
         self._dtype = dtype or target.dtype
-        self._store = store or MemoryStore(0, 0)
-        self._shared = shared
+        self.store = store or MemoryStore(0, 0)
         self._several = target.device.type == "cuda"  # rows in one forward
         self._readers = ThreadPoolExecutor(READERS)
-        self._coming: dict[int, Future[Stored]] = {}
+        self._coming: dict[bytes, Future[Stored]] = {}
 
     @property
     def width(self) -> int:
@@ -89,8 +84,20 @@ class FeatureSource:
         a_token = self.width * self._dtype.itemsize + (4 if self._dtype == FP8 else 0)
         return a_token * sum(map(self._length, rows))
 
+    def missing(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of `rows` that are not kept; of rows with the same tokens the first."""
+        found: dict[bytes, Row] = {}
+        for row in rows:
+            key = self._key(row)
+            if key not in self.store:
+                found.setdefault(key, row)
+        return list(found.values())
+
     def _length(self, row: Row) -> int:
         return min(len(row.tokens), self._max_length)
+
+    def _key(self, row: Row) -> bytes:
+        return row_key(row.tokens, self._max_length)
 
     def __call__(self, rows: list[Row]) -> Features:
         """Features of `rows`, packed, or padded on the right to a common length; on the target's device."""
@@ -126,38 +133,38 @@ class FeatureSource:
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute and keep what is missing of `rows`. Raises UserError when a disk fails."""
-        missing = [row for row in rows if row.index not in self._store]
+        missing = self.missing(rows)
         if not missing:
             return
+        self.store.expect(len(missing))
         with Progress("features", sum(map(self._length, missing)), unit="tok") as progress:
             for group in self._together(missing):
-                for index, hidden in self._computed(group).items():
-                    self._store.add(index, Stored.of(hidden, self._dtype))
-                self._store.check()
+                for key, hidden in self._computed(group).items():
+                    self.store.add(key, Stored.of(hidden, self._dtype))
+                self.store.check()
                 progress.advance(sum(map(self._length, group)))
 
     def flush(self) -> None:
         """Write what is computed and not yet written. Raises UserError when a disk fails."""
-        self._store.flush()
+        self.store.flush()
 
     def check(self) -> None:
         """Raises UserError when features could not be written, or not be read, since training began to ask for them.
         `__call__` itself goes on without what failed, so that processes can stop together."""
-        self._store.check()
+        self.store.check()
 
     @property
     def reads_ahead(self) -> bool:
         """Whether it helps to announce rows with `ahead`."""
-        return self._store.reads_ahead
+        return self.store.reads_ahead
 
     def ahead(self, rows: list[Row]) -> None:
         """Begin to read what the next call will want."""
-        self._coming = {
-            row.index: self._readers.submit(self._read, row.index) for row in rows if row.index in self._store
-        }
+        keys = {self._key(row) for row in rows}
+        self._coming = {key: self._readers.submit(self._read, key) for key in keys if key in self.store}
 
-    def _read(self, index: int) -> Stored:
-        stored = self._store.get(index)
+    def _read(self, key: bytes) -> Stored:
+        stored = self.store.get(key)
         if stored.data.is_cuda:
             return stored
         # both read what is only mapped
@@ -166,22 +173,18 @@ class FeatureSource:
     def _hidden(self, rows: list[Row]) -> list[Tensor]:
         """The hidden states [n, W] of each row."""
         coming, self._coming = self._coming, {}
-        missing = [row for row in rows if row.index not in self._store]
-        if missing and self._shared:
-            self._store.refresh()
-            missing = [row for row in missing if row.index not in self._store]
-        fresh: dict[int, Stored] = {}
-        for group in self._together(missing):
-            for index, hidden in self._computed(group).items():
-                fresh[index] = Stored.of(hidden, self._dtype)
-                self._store.add(index, fresh[index])
+        fresh: dict[bytes, Stored] = {}
+        for group in self._together(self.missing(rows)):
+            for key, hidden in self._computed(group).items():
+                fresh[key] = Stored.of(hidden, self._dtype)
+                self.store.add(key, fresh[key])
 
-        def stored(index: int) -> Stored:
-            if index in fresh:
-                return fresh[index]
-            return coming[index].result() if index in coming else self._store.get(index)
+        def stored(key: bytes) -> Stored:
+            if key in fresh:
+                return fresh[key]
+            return coming[key].result() if key in coming else self.store.get(key)
 
-        return [stored(row.index).restore(self._target.device, self._target.dtype) for row in rows]
+        return [stored(self._key(row)).restore(self._target.device, self._target.dtype) for row in rows]
 
     def _together(self, rows: list[Row]) -> Iterator[list[Row]]:
         """Rows for one forward each."""
@@ -190,11 +193,11 @@ class FeatureSource:
         else:
             yield from ([row] for row in rows)
 
-    def _computed(self, rows: list[Row]) -> dict[int, Tensor]:
+    def _computed(self, rows: list[Row]) -> dict[bytes, Tensor]:
         """One forward of rows one behind the other."""
         lengths = [self._length(row) for row in rows]
-        tokens = [token for row, n in zip(rows, lengths, strict=True) for token in row.tokens[:n]]
-        ids = torch.tensor([tokens], device=self._target.device)
+        tokens = np.concatenate([row.tokens[:n] for row, n in zip(rows, lengths, strict=True)])
+        ids = torch.as_tensor(tokens, dtype=torch.long)[None].to(self._target.device)
         documents = lengths if len(rows) > 1 else None
         out = self._target.forward(ids, taps=self._taps, final=self._final, lengths=documents)
         features = out.features
@@ -202,7 +205,7 @@ class FeatureSource:
         if out.final is not None:
             features = torch.cat([features, out.final], dim=-1)
         # made under inference mode; autograd wants an ordinary tensor
-        return {row.index: h.clone() for row, h in zip(rows, features[0].split(lengths), strict=True)}
+        return {self._key(row): h.clone() for row, h in zip(rows, features[0].split(lengths), strict=True)}
 
 
 def fitting(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
@@ -229,65 +232,81 @@ def open_features(
     taps: tuple[int, ...],
     rows: Sequence[Row],
     work: Path,
-    rank: int = 0,
-    world: int = 1,
+    mine: Sequence[int] | None = None,
+    processes: Processes | None = None,
 ) -> FeatureSource:
     """The source that `config.run.features` asks for, filled where that is done before training.
 
     Args:
-        rank, world: this process among those that train together. Each writes its share of what goes to disk; all must
-            be done before the first asks for features.
+        mine: indices of the rows that this process will ask for, and keeps; None is all.
+        processes: that train together; each of them must call this.
 
     Raises:
         UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
     """
-    run, max_length, final = config.run, config.prompts.max_length, config.loss.distribution
+    processes = processes or Processes()
+    source = processes.together(_opened, config, target, taps, work, processes)
+    own = [rows[i] for i in (range(len(rows)) if mine is None else mine)]
+    _keep(config, source, own, processes)
+    return source
+
+
+def _opened(
+    config: TrainConfig, target: Target, taps: tuple[int, ...], work: Path, processes: Processes
+) -> FeatureSource:
+    """Nothing is computed yet."""
+    run, final = config.run, config.loss.distribution
     packed, _ = packing(config, target.device)
-    pad_to = TILE if use_flex(run.attention, target.device) else 1
     dtype = {"auto": target.dtype, "bfloat16": torch.bfloat16, "float8": FP8}[run.feature_dtype]
     store: MemoryStore | DiskStore
     if run.features in ("disk", "hybrid"):
         folder = Path(run.feature_dir) if run.feature_dir else work / "features"
-        store = DiskStore(
-            folder, _fingerprint(target, taps, final, min(max_length, packed or max_length), dtype, rows), len(rows)
-        )
+        store = DiskStore(folder, _fingerprint(target, taps, final, dtype))
     elif run.features == "online":
         store = MemoryStore(0, 0)
     else:
-        store = MemoryStore(device_room(target, run.feature_gpu_share), int(run.feature_cache_gb * GIB))
-    source = FeatureSource(
-        target, taps, max_length, pad_to=pad_to, packed=packed, dtype=dtype, store=store, shared=world > 1,
-        final=final,
+        host = int(run.feature_cache_gb * GIB) // processes.here
+        store = MemoryStore(device_room(target, run.feature_gpu_share), host)
+    return FeatureSource(
+        target, taps, config.prompts.max_length, packed=packed, dtype=dtype, store=store, final=final,
+        pad_to=TILE if use_flex(run.attention, target.device) else 1,
     )  # fmt: skip
-    missing = [row for row in rows if row.index not in store]
-    needed = source.nbytes(missing)
+
+
+def _keep(config: TrainConfig, source: FeatureSource, own: list[Row], processes: Processes) -> None:
+    """Compute and keep what of this process's `own` rows is kept before training; refuse, or say, what cannot be."""
+    run, store = config.run, source.store
+    if run.features == "online" or (run.features == "auto" and (config.optim.steps or not store.room[0])):
+        return  # auto fills memory before a run over all rows only, and only a GPU's
+    missing = source.missing(own)
+    shares = processes.gather((len(missing), source.nbytes(missing), *store.room))
+    count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # of all processes together
+    several = f", of {processes.world} processes together," if processes.world > 1 else ""
+    room = f"{device / GIB:.1f} GiB of GPU memory and {host / GIB:.1f} GiB of host memory{several}"
     if isinstance(store, DiskStore):
-        if missing and rank == 0:
-            print(f"features of {len(missing)} rows: {store.reserve(needed)}", file=sys.stderr)
+        reserved = processes.alone(store.reserve, needed) if count else None
+        if reserved:
+            print(f"features of {count} rows: {reserved}", file=sys.stderr)
+        store.expect(len(missing))
         if run.features == "disk":
-            source.fill(rows[rank::world])
-            source.flush()
+            processes.together(source.fill, missing)
+            processes.together(source.flush)
     elif run.features == "memory":
-        if needed > sum(store.room):
-            device, host = (room / GIB for room in store.room)
-            raise UserError(
-                f"run.features=memory: {needed / GIB:.1f} GiB are needed; {device:.1f} GiB of GPU memory and "
-                f"{host:.1f} GiB of host memory may be used (run.feature_gpu_share, run.feature_cache_gb); "
-                f"run.feature_dtype=float8 or fewer drafter.taps need less, run.features=disk needs none"
+        if any(of_one > on_device + on_host for _, of_one, on_device, on_host in shares):
+            raise processes.mistake(
+                f"run.features=memory: {needed / GIB:.1f} GiB are needed; {room} may be used "
+                f"(run.feature_gpu_share, run.feature_cache_gb); run.feature_dtype=float8 or fewer drafter.taps need "
+                f"less, run.features=disk needs none"
             )
         source.fill(missing)
-    elif run.features == "auto" and not config.optim.steps and store.room[0]:  # a run over all rows
-        if needed <= store.room[0]:
-            source.fill(missing)
-        elif rank == 0:
-            device, host = (room / GIB for room in store.room)
-            print(
-                f"features of {len(missing)} rows: {needed / GIB:.1f} GiB; {device:.1f} GiB of GPU memory and "
-                f"{host:.1f} GiB of host memory hold a part, the rest is computed in every epoch "
-                f"(run.feature_dtype=float8 halves them)",
-                file=sys.stderr,
-            )
-    return source
+    elif all(of_one <= on_device for _, of_one, on_device, _ in shares):
+        source.fill(missing)
+    elif processes.main:
+        print(
+            f"features of {count} rows: {needed / GIB:.1f} GiB; {room} hold a part, the rest is computed in every "
+            f"epoch (run.feature_dtype=float8 halves them)",
+            file=sys.stderr,
+        )
 
 
 def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[object, ...]:
@@ -297,20 +316,12 @@ def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> 
     return taps, config.loss.distribution, *shape, config.run.feature_dtype
 
 
-def _fingerprint(
-    target: Target, taps: tuple[int, ...], final: bool, max_length: int, dtype: torch.dtype, rows: Sequence[Row]
-) -> dict[str, Any]:
-    """What tells these features from others."""
-    data = hashlib.sha256()
-    for row in rows:
-        data.update(array("q", [row.index, len(row.tokens), *row.tokens[:max_length]]).tobytes())
+def _fingerprint(target: Target, taps: tuple[int, ...], final: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """What tells the features of a row from others of the same tokens."""
     return {
         "weights": sample_hash(target.model.named_parameters()),
         "computed": f"{str(target.dtype).removeprefix('torch.')} on {target.device.type}",
         "taps": list(taps),
         "final": final,
-        "max_length": max_length,
         "dtype": str(dtype).removeprefix("torch."),
-        "template": template_hash(target.tokenizer),
-        "data": data.hexdigest(),
     }

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from dflash_toolkit.target import Target
 from .answers import Row
 from .blocks import sample_blocks
 from .config import OptimKnobs, TrainConfig
+from .corpus import Corpus
 from .cost import before_training, once_measured
 from .features import FeatureSource, open_features
 from .flops import drafter_step_flops, visible_pairs
@@ -30,7 +32,7 @@ from .held_out import Evaluation, HeldOut, HeldOutPrompt
 from .losses import RECALL, DraftLoss
 from .metrics import MetricsLog, Speed
 from .parallel import Processes
-from .schedule import Joint, PackedSchedule, Schedule, draws, joined_factor, learning_rate_factor, packing
+from .schedule import Joint, PackedSchedule, Part, Schedule, draws, joined_factor, learning_rate_factor, packing
 from .state import RunState, Writer, host_copy, load_state, save_state
 from .step import compute_loss, use_flex
 from .zero import Learner, make_learner
@@ -152,10 +154,10 @@ class Plan:
         self.changed = bool(state and state.plan != self.named)
         if state and self.changed:
             self.joint = Joint(state.step, state.micro, state.elapsed_s, state.rate)
-            epochs = round(micro / schedule.per_epoch, 2)
-            done = {"minutes": round(state.elapsed_s / 60, 2), "steps": step, "epochs": epochs}
+            epochs = schedule.epoch(micro)
+            done = {"minutes": round(state.elapsed_s / 60, 2), "steps": step, "epochs": round(epochs, 2)}
             ((name, asked),) = self.named.items()
-            behind = schedule.total < micro if name == "epochs" else asked < done[name]
+            behind = asked < (epochs if name == "epochs" else done[name])
             if behind:
                 raise UserError(
                     f"optim.{name}={asked:g}: the run in {output} has done {done[name]:g} {name}; give more, or "
@@ -246,24 +248,27 @@ def train(
     group = optim.accumulate * processes.world  # micro batches of a step
     flex = use_flex(run.attention, target.device)
     tokens, count = packing(config, target.device)
-    schedule: Schedule | PackedSchedule
-    if tokens:
-        lengths = [min(len(row.tokens), tokens) for row in rows]
-        schedule = PackedSchedule(lengths, tokens, optim.epochs, optim.steps * group, run.seed)
-    else:
-        schedule = Schedule(len(rows), optim.batch_size, optim.epochs, optim.steps * group, run.seed)
-    held = None
-    if held_out:  # before the features, which take what is left of a GPU's memory
-        held = processes.alone(HeldOut, target, drafter.config, held_out, run)
     state_file = work / "state.pt"
     state = processes.together(load_state, state_file, fingerprint)
     if len(set(processes.gather(state and state.step))) > 1:
         raise UserError(f"{state_file} is not the same everywhere: all machines must share the output directory")
+    limit = sys.maxsize if optim.minutes else optim.steps * group
+    history: list[Part] = []
+    if state:
+        history = state.history or [(1, 0 if limit else optim.epochs, state.micro)]
+    schedule: Schedule | PackedSchedule
+    if tokens:
+        found = rows.lengths if isinstance(rows, Corpus) else [len(row.tokens) for row in rows]
+        schedule = PackedSchedule(np.minimum(found, tokens), tokens, optim.epochs, limit, run.seed, group, history)
+    else:
+        schedule = Schedule(len(rows), optim.batch_size, optim.epochs, limit, run.seed, group, history)
+    held = None
+    if held_out:  # before the features, which take what is left of a GPU's memory
+        held = processes.alone(HeldOut, target, drafter.config, held_out, run)
     plan = processes.together(Plan, optim, schedule, group, state, work.parent)
     if source is None:
-        place = (processes.rank, processes.world)
-        taps = drafter.config.target_layer_ids
-        source = processes.together(open_features, config, target, taps, rows, work, *place)
+        taps, mine = drafter.config.target_layer_ids, schedule.rows_of(processes.rank, processes.world)
+        source = open_features(config, target, taps, rows, work, mine, processes)
     learner = make_learner(drafter, config, processes, state, work, bool(tokens))
     step, micro, rate = 0, 0, 0.0
     best: Evaluation | None = None
@@ -283,9 +288,11 @@ def train(
     outcome = Outcome(step, clock.seconds)
 
     def micro_step(turn: int, last: bool) -> Tensor:
-        """Gradients of the micro batch whose turn it is in the schedule; past its end, of another one times zero."""
+        """Gradients of the micro batch whose turn it is in the schedule; where that is empty, of another one times
+        zero."""
         with speed.data():
-            features = source([rows[i] for i in schedule.indices(turn if turn < plan.end else micro)])
+            taken = schedule.indices(turn) if turn < plan.end else []
+            features = source([rows[i] for i in taken or schedule.spare(turn)])
             if source.reads_ahead and turn + processes.world < plan.end:
                 source.ahead([rows[i] for i in schedule.indices(turn + processes.world)])
         blocks = sample_blocks(
@@ -293,8 +300,8 @@ def train(
             draws(run.seed, 2, turn), fixed=bool(tokens),
         )  # fmt: skip
         result = compute_loss(drafter, target, features, blocks, config, flex, learner.run)
-        learner.backward(result.weighted_sum if turn < plan.end else 0 * result.weighted_sum, last)
-        return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * (turn < plan.end)
+        learner.backward(result.weighted_sum if taken else 0 * result.weighted_sum, last)
+        return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * bool(taken)
 
     def write(values: dict[str, Any]) -> None:
         if metrics:
@@ -302,7 +309,7 @@ def train(
 
     def log(totals: Tensor, norm: Tensor, seen: int) -> None:
         result = DraftLoss.of_totals(totals[:-1], config.drafter.block_size - 1)
-        values = log_values(result, norm, learner, micro / schedule.per_epoch)
+        values = log_values(result, norm, learner, schedule.epoch(micro))
         slots = int(result.blocks) * config.drafter.block_size
         work = drafter_step_flops(drafter.config, seen, slots, int(totals[-1]), result.rows, len(target.head_weight))
         rates = speed.take(work / processes.world)
@@ -333,7 +340,7 @@ def train(
         weights, moments, average = host_copy((weights, moments, average), target.device)
         point = RunState(
             step, fingerprint, weights, moments, evaluations[0], clock.seconds, micro, average, evaluations[1],
-            plan.named, rate, joint,
+            plan.named, rate, joint, schedule.history(micro),
         )  # fmt: skip
 
         def write_out() -> None:

@@ -100,6 +100,15 @@ class Processes:
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def here(self) -> int:
+        """How many of the processes run on this machine."""
+        return _on_this_machine(self.world) if self.world > 1 else 1
+
+    def mistake(self, message: str) -> UserError | SystemExit:
+        """What to raise for a mistake that every process has found: the first one tells it."""
+        return UserError(message) if self.main else SystemExit(2)
+
     def sum(self, values: Tensor) -> Tensor:
         """`values` summed over all processes, in place."""
         if self.world > 1:
@@ -160,10 +169,15 @@ def _place(knob: str, world: int) -> tuple[int, str]:
         return rank, str(device)
     if device.index is not None and world > 1:
         raise UserError(f"run.device is {knob}, but {world} processes take a GPU each: leave it to run.device=cuda")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or local + 1)
+    here = _on_this_machine(local + 1)
     if here > torch.cuda.device_count():
         raise UserError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs: start one per GPU")
     return rank, f"cuda:{device.index or local}"
+
+
+def _on_this_machine(otherwise: int) -> int:
+    """How many processes a launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
 class Replicated:

@@ -35,6 +35,7 @@ class RunState:
     plan: dict[str, Any] | None = None  # when the run was to end; None, and what follows, before the first step
     rate: float = 0.0  # the share of the peak learning rate that the last step had
     joint: dict[str, Any] | None = None  # where a longer plan goes on from, see `schedule.Joint`
+    history: list[tuple[int, int, int]] | None = None  # of the schedule; None is of one lane
 
 
 def save_state(state: RunState, path: Path) -> None:
