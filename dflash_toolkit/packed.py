@@ -16,10 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .config import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "packed_documents"  # transformers takes names with "flash" in them for others
+# what models hand on that changes nothing here: places and lengths that are known already, and what is for the caller
+NO_EFFECT = frozenset(
+    ("position_ids", "cu_seq_lens_k", "max_length_k", "use_cache", "cache_position", "logits_to_keep",
+     "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+)  # fmt: skip
 HALF = (torch.float16, torch.bfloat16)  # what FlashAttention computes in
 
 
@@ -69,7 +76,9 @@ def attention(
     max_length_q: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of every document within itself, as transformers calls it.
 
@@ -81,7 +90,23 @@ def attention(
 
     Returns:
         [1, T, N, H], and None for the probabilities.
+
+    Raises:
+        UserError: an argument that this attention does not know (attention sinks, soft capping, a mask): without it the
+            hidden states would be other than the model's.
     """
+    unknown = [name for name, value in others.items() if value is not None and name not in NO_EFFECT]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if dropout:
+        unknown.append("dropout")
+    if is_causal is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UserError(
+            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which rows that are packed do not "
+            f"have: such a target is not supported; give one of Llama's, Qwen2's or Qwen3's architecture"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, H]
     if has_flash(query.device, query.dtype):
         out = flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)

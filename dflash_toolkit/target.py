@@ -150,6 +150,32 @@ def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | N
     return tuple(dict.fromkeys(found))
 
 
+def _dequantise_fp8(config: PreTrainedConfig, name: str) -> None:
+    """Have the weights of an FP8 checkpoint dequantised when they are loaded, also where there is a GPU beside the CPU.
+
+    Raises:
+        UserError: blocks that do not divide the matrices; transformers takes their scales for those of smaller blocks.
+    """
+    asked = config.quantization_config
+    if not isinstance(asked, dict) or asked.get("quant_method") != "fp8":
+        return
+    config.quantization_config = asked | {"dequantize": True}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_attention_heads x head_dim": config.num_attention_heads * head_dim,
+        "num_key_value_heads x head_dim": config.num_key_value_heads * head_dim,
+    }  # fmt: skip
+    for what, size in sizes.items():
+        if uneven := next(
+            (block for block in asked.get("weight_block_size") or () if size > block and size % block), 0
+        ):
+            raise UserError(
+                f"target {name}: its {what} {size} is no multiple of its FP8 blocks of {uneven}, which cannot be "
+                f"dequantised on a CPU; use --device cuda or the unquantised checkpoint"
+            )
+
+
 RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
 
 
@@ -200,7 +226,8 @@ class Target:
         """Load a Hugging Face id or directory.
 
         A checkpoint with a `quantization_config` is loaded as transformers does, quantised where its library is there;
-        what is computed between the matrices is in `dtype`.
+        what is computed between the matrices is in `dtype`. One in FP8 is dequantised on a CPU, which has no such
+        products: its weights are the same numbers, and activations are not rounded to FP8.
 
         Raises:
             UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
@@ -210,9 +237,12 @@ class Target:
         declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
         where = use_device(device)
         quantised = getattr(config, "quantization_config", None) is not None
+        if quantised and where.type == "cpu":
+            _dequantise_fp8(config, name)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
+                config=config,
                 dtype=resolve_dtype(dtype, where),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,

@@ -38,7 +38,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_draf
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.checkpoint import tensor_shapes
-from dflash_toolkit.config import from_mapping, parse_cli, run_command
+from dflash_toolkit.config import from_mapping, given_values, run_command
 from dflash_toolkit.evaluation.files import write_report
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.measure import EncodedPrompt
@@ -51,7 +51,7 @@ from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.train.answer_file import read_training_rows
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.cli import drafter_config
-from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data import hold_out, usable
 from dflash_toolkit.train.data_cli import DataConfig
 from dflash_toolkit.train.data_cli import run as answer
@@ -138,7 +138,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
             own = [*SETTINGS, f"optim.minutes={minutes}", *args.overrides, *overrides]
             if foreign := [word for word in own if re.split("[=.]", word)[0] not in KNOBS]:
                 raise UserError(f"{foreign[0]}: only knobs of {', '.join(KNOBS)} may be given here")
-            config = parse_cli(TrainConfig, ["--target", args.target, *own], "train_real", "")
+            values, source = given_values(TrainConfig, ["--target", args.target, *own], "train_real", "")
+            config = configure(values, source)
             jobs.append(Job("-".join(filter(None, (name, budget))), minutes, overrides, config))
     names = [job.name for job in jobs]
     if len(set(names)) < len(names):

@@ -8,8 +8,9 @@ from conftest import make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import GptOssConfig, GptOssForCausalLM
 
-from dflash_toolkit import Target, packed
+from dflash_toolkit import Target, UserError, packed
 from train.answers import Row
 from train.features import FeatureSource
 
@@ -85,6 +86,54 @@ def test_this_pytorchs_flash_attention_takes_what_it_is_given() -> None:
     q, kv, ends = (torch.empty(s, device="meta") for s in ((30, 14, 64), (30, 2, 64), (4,)))
     for window in (None, 8):
         assert packed.flash(q, kv, kv, ends.int(), 20, 0.125, window).shape == (30, 14, 64)
+
+
+def test_a_model_with_attention_sinks_is_refused_by_their_name() -> None:
+    """Without them its features were off by a tenth, in silence."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    few = {
+        "vocab_size": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "pad_token_id": 0,
+    }
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **few)).eval()
+    before = model.config._attn_implementation
+    with packed.alone(model, [5, 7]) as extra, pytest.raises(UserError, match=r"GptOssAttention asks for .* s_aux"):
+        model(torch.arange(12)[None], use_cache=False, **extra)
+    assert model.config._attn_implementation == before
+
+
+def test_only_arguments_without_an_effect_are_passed_over() -> None:
+    q, kv, ends = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def attend(mask: Tensor | None = None, **more: object) -> Tensor:
+        lengths = {"cu_seq_lens_q": ends, "max_length_q": 7}
+        return packed.attention(torch.nn.Module(), q, kv, kv, mask, **lengths, **more)[0]  # type: ignore[arg-type]
+
+    plain = attend()
+    for passed in (
+        {"dropout": 0.0},
+        {"is_causal": True},
+        {"is_causal": None},
+        {"position_ids": ends},
+        {"s_aux": None},
+        {"cu_seq_lens_k": ends, "max_length_k": 7, "use_cache": False, "output_attentions": False},
+    ):
+        assert torch.equal(attend(**passed), plain)
+    refused = {"dropout": 0.1, "is_causal": False, "s_aux": torch.zeros(4), "softcap": 30.0, "new_one": 0}
+    for name, value in refused.items():
+        with pytest.raises(UserError, match=rf"Module asks for attention with {name}"):
+            attend(**{name: value})
+    with pytest.raises(UserError, match="attention_mask"):
+        attend(torch.ones(1, 1, 12, 12))
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------

@@ -89,7 +89,8 @@ def test_a_row_that_only_fits_without_packing_is_left_out(
 ) -> None:
     found = [{"prompt": "x" * 200 + str(i)} for i in range(4)] + [{"prompt": f"short {i}"} for i in range(6)]
     data = written(tmp_path / "p.jsonl", found)
-    packed = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
+    packed = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0",
+              "optim.batch_size=null", "loss.anchors=null")  # fmt: skip
     assert main(command(target_dir, data, tmp_path / "run", *packed)) == 0
     assert "dropped 4 of 10 answers" in capsys.readouterr().err
 

@@ -110,7 +110,10 @@ SETTINGS = [
 
 
 def argv(target_dir: Path, data: Path, output: Path, *more: str) -> list[str]:
-    return ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
+    words = ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
+    if any(word.startswith("optim.pack_tokens=") for word in more):  # of rows that are not packed
+        words += ["optim.batch_size=null", "loss.anchors=null"]
+    return words
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:

@@ -77,7 +77,7 @@ def test_machines_that_share_no_directory_are_told(target_dir: Path, data: str, 
     [
         (["optim.minutes=0.1"], "optim.steps and optim.minutes are both given"),
         (["optim.weight_decay=-1"], "optim.weight_decay is -1"),
-        (["optim.pack_blocks=7"], "optim.pack_blocks is of packed rows: on a CPU give optim.pack_tokens too"),
+        (["optim.pack_blocks=7", "loss.anchors=null"], "optim.pack_blocks is of packed rows: on a CPU give optim.pack"),
         (["run.attention=flex"], "run.attention=flex has no backward on a CPU"),
     ],
 )

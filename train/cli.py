@@ -20,7 +20,7 @@ import transformers
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
-from dflash_toolkit.config import from_mapping, given_values, run_command, to_mapping
+from dflash_toolkit.config import given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.prompts import template_hash
@@ -31,7 +31,7 @@ from dflash_toolkit.threads import use_threads
 
 from .answers import Row, read_rows, regenerate
 from .backends import Backend, open_backend
-from .config import TrainConfig
+from .config import TrainConfig, configure
 from .corpus import Corpus
 from .data import PromptData, load_prompts, rows_from_answers
 from .held_out import HeldOutPrompt
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             words = without_local_rank(sys.argv[1:] if argv is None else list(argv))
             values, source = given_values(TrainConfig, words, "dflash-train", description)
-            run(from_mapping(TrainConfig, values, source), given=values.get("drafter") or {})
+            run(configure(values, source), given=values.get("drafter") or {})
         except UserError:
             if not speaks():
                 raise SystemExit(2) from None

@@ -11,9 +11,11 @@ seen; that is about the density of the paper's recipe.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dflash_toolkit.config import group, knob
+from dflash_toolkit.config import UserError, from_mapping, group, knob
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.threads import HELP, check_threads
 
@@ -106,7 +108,7 @@ class LossKnobs:
     weights: str = knob("dpace", "slot weights", choices=("decay", "dpace"))
     gamma: float | None = knob(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
     alpha: float = knob(0.5, "dpace: smoothing of the slots' probabilities")
-    anchors: int = knob(512, "blocks per sequence and step, where sequences are not packed")
+    anchors: int = knob(512, "blocks per sequence and step; if it is given, sequences are not packed")
     head_rows: int = knob(1024, "rows whose logits exist at one time")
 
     @property
@@ -147,7 +149,7 @@ class OptimKnobs:
         None, f"pack sequences into one row of so many tokens a step (default: {PACK_TOKENS} on a GPU)"
     )
     pack_blocks: int | None = knob(None, "blocks of a packed row (default: three for every 16 of its tokens)")
-    batch_size: int = knob(8, "sequences per micro step, where they are not packed: pack_tokens is 0, or a CPU")
+    batch_size: int = knob(8, "sequences per micro step; if it is given, they are not packed")
     accumulate: int = knob(1, "micro steps (of every process) whose gradients make one optimiser step")
     recompute: bool = knob(False, "compute the layers' activations again in the backward: less memory, a tenth slower")
     learning_rate: float | None = knob(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
@@ -299,3 +301,56 @@ class TrainConfig:
     def gamma(self) -> float:
         """The decay constant; the paper's 7, 5, 4 for block sizes 16, 10, 8, and in between by size."""
         return self.loss.gamma or {16: 7.0, 10: 5.0, 8: 4.0}.get(self.drafter.block_size, self.drafter.block_size / 2.2)
+
+
+def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
+    """A run's configuration from the values given, nested: each has an effect, and means the same on any device.
+
+    `optim.batch_size` and `loss.anchors` are of rows that stay apart: if one of them is given, rows are not packed on a
+    GPU either. Their value null is as if they were not given, so that a command can take back what its file says.
+
+    Raises:
+        UserError: what `from_mapping` raises, or a value, other than its default, that another one makes void.
+    """
+    given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    apart = []
+    for group_, key in (("optim", "batch_size"), ("loss", "anchors")):
+        part = given.get(group_)
+        if isinstance(part, dict) and key in part:
+            if part[key] is None:
+                del part[key]
+            else:
+                apart.append(f"{group_}.{key}")
+    optim = given.setdefault("optim", {})
+    if apart and isinstance(optim, dict):
+        optim.setdefault("pack_tokens", 0)
+    config = from_mapping(TrainConfig, given, where)
+    if apart and config.optim.pack_tokens:
+        raise UserError(
+            f"optim.pack_tokens packs rows, where {apart[0]} has no effect: leave it out, or take {apart[0]} back "
+            f"({apart[0]}=null) and give optim.pack_blocks"
+        )
+    if apart and config.optim.pack_blocks:
+        raise UserError(
+            f"optim.pack_blocks is of packed rows, and {apart[0]} of rows that stay apart: give one of them"
+        )
+    _check_effects(config)
+    return config
+
+
+def _check_effects(config: TrainConfig) -> None:
+    loss, optim, run = config.loss, config.optim, config.run
+    void = (
+        ("loss.gamma", loss.gamma, None, loss.weights != "decay", "loss.weights=decay"),
+        ("loss.alpha", loss.alpha, LossKnobs().alpha, loss.weights != "dpace", "loss.weights=dpace"),
+        ("loss.temperature", loss.temperature, 1.0, not loss.distribution, "loss.kl, tv, lk or lk_hybrid"),
+        ("optim.decay", optim.decay, OptimKnobs().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
+        ("run.feature_dir", run.feature_dir, None, run.features not in ("disk", "hybrid"),
+         "run.features=disk or hybrid"),
+        ("run.feature_cache_gb", run.feature_cache_gb, 0.0, run.features == "online", "run.features=auto"),
+    )  # fmt: skip
+    for name, value, default, nothing, needs in void:
+        if nothing and value != default:
+            raise UserError(
+                f"{name} is {value}, which has an effect with {needs} only; give that too, or leave {name} out"
+            )
