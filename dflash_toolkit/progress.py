@@ -76,6 +76,11 @@ class Progress:
             left = "?" if task.time_remaining is None else f"{task.time_remaining:.0f} s"
             self.print(f"{task.description} {task.completed:.0f}/{total} {rate} {left} left {task.fields['note']}")
 
+    def grow(self, more: float) -> None:
+        """There is more to do than was known."""
+        total = next(task.total for task in self._bar.tasks if task.id == self._task)
+        self._bar.update(self._task, total=None if total is None else total + more)
+
     def print(self, message: str) -> None:
         """A line above the bar."""
         if not self._shown:

@@ -10,6 +10,7 @@ vectors of signs. The differences of two tensors' projections estimate how far a
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -36,11 +37,11 @@ def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
 
     Returns:
         JSON values, some kilobytes: "sha256" and "tensors" (name -> short sha256 of the bf16 bytes), "configuration",
-        "drafter" and "target" (see `drafter_signature`, `target_signature`).
+        "drafter" and "target" (see `drafter_signature`, `target_signature`), and a "seal" over all of it.
     """
     tensors = stored_tensors(drafter)
     hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
-    return {
+    record = {
         "schema": SCHEMA,
         "sha256": weights_digest(hashes),
         "tensors": {name: found[:SHORT] for name, found in hashes.items()},
@@ -48,6 +49,13 @@ def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
         "drafter": drafter_signature(drafter.config, tensors),
         "target": target_signature(target, drafter.config.target_layer_ids),
     }
+    return record | {"seal": seal(record)}
+
+
+def seal(record: Mapping[str, Any]) -> str:
+    """sha256 of a record without its seal: who edits config.json throughout changes the record's copy of it, too."""
+    told = json.dumps({key: value for key, value in record.items() if key != "seal"}, sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:

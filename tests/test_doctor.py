@@ -20,6 +20,7 @@ from dflash_toolkit.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
 from dflash_toolkit.prompts import encode_chat, template_hash
+from dflash_toolkit.record import RECORD_KEY
 from dflash_toolkit.speculators import save_speculators
 from train.answers import Row
 from train.blocks import Blocks
@@ -113,11 +114,11 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
-    """Change keys of config.json, wherever they stand in it."""
+    """Change keys of config.json, wherever they stand in it, but for the record of the export."""
 
     def walk(values: dict[str, Any]) -> None:
         for key, value in values.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and key != RECORD_KEY:
                 walk(value)
             elif key in changes:
                 values[key] = changes[key]
@@ -154,7 +155,8 @@ def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: py
     assert (found["fault"], found["warning"]) == ([], [])
     checks = [finding["check"] for finding in found["ok"]]
     assert set(checks) == {
-        "configuration", "fit", "tensors", "weights", "template", "layer ids", "rope", "mask row", "causality",
+        "configuration", "fit", "tensors", "weights", "template", "record", "layer ids", "tap order", "rope",
+        "mask row", "causality", "layer order", "rope rows", "gate and up", "q and k norms", "norm weights",
         "context", "positions", "labels", "thinking", "curve", "serving", "recall", "acceptance",
     }  # fmt: skip
     assert "nothing is wrong with this drafter" in capsys.readouterr().out
@@ -247,7 +249,7 @@ def test_a_target_of_the_same_shape_but_other_weights_is_told_by_the_drafters_ig
     other.tokenizer.chat_template = THINKING
     faults = clinic.examine("--target", write_target(other, tmp_path))["fault"]
     assert [fault["check"] for fault in faults] == ["acceptance"]
-    assert "knows nothing of this target" in faults[0]["remedy"]
+    assert "knows nothing of what this target says" in faults[0]["remedy"]
 
 
 def test_a_drafter_that_was_never_trained_is_told_by_its_weights(clinic: Clinic, tmp_path: Path) -> None:

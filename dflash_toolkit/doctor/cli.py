@@ -1,6 +1,6 @@
 """dflash-doctor: why is this drafter accepted badly, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,11 +15,21 @@ from ..progress import Progress
 from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from ..threads import HELP, check_threads, use_threads
+from .exported import compare, compare_target
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
-from .probe import NEAR, Answer, Probe, Setting
-from .sweeps import sweep
-from .symptoms import check_acceptance, check_curve, check_recall, check_serving, check_thinking, enough
+from .probe import ANSWER_WORK, NEAR, Probe, Scores, Setting
+from .sweeps import count_ways, sweep
+from .symptoms import (
+    Known,
+    check_acceptance,
+    check_curve,
+    check_recall,
+    check_serving,
+    check_thinking,
+    enough,
+    knows_thinking,
+)
 
 PROG = "dflash-doctor"
 DESCRIPTION = """\
@@ -100,42 +110,58 @@ def examine(config: DoctorConfig) -> list[Finding]:
     target_config = load_config(config.target)
     tokenizer = load_tokenizer(config.target)
     case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
+    return judge(case, prompts, lambda: Target.load(config.target, config.device, config.dtype), config.max_new_tokens)
+
+
+def judge(case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_new_tokens: int) -> list[Finding]:
+    """Every check of one drafter; the target is loaded where it comes to measuring. Raises UserError as `examine`."""
     findings = [finding for check in FILE_CHECKS for finding in check(case)]
-    encoded = [encode_chat(tokenizer, prompt.messages, config.thinking, prompt.tools) for prompt in prompts]
+    damaged = has_fault([f for f in findings if f.check in ("tensors", "weights")])
+    exported = compare(case)
+    findings += exported.findings
+    encoded = [encode_chat(case.tokenizer, prompt.messages, case.thinking, prompt.tools) for prompt in prompts]
     if not case.measurable:
         return findings
 
-    target = Target.load(config.target, config.device, config.dtype)
-    probe = Probe(target, case.drafter(), config.max_new_tokens)
-    try:
-        answers = _answers(probe, prompts, encoded)
-        enough(answers, MIN_BLOCKS)
-    except UserError as error:
-        if not has_fault(findings):
-            raise
-        return [*findings, Finding("acceptance", "warning", "it was not measured", str(error))]  # what was found stands
-    swept, mended = sweep(case, probe, answers)
-    findings += swept
-    findings += check_thinking(case, probe, prompts, answers, mended)
-    scores = probe.score(answers, Setting.of(probe.drafter), near=NEAR)
-    findings += check_curve(case, scores, findings)
-    findings += check_serving(case, answers, scores, findings)
-    findings += check_recall(scores, findings)
-    findings += check_acceptance(case, answers, scores, findings)
+    target = load()
+    about_target, target_same = compare_target(case, target)
+    findings += about_target
+    drafter = case.drafter()
+    here = Setting.of(drafter)
+    probe = Probe(target, drafter, max_new_tokens, exported.setting(here).layer_ids)
+    modes = 1 + knows_thinking(case) * 2
+    total = modes * len(encoded) * ANSWER_WORK + count_ways(case, exported.setting(here)) + 1
+    with Progress("examining", total, unit="passes") as bar:
+        try:
+            answers = probe.answers(encoded, bar, [prompt.id for prompt in prompts])
+            enough(answers, MIN_BLOCKS)
+        except UserError as error:
+            if not has_fault(findings):
+                raise
+            return [
+                *findings,
+                Finding("acceptance", "warning", "it was not measured", str(error)),
+            ]  # what was found stands
+        swept = sweep(case, probe, answers, bar, exported, damaged=damaged)
+        findings += swept.findings
+        findings += check_thinking(case, probe, prompts, answers, swept.setting, bar)
+        scores = probe.score(answers, here, near=NEAR)
+        if exported.mended and not exported.as_exported:
+            findings.append(_mended(scores, probe.score(answers, exported.setting(here), near=1), findings))
+        bar.advance(1, note="judging")
+    known = Known(exported, target_same, swept.best_tau)
+    findings += check_curve(case, scores, findings, known)
+    findings += check_serving(case, answers, scores, findings, known)
+    findings += check_recall(case, scores, findings, known)
+    findings += check_acceptance(case, answers, scores, findings, known)
     return findings
 
 
-def _answers(probe: Probe, prompts: Sequence[Prompt], encoded: Sequence[list[int]]) -> list[Answer]:
-    """The target's answers that are long enough for a block. Raises UserError naming the prompt that has none."""
-    answers = []
-    with Progress("answering", len(encoded)) as bar:
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            try:
-                answers.append(probe.answer(ids))
-            except UserError as error:
-                raise UserError(f"prompt {prompt.id!r}: {error}") from error
-            bar.advance(1)
-    return [answer for answer in answers if answer.anchors]
+def _mended(now: Scores, mended: Scores, findings: Sequence[Finding]) -> Finding:
+    """What putting everything back as it was exported brings, measured."""
+    checks = ", ".join(dict.fromkeys(f.check for f in findings if f.severity == "fault"))
+    words = f"as it lies here {now.tau:.2f} tokens a step; as it was exported ({checks} mended) {mended.tau:.2f}"
+    return Finding("record", "ok", words, figures={"tau": now.tau, "tau_as_exported": mended.tau})
 
 
 def _prompts(config: DoctorConfig) -> list[Prompt]:

@@ -1,5 +1,6 @@
 """Checks that need no forward pass: what the checkpoint, the target's configuration and the tokenizer say."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..checkpoint import PROVENANCE_KEY, check_fits, locate, read_config, read_j
 from ..config import UserError
 from ..drafter import Drafter, DrafterConfig
 from ..prompts import template_hash
+from ..record import RECORD_KEY, SCHEMA, seal
 from ..rope import RopeScaling
 from ..target import declared_stop_ids
 from .finding import Finding
@@ -56,6 +58,22 @@ class Case:
         """What `dflash-train` recorded; empty for drafters from elsewhere."""
         noted = self.raw.get(PROVENANCE_KEY)
         return noted if isinstance(noted, dict) else {}
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """What the export noted of itself (`record.export_record`); None: there is none, or it was edited."""
+        noted = self.provenance.get(RECORD_KEY)
+        if not isinstance(noted, dict) or noted.get("schema") != SCHEMA or noted.get("seal") != seal(noted):
+            return None
+        return noted
+
+    @property
+    def recorded_tau(self) -> float | None:
+        """Tokens a step that were measured at export, as far as blocks of this size can hold them."""
+        noted = self.provenance.get("acceptance_length")
+        if not isinstance(noted, int | float) or isinstance(noted, bool) or not math.isfinite(noted):
+            return None
+        return float(min(noted, self.config.block_size)) if self.config else float(noted)
 
     @property
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -138,14 +156,14 @@ def check_tensors(case: Case) -> list[Finding]:
     wrong = [n for n, s in case.expected.items() if n in case.tensors and tuple(case.tensors[n].shape) != s]
     if missing:
         remedy = "export the drafter again; a server that fills them with random numbers drafts noise"
-        found.append(Finding("tensors", "fault", f"missing: {_some(missing)}", remedy, {"missing": missing}))
+        found.append(Finding("tensors", "fault", f"missing: {some(missing)}", remedy, {"missing": missing}))
     if wrong:
         shapes = f"{wrong[0]} has shape {list(case.tensors[wrong[0]].shape)}, not {list(case.expected[wrong[0]])}"
         remedy = "config.json and the weights are of two drafters, or the sizes in config.json are wrong"
         found.append(Finding("tensors", "fault", f"misshapen: {shapes} ({len(wrong)} in all)", remedy))
     if unused:
         remedy = "a variant of DFlash, or a wrong num_hidden_layers: what these tensors do is not done when drafting"
-        found.append(Finding("tensors", "fault", f"not used: {_some(unused)}", remedy, {"unused": unused}))
+        found.append(Finding("tensors", "fault", f"not used: {some(unused)}", remedy, {"unused": unused}))
     return found or [Finding("tensors", "ok", f"all {len(case.expected)} there, in their shapes")]
 
 
@@ -159,10 +177,10 @@ def check_weights(case: Case) -> list[Finding]:
     found = []
     if broken:
         remedy = "train again from a resume point before it diverged, with a lower learning rate"
-        found.append(Finding("weights", "fault", f"NaN or infinite: {_some(broken)}", remedy, {"not_finite": broken}))
+        found.append(Finding("weights", "fault", f"NaN or infinite: {some(broken)}", remedy, {"not_finite": broken}))
     if zero:
         remedy = "the export lost these tensors; export again from the trained module"
-        found.append(Finding("weights", "fault", f"all zero: {_some(zero)}", remedy, {"zero": zero}))
+        found.append(Finding("weights", "fault", f"all zero: {some(zero)}", remedy, {"zero": zero}))
     initial = {name: _is_initial(t) for name, t in tensors.items()}
     if tensors and all(initial.values()):
         remedy = "this is an initialisation, not a trained drafter: look for the export of the finished run"
@@ -270,7 +288,8 @@ def check_template(case: Case) -> list[Finding]:
     return found or [Finding("template", "ok", words)]
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

@@ -6,7 +6,7 @@ Teacher-forced: every position of an answer is an anchor, all blocks of a text a
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 
 from ..acceptance import ratio
+from ..config import UserError
 from ..decode import Generation, SamplingParams, generate
 from ..drafter import Drafter
+from ..progress import Progress
 from ..rope import RopeScaling
 from ..target import Target
+from .edits import Edit
 
 NEAR = 16  # recall is counted among so many best tokens
 ANCHORS_AT_ONCE = 32
+ANSWER_WORK = 8  # what an answer costs beside scoring all answers once, in the bar; roughly
 EMBEDDING = -1  # the layer id before the first: the embedding's output
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a drafter is run. The last three are zero in the contract; only a faulty trainer wants others."""
+    """How a drafter is run. The shifts are zero in the contract; only a faulty trainer wants others."""
 
     layer_ids: tuple[int, ...]  # EMBEDDING..n - 1; the last layer's output is the normed one
     rope_theta: float
@@ -36,6 +40,7 @@ class Setting:
     context_end: int = 0  # a block sees context before anchor + context_end
     block_shift: int = 0  # slot k stands at position anchor + k + block_shift
     label_shift: int = 0  # slot k predicts the token at anchor + k + label_shift
+    edits: tuple[Edit, ...] = ()  # weights put right, one after the other
 
     @classmethod
     def of(cls, drafter: Drafter) -> "Setting":
@@ -157,12 +162,16 @@ def _significance(values: Tensor, cluster: Tensor) -> Gain:
 
 
 class Probe:
-    """A target, a drafter that fits it, and the answers that have been decoded with both."""
+    """A target, a drafter that fits it, and the answers that have been decoded with both.
 
-    def __init__(self, target: Target, drafter: Drafter, max_new_tokens: int) -> None:
+    Args:
+        layer_ids: taps that will be tried besides the drafter's own, each with its neighbours.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, max_new_tokens: int, layer_ids: Sequence[int] = ()) -> None:
         self.target, self.drafter = target, drafter.to(target.device, target.dtype)
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
-        ids, last = drafter.config.target_layer_ids, len(target.layers) - 1
+        ids, last = {*drafter.config.target_layer_ids, *layer_ids}, len(target.layers) - 1
         self._layers = sorted({i + shift for i in ids for shift in (-1, 0, 1) if i + shift <= last})
 
     @torch.inference_mode()
@@ -181,6 +190,17 @@ class Probe:
             hidden[EMBEDDING] = self.target.embed(tokens[0])
         return Answer(tokens[0], len(prompt), generation, hidden)
 
+    def answers(self, prompts: Sequence[list[int]], bar: Progress, names: Sequence[str] = ()) -> list[Answer]:
+        """The answers that are long enough for a block. Raises UserError naming the prompt that cannot be decoded."""
+        found = []
+        for i, ids in enumerate(prompts):
+            try:
+                found.append(self.answer(ids))
+            except UserError as error:
+                raise UserError(f"prompt {names[i]!r}: {error}" if names else str(error)) from error
+            bar.advance(ANSWER_WORK, note="answering")
+        return [answer for answer in found if answer.anchors]
+
     @torch.inference_mode()
     def score(self, answers: list[Answer], setting: Setting, *, stride: int = 1, near: int = 1) -> Scores:
         """Judge the blocks of every `stride`-th anchor of the answers, drafted by the rules of `setting`.
@@ -188,14 +208,7 @@ class Probe:
         Args:
             near: look at so many best tokens of a slot.
         """
-        drafter = copy.copy(self.drafter)  # shares the weights
-        drafter.config = replace(
-            drafter.config,
-            rope_theta=setting.rope_theta,
-            rope_scaling=setting.rope_scaling,
-            is_causal=setting.is_causal,
-            mask_token_id=setting.mask_token_id,
-        )
+        drafter = self._run_as(setting)
         parts: list[tuple[Tensor, ...]] = []
         for number, answer in enumerate(answers):
             for anchor, best in self._draft(drafter, answer, setting, stride, near):
@@ -209,6 +222,24 @@ class Probe:
         hits, found, judged, text, anchors = (torch.cat(column) for column in zip(*parts, strict=True))
         # with labels one earlier, slot 1 would only have to repeat the anchor
         return Scores(hits, found, judged, text, anchors, skipped=max(0, -setting.label_shift))
+
+    def _run_as(self, setting: Setting) -> Drafter:
+        """The drafter by another configuration and with its weights put right; what is not edited is shared."""
+        config = replace(
+            self.drafter.config,
+            rope_theta=setting.rope_theta,
+            rope_scaling=setting.rope_scaling,
+            is_causal=setting.is_causal,
+            mask_token_id=setting.mask_token_id,
+        )
+        if not setting.edits:
+            drafter = copy.copy(self.drafter)
+            drafter.config = config
+            return drafter
+        tensors: dict[str, Tensor] = dict(self.drafter.named_parameters())
+        for edit in setting.edits:
+            tensors = edit.apply(tensors)
+        return Drafter.of_tensors(config, tensors).eval().requires_grad_(False)
 
     def _draft(
         self, drafter: Drafter, answer: Answer, setting: Setting, stride: int, near: int

@@ -1,28 +1,37 @@
-"""Sweeps: run the drafter in other ways than configured. One that is clearly better names the mistake.
+"""Sweeps: run the drafter in other ways than configured. One that is clearly better may name the mistake.
 
-All ways of all families compete. The best one that is clearly better is a fault; it is then taken as given and the
-rest compete again, so that the shadow of one mistake is not reported as another, and two mistakes are both found.
+All ways of all families compete. The best one that is clearly better is taken as given and the rest compete again, so
+that the shadow of one mistake is not reported as another, and two mistakes are both found. They are faults only if
+together they restore most of the acceptance that was recorded, or, where none was, a plausible one, and each is needed
+for it: what merely helps does not explain, and its remedy would be a false one.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ..progress import Progress
 from ..target import RESERVED_WORDS
+from .edits import Edit, edits, likely_orders
+from .exported import Exported
 from .files import Case, rope_of, rope_words
-from .finding import Finding
+from .finding import Finding, Severity
 from .probe import Answer, Probe, Scores, Setting, gain
+from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy
 
-CLEAR_Z = 4.0  # standard errors; some thirty ways are tried
+CLEAR_Z = 4.0  # standard errors; some sixty ways are tried
 CLEAR_TOKENS = 0.1  # accepted drafts a block
 CLEAR_SHARE = 0.05  # of the drafts that are accepted now
 STRICT_RATIO = 2.0  # what a fault of the trainer must multiply the accepted drafts by
 STRICT_TOKENS = 0.25
+MOST = 0.6  # of the accepted drafts that were recorded
+PLAUSIBLE_TAU = 2.0  # tokens a step that a trained drafter reaches on nearly any text
+PLAUSIBLE_SHARE = 0.2  # of a very short block's drafts instead
+PLAUSIBLE_RATIO = 1.3  # and what a remedy that restores a drafter multiplies its accepted drafts by
 COMMON_THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 MASKS_TRIED = 8
 BLOCKS = 256  # more are judged only where a way is compared with decoding itself
+QUICK = 4  # a way that is no better on every fourth of them is not tried on all
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +67,18 @@ def layer_ids(case: Case, now: Setting) -> Iterator[Way]:
         if min(ids) < 0 or max(ids) == last:
             edge = "the embedding's output" if min(ids) < 0 else "the last layer's normed output"
             remedy = f"it was trained on {edge}, which no server taps: train again with layers 0..{last - 1}"
-        elif case.speculators:
-            remedy = f"set aux_hidden_state_layer_ids to {[i + 1 for i in ids]} in config.json: that form stores id + 1"
         else:
-            remedy = (
-                f"the ids are off by one: set dflash_config.target_layer_ids to {list(ids)} in config.json (id l is "
-                f"the output of layer l, Hugging Face's hidden_states[l + 1])"
-            )
+            remedy = layer_ids_remedy(case, ids)
+            if not case.speculators:
+                remedy = f"the ids are off by one: {remedy} (id l is the output of layer l, HF's hidden_states[l + 1])"
         yield Way(f"taps {list(ids)}", replace(now, layer_ids=ids), remedy)
+
+
+def tap_order(case: Case, now: Setting) -> Iterator[Way]:
+    """The same taps in another order."""
+    for order in likely_orders(len(now.layer_ids)):
+        ids = tuple(now.layer_ids[i] for i in order)
+        yield Way(f"taps {list(ids)}", replace(now, layer_ids=ids), layer_ids_remedy(case, ids))
 
 
 def rope(case: Case, now: Setting) -> Iterator[Way]:
@@ -74,16 +87,10 @@ def rope(case: Case, now: Setting) -> Iterator[Way]:
     own = theta or now.rope_theta
     tried = [(theta, now.rope_scaling) for theta in (own, *COMMON_THETAS)]
     tried += [(theta, other) for other in (scaling, None) for theta in (own, now.rope_theta)]
-    inside = " of transformer_layer_config" if case.speculators else ""
     for theta, other in dict.fromkeys(tried):
         if (theta, other) == (now.rope_theta, now.rope_scaling):
             continue
-        base = json.dumps(theta)
-        remedy = f"set rope_theta and rope_parameters.rope_theta{inside} to {base} in config.json"
-        if other != now.rope_scaling:
-            group = json.dumps((other.parameters if other else {"rope_type": "default"}) | {"rope_theta": theta})
-            both = f"rope_parameters (and rope_scaling, if there){inside}"
-            remedy = f"set rope_theta to {base} and {both} to {group} in config.json"
+        remedy = rope_remedy(case, theta, other, now.rope_scaling)
         whose = " (the target's)" if theta == own and other in (scaling, now.rope_scaling) else ""
         yield Way(rope_words(theta, other) + whose, replace(now, rope_theta=theta, rope_scaling=other), remedy)
 
@@ -97,24 +104,26 @@ def mask_row(case: Case, now: Setting) -> Iterator[Way]:
     likely += [tokenizer.pad_token_id, max(reserved, default=None), min(reserved, default=None), 0]
     tried = [i for i in dict.fromkeys(likely) if i is not None and 0 <= i < rows and i != now.mask_token_id]
     for token in tried[:MASKS_TRIED]:
-        keys = "dflash_config.mask_token_id"
-        if case.speculators:
-            keys = f"mask_token_id (and {keys}, if there)"
-        remedy = f"set {keys} to {token} in config.json"
-        yield Way(f"mask {token}", replace(now, mask_token_id=token), remedy)
+        yield Way(f"mask {token}", replace(now, mask_token_id=token), mask_remedy(case, token))
 
 
 def causality(case: Case, now: Setting) -> Iterator[Way]:
     """The block bidirectional instead of causal, or the other way round."""
     other = not (now.is_causal or (now.is_causal is None and case.config and "sliding" in str(case.config.layer_types)))
-    remedy = f"set is_causal to {str(other).lower()} in config.json"
-    if case.speculators:
-        remedy = f"set sliding_window_non_causal to {str(not other).lower()} in config.json"
-        if other and case.config and "full_attention" in case.config.layer_types:
-            remedy = (
-                "that form has no causal layers of full attention: export it again in the other form, is_causal true"
-            )
-    yield Way("causal" if other else "bidirectional", replace(now, is_causal=other), remedy)
+    words = "causal" if other else "bidirectional"
+    yield Way(words, replace(now, is_causal=other), causality_remedy(case, other))
+
+
+def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
+    """Ways to store the weights: those edits of one check."""
+
+    def ways(case: Case, now: Setting) -> Iterator[Way]:
+        assert case.config is not None
+        for edit in edits(case.config):
+            if edit.check == check:
+                yield Way(edit.words, replace(now, edits=(*now.edits, edit)), edit.remedy)
+
+    return ways
 
 
 def context(case: Case, now: Setting) -> Iterator[Way]:
@@ -147,11 +156,17 @@ def labels(case: Case, now: Setting) -> Iterator[Way]:
         yield Way(f"labels {shift:+d}", replace(now, label_shift=shift), remedy)
 
 
+def _weights(check: str) -> Family:
+    return Family(check, edited(check), lambda now: "as stored")
+
+
 FAMILIES = (
     Family("layer ids", layer_ids, lambda now: f"taps {list(now.layer_ids)}"),
+    Family("tap order", tap_order, lambda now: f"taps {list(now.layer_ids)}"),
     Family("rope", rope, lambda now: rope_words(now.rope_theta, now.rope_scaling)),
     Family("mask row", mask_row, lambda now: f"mask {now.mask_token_id}"),
     Family("causality", causality, lambda now: f"is_causal {str(now.is_causal).lower()}"),
+    *map(_weights, ("layer order", "rope rows", "gate and up", "q and k norms", "norm weights")),
     Family("context", context, lambda now: "context strictly before the anchor", strict=True),
     Family("positions", positions, lambda now: "slot k at anchor + k", strict=True),
     Family("labels", labels, lambda now: "slot k predicts its own position", strict=True),
@@ -165,13 +180,46 @@ class Tried:
     family: Family
     way: Way
     scores: Scores
+    base: Scores  # as configured, on the same blocks
 
-    def clearly_better(self, base: Scores) -> bool:
-        difference, accepted = gain(self.scores, base), base.tau - 1
-        if difference.z < CLEAR_Z or difference.tokens < max(CLEAR_TOKENS, CLEAR_SHARE * accepted):
-            return False
-        strict = self.family.strict
-        return not strict or (difference.tokens >= STRICT_TOKENS and self.scores.tau - 1 >= STRICT_RATIO * accepted)
+    @property
+    def clearly_better(self) -> bool:
+        return clearly_better(self.scores, self.base, strict=self.family.strict)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What the sweeps found."""
+
+    findings: list[Finding]
+    setting: Setting  # with what explains the acceptance mended
+    best_tau: float  # of anything tried
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """One mistake of the chain that was followed."""
+
+    tried: Tried
+    before: Setting
+    figures: dict[str, object]
+
+
+def clearly_better(scores: Scores, base: Scores, *, strict: bool = False) -> bool:
+    """Whether it is better beyond chance and by enough to matter."""
+    difference, accepted = gain(scores, base), base.tau - 1
+    if difference.z < CLEAR_Z or difference.tokens < max(CLEAR_TOKENS, CLEAR_SHARE * accepted):
+        return False
+    return not strict or (difference.tokens >= STRICT_TOKENS and scores.tau - 1 >= STRICT_RATIO * accepted)
+
+
+def restores(case: Case, tau: float, base: float) -> bool:
+    """Whether `tau` tokens a step are most of what the drafter should reach, against `base` as it is."""
+    if case.recorded_tau is not None:
+        return tau - 1 >= MOST * (case.recorded_tau - 1)
+    assert case.config is not None
+    plausible = min(PLAUSIBLE_TAU, 1 + PLAUSIBLE_SHARE * (case.config.block_size - 1))
+    return tau >= plausible and tau - 1 >= PLAUSIBLE_RATIO * (base - 1)
 
 
 def blocks_stride(answers: list[Answer]) -> int:
@@ -179,39 +227,96 @@ def blocks_stride(answers: list[Answer]) -> int:
     return math.ceil(sum(answer.anchors for answer in answers) / BLOCKS)
 
 
-def sweep(case: Case, probe: Probe, answers: list[Answer]) -> tuple[list[Finding], Setting]:
-    """Let every family try its ways; also returns the setting with every mistake mended."""
-    now, stride = Setting.of(probe.drafter), blocks_stride(answers)
-    base = probe.score(answers, now, stride=stride)
-    found: dict[str, Finding] = {}
+def count_ways(case: Case, now: Setting) -> int:
+    """How many ways one round of the sweeps tries."""
+    return sum(1 for family in FAMILIES for _ in family.ways(case, now))
+
+
+def sweep(
+    case: Case,
+    probe: Probe,
+    answers: list[Answer],
+    bar: Progress,
+    exported: Exported | None = None,
+    *,
+    damaged: bool = False,
+) -> Swept:
+    """Let every family try its ways.
+
+    Args:
+        bar: advances by one a way; further rounds make it longer.
+        exported: what the record says; the drafter is run as it was exported, as far as that is known.
+        damaged: the files say that something else is wrong; then nothing that helps is called a fault.
+    """
+    exported = exported or Exported()
+    start = now = exported.setting(Setting.of(probe.drafter))
+    stride = blocks_stride(answers)
+    first = base = probe.score(answers, now, stride=stride)
+    chain: list[_Link] = []
+    tried: list[Tried] = []
+    best_tau = base.tau
     while True:
-        ways = [(f, way) for f in FAMILIES if f.check not in found for way in f.ways(case, now)]
+        done = {link.tried.family.check for link in chain}
+        ways = [(f, way) for f in FAMILIES if f.check not in done for way in f.ways(case, now)]
+        if chain:
+            bar.grow(len(ways))
+        quick = probe.score(answers, now, stride=QUICK * stride)
         tried = []
-        with Progress("sweeping", len(ways)) as bar:
-            for family, way in ways:
-                tried.append(Tried(family, way, probe.score(answers, way.setting, stride=stride)))
-                bar.advance(1)
-        better = [t for t in tried if t.clearly_better(base)]
+        for family, way in ways:
+            scores, beside = probe.score(answers, way.setting, stride=QUICK * stride), quick
+            if scores.tau > quick.tau:
+                scores, beside = probe.score(answers, way.setting, stride=stride), base
+            tried.append(Tried(family, way, scores, beside))
+            bar.advance(1, note=family.check)
+        best_tau = max([best_tau, *(t.scores.tau for t in tried if t.base is base)])
+        better = [t for t in tried if t.clearly_better]
         if not better:
             break
         best = max(better, key=lambda t: t.scores.tau)
-        found[best.family.check] = Finding(
-            best.family.check,
-            "fault",
-            f"{best.family.configured(now)}: {base.tau:.2f} tokens a step; {best.way.words}: {best.scores.tau:.2f}",
-            best.way.remedy,
-            _figures(base, [t for t in tried if t.family is best.family]),
-        )
+        chain.append(_Link(best, now, _figures([t for t in tried if t.family is best.family])))
         now, base = best.way.setting, best.scores
+    allowed = not damaged and (not exported.known or exported.mended)
+    explained = allowed and restores(case, base.tau, first.tau)
+    found: dict[str, Finding] = {}
+    for link in chain:
+        # a drafter that is as it was exported is wrong only if a way changes much: its trainer, or the record, was
+        much = not exported.mended or base.tau - 1 >= PLAUSIBLE_RATIO * (first.tau - 1)
+        needed = len(chain) == 1 or clearly_better(base, probe.score(answers, _without(now, link), stride=stride))
+        fault = explained and needed and much
+        found[link.tried.family.check] = _verdict(case, link, "fault" if fault else "warning" if allowed else "ok")
     for family in FAMILIES:
         own = [t for t in tried if t.family is family]
         if own:
             best = max(own, key=lambda t: t.scores.tau)
             words = f"{family.configured(now)}: {base.tau:.2f} tokens a step; {best.way.words}: {best.scores.tau:.2f}"
-            found[family.check] = Finding(family.check, "ok", words, figures=_figures(base, own))
-    return [found[family.check] for family in FAMILIES if family.check in found], now
+            found[family.check] = Finding(family.check, "ok", words, figures=_figures(own))
+    findings = [found[family.check] for family in FAMILIES if family.check in found]
+    return Swept(findings, now if explained else start, best_tau)
 
 
-def _figures(base: Scores, tried: list[Tried]) -> dict[str, object]:
-    ways = {t.way.words: {"tau": t.scores.tau, "z": gain(t.scores, base).z} for t in tried}
-    return {"tau": base.tau, "ways": ways}
+def _verdict(case: Case, link: _Link, severity: Severity) -> Finding:
+    tried, check = link.tried, link.tried.family.check
+    was, is_now = tried.base.tau, tried.scores.tau
+    words = f"{tried.family.configured(link.before)}: {was:.2f} tokens a step; {tried.way.words}: {is_now:.2f}"
+    if severity == "fault":
+        return Finding(check, severity, words, tried.way.remedy, link.figures)
+    if case.recorded_tau is None:
+        level = "which is not what makes a bad drafter a good one"
+    else:
+        level = f"and {case.recorded_tau:.2f} were recorded"
+    remedy = f"this helps, but does not explain it ({is_now:.2f} tokens a step, {level}): look for the cause elsewhere"
+    return Finding(check, severity, words, remedy if severity == "warning" else "", link.figures)
+
+
+def _without(final: Setting, link: _Link) -> Setting:
+    """The final setting but for what this link changed."""
+    before, after = link.before, link.tried.way.setting
+    changed = [f.name for f in fields(Setting) if getattr(before, f.name) != getattr(after, f.name)]
+    back = {name: getattr(before, name) for name in changed if name != "edits"}
+    added: set[Edit] = set(after.edits) - set(before.edits)
+    return replace(final, **back, edits=tuple(edit for edit in final.edits if edit not in added))
+
+
+def _figures(tried: list[Tried]) -> dict[str, object]:
+    ways = {t.way.words: {"tau": t.scores.tau, "tau_now": t.base.tau, "z": gain(t.scores, t.base).z} for t in tried}
+    return {"tau": tried[0].base.tau, "ways": ways}

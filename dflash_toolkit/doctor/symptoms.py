@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..acceptance import Acceptance
 from ..config import UserError
+from ..progress import Progress
 from ..prompts import Prompt, encode_chat
+from .exported import Exported
 from .files import Case
 from .finding import Finding, Severity, has_fault
 from .probe import Answer, Probe, Scores, Setting, unpaired_gain
-from .sweeps import CLEAR_TOKENS, blocks_stride
+from .sweeps import CLEAR_TOKENS, blocks_stride, restores
 
 USELESS_TAU = 1.3  # below, a step costs about what it saves
 LOW_TAU = 2.0
@@ -20,13 +23,47 @@ LOW_RECALL = 0.6
 GAP_FAULT, GAP_WARNING = 0.8, 0.92  # decoded over teacher-forced tokens a step
 GAP_STEPS = 20  # fewer say nothing
 RECORDED = 0.6  # measured over recorded tokens a step
+CERTAIN_BEFORE, CERTAIN_AFTER = 0.7, 0.15  # of an untrained slot, in a drafter of which nothing else is known
 CLIFF, CLIFF_Z = 0.5, 4.0  # acceptance of a slot over that of the one before, and how sure that must be
 THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode over those in this
 THINKING_Z = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is certain before the symptoms are read."""
+
+    exported: Exported
+    target_same: bool  # it computes what it did at export
+    best_tau: float = math.nan  # of every way that was tried
+
+    @property
+    def as_exported(self) -> bool:
+        """Drafter and target are those of the export: the causes left lie outside of both."""
+        return self.exported.as_exported and self.target_same
+
+    def open_causes(self, case: Case) -> str:
+        """What may be the cause of a low acceptance that nothing explains, with the evidence."""
+        if self.as_exported:
+            return (
+                "weights, configuration and target are those of the export (the record's hashes and hidden states "
+                "match), so what is left: prompts unlike those of training, another template, thinking mode or "
+                "system prompt, or too little training"
+            )
+        tried = "" if math.isnan(self.best_tau) else f" (the best of all settings tried reaches {self.best_tau:.2f})"
+        causes = [f"no known mistake explains it{tried}; open are"]
+        if not self.exported.known:
+            causes.append("weights changed or layers lost since the export, which left no record to tell,")
+        elif not self.exported.as_exported:
+            causes.append("the changes named above,")
+        if not self.target_same:
+            made_for = case.provenance.get("target")
+            causes.append(f"another target{f' than {made_for}' if made_for else ' than it was made for'},")
+        return " ".join([*causes, "prompts unlike those of training, too little training"])
+
+
 def check_acceptance(
-    case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding]
+    case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding], known: Known
 ) -> list[Finding]:
     """Position-1 acceptance, tokens per step, and the curves by slot, teacher-forced and decoded."""
     slots = scores.hits.shape[1]
@@ -34,11 +71,13 @@ def check_acceptance(
     decoded, forced = list(pooled.accepted_given_previous), scores.given_previous
     steps = sum(len(a.generation.steps) for a in answers)
     tau = sum(a.anchors for a in answers) / steps
-    recall = scores.share(scores.near)
     measured = f"{tau:.2f} tokens a step, position 1 accepted {forced[0]:.0%}; by slot {_curve(forced)}"
     figures = {
         "tau": tau,
         "tau_teacher_forced": scores.tau,
+        "tau_recorded": case.recorded_tau,
+        "tau_best_tried": known.best_tau,
+        "as_exported": known.as_exported,
         "position_1": forced[0],
         "position_1_decoded": decoded[0],
         "given_previous": forced,
@@ -49,27 +88,24 @@ def check_acceptance(
     severity: Severity = "ok"
     remedy = ""
     if tau < USELESS_TAU or forced[0] < USELESS_FIRST:
-        severity = "fault"
-        remedy = "as good as none, and no known mistake explains it: "
-        if recall[0] < UNKNOWN_RECALL:
-            made_for = case.provenance.get("target")
-            named = f" (config.json says {made_for})" if made_for else ""
-            remedy += (
-                f"it knows nothing of this target: made for another one{named}, hardly trained, or for other prompts"
-            )
-        else:
-            remedy += "train it longer, on more of the target's own answers to prompts like these"
+        unknown = scores.share(scores.near)[0] < UNKNOWN_RECALL
+        # a drafter that is as it was exported is not broken, however little it knows of these prompts
+        severity = "warning" if known.as_exported else "fault"
+        knows = "it knows nothing of what this target says here" if unknown else "it knows little of it"
+        remedy = f"as good as none; {knows}: {known.open_causes(case)}"
     elif tau < LOW_TAU or forced[0] < LOW_FIRST:
-        severity, remedy = "warning", "low: train longer, on more of the target's own answers to prompts like these"
+        severity, remedy = "warning", f"low: {known.open_causes(case)}"
     if severity != "ok" and has_fault(earlier):
         severity, remedy = "warning", "mend the faults named here, then examine it again"
     return [Finding("acceptance", severity, measured, remedy, figures)]
 
 
-def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
+def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding], known: Known) -> list[Finding]:
     """Is every slot of the block one that was trained, and does acceptance fall slowly along them?"""
     assert case.config is not None
     present, trained = case.config.block_size, case.provenance.get("trained_block_size")
+    if trained is None and case.record is not None:
+        trained = case.record["configuration"]["block_size"]
     shares = scores.given_previous
     measured = f"given that those before are right, by slot {_curve(shares)}"
     figures = {"given_previous": shares, "block_size": present, "trained_block_size": trained}
@@ -89,7 +125,13 @@ def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding]) -> list[
         f"slots from {slot} on were trained otherwise than those before: look at their labels, weights and mask in "
         f"training; until then serve it with block_size {slot}"
     )
-    return [Finding("curve", "fault", words, remedy, figures)]
+    certain = slot > 2 and min(shares[: slot - 1]) >= CERTAIN_BEFORE and here <= CERTAIN_AFTER
+    if known.as_exported or certain:
+        return [Finding("curve", "fault", words, remedy, figures)]
+    remedy = (
+        f"slots from {slot} on are worse than those before; trained otherwise, or damaged: {known.open_causes(case)}"
+    )
+    return [Finding("curve", "warning", words, remedy, figures)]
 
 
 def _cliff(scores: Scores) -> int | None:
@@ -105,7 +147,7 @@ def _cliff(scores: Scores) -> int | None:
     return None
 
 
-def check_recall(scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
+def check_recall(case: Case, scores: Scores, earlier: Sequence[Finding], known: Known) -> list[Finding]:
     """Does the drafter know the token but rank it too low, or not know it?"""
     recall, best = scores.share(scores.near), scores.share(scores.hits)
     measured = f"slot 1: {recall[0]:.0%} among its 16 best, {best[0]:.0%} the best; by slot {_curve(recall)}"
@@ -113,19 +155,24 @@ def check_recall(scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
     if has_fault(earlier) or best[0] >= LOW_FIRST:
         return [Finding("recall", "ok", measured, figures=figures)]
     if recall[0] < LOW_RECALL:
-        remedy = "the drafter does not know what comes next: more training data, more like what is served"
+        remedy = "it does not know what comes next"
+        if known.as_exported:
+            remedy += ": more training data, more like what is served"
     else:
-        remedy = (
-            "it knows the token but ranks it too low: trained too short, or on answers that were sampled otherwise "
-            "than they are served (temperature, another model)"
-        )
+        remedy = "it knows the token but ranks it too low"
+        if known.as_exported:
+            remedy += ": trained too short, or on answers sampled otherwise than these (temperature, another model)"
+    if not known.as_exported:
+        remedy += f": {known.open_causes(case)}"
     return [Finding("recall", "warning", measured, remedy, figures)]
 
 
-def check_serving(case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding]) -> list[Finding]:
+def check_serving(
+    case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding], known: Known
+) -> list[Finding]:
     """Decoding step by step against the same blocks drafted from the whole answer, and against training's figure."""
     tokens, steps = sum(a.anchors for a in answers), sum(len(a.generation.steps) for a in answers)
-    decoded, forced, recorded = tokens / steps, tokens / scores.steps, case.provenance.get("acceptance_length")
+    decoded, forced, recorded = tokens / steps, tokens / scores.steps, case.recorded_tau
     measured = f"{decoded:.2f} tokens a step decoded, {forced:.2f} teacher-forced along the same path"
     figures = {"decoded": decoded, "teacher_forced": forced, "recorded": recorded}
     found = []
@@ -133,20 +180,24 @@ def check_serving(case: Case, answers: Sequence[Answer], scores: Scores, earlier
         severity: Severity = "fault" if decoded < GAP_FAULT * forced else "warning"
         remedy = "the features of decoding differ from those of a whole text: try dtype=float32, another device"
         found.append(Finding("serving", severity, measured, remedy, figures))
-    most = case.config.block_size if case.config else math.inf  # a step
-    if isinstance(recorded, int | float) and decoded < RECORDED * min(recorded, most):
-        words = f"{decoded:.2f} tokens a step here, {recorded:.2f} when it was trained"
+    if recorded is not None and decoded < RECORDED * recorded:
+        words = f"{decoded:.2f} tokens a step here, {recorded:.2f} when it was exported"
         named = has_fault([*earlier, *found])
-        remedy = "mend the faults named here" if named else "these prompts are unlike those of training"
+        remedy = "mend the faults named here" if named else known.open_causes(case)
         found.append(Finding("serving", "warning", words, remedy, figures))
     return found or [Finding("serving", "ok", measured, figures=figures)]
 
 
+def knows_thinking(case: Case) -> bool:
+    """Whether the template has a thinking mode."""
+    return "enable_thinking" in str(case.tokenizer.chat_template)
+
+
 def check_thinking(
-    case: Case, probe: Probe, prompts: Sequence[Prompt], answers: list[Answer], setting: Setting
+    case: Case, probe: Probe, prompts: Sequence[Prompt], answers: list[Answer], setting: Setting, bar: Progress
 ) -> list[Finding]:
     """Would the drafter do better on prompts rendered with the thinking mode on, or off?"""
-    if "enable_thinking" not in str(case.tokenizer.chat_template):
+    if not knows_thinking(case):
         return [Finding("thinking", "ok", "the template knows no thinking mode")]
 
     def render(mode: bool | None) -> list[list[int]]:
@@ -159,7 +210,7 @@ def check_thinking(
     found = []
     for mode in (False, True):
         there = render(mode)
-        others = [] if there == here else [a for a in map(probe.answer, there) if a.anchors]
+        others = [] if there == here else probe.answers(there, bar)
         if not others:
             continue
         other = probe.score(others, setting, stride=blocks_stride(others))
@@ -169,10 +220,15 @@ def check_thinking(
         if difference.z >= THINKING_Z and difference.tokens >= CLEAR_TOKENS:
             # other answers may just be easier, so without a record it takes more to be sure
             fault, warning = (THINKING_WARNING, 1.0) if as_trained else (THINKING_FAULT, THINKING_WARNING)
-            severity = "fault" if ratio >= fault else "warning" if ratio >= warning else "ok"
+            certain = ratio >= fault and restores(case, other.tau, base.tau)
+            severity = "fault" if certain else "warning" if ratio >= warning else "ok"
         name = f"enable_thinking={str(mode).lower()}"
         words = f"as examined {base.tau:.2f} tokens a step, with {name} {other.tau:.2f}"
-        remedy = f"it was trained for {name}: serve it so, or train one for this mode" if severity != "ok" else ""
+        remedy = ""
+        if severity == "fault":
+            remedy = f"it was trained for {name}: serve it so, or train one for this mode"
+        elif severity == "warning":
+            remedy = f"it is better with {name}: serve it so, if that is what it was trained for"
         figures = {"tau": base.tau, "tau_other": other.tau, "z": difference.z, "trained_so": as_trained}
         found.append(Finding("thinking", severity, words, remedy, figures))
     return found or [Finding("thinking", "ok", "the template renders these prompts alike in every mode")]

@@ -1,0 +1,333 @@
+"""Is the drafter, and is the target, what it was at export? The record of the export says so with certainty."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..drafter import DrafterConfig
+from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature, tensor_hash
+from ..rope import RopeScaling
+from ..target import Target
+from .edits import Edit, Tensors, edits, is_norm, plus_one, renamed
+from .files import Case, rope_words, some
+from .finding import Finding
+from .probe import Setting
+from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy
+
+SAME = 1e-3  # the drafter's numbers: fp32 on a CPU, there and here
+ALIKE = 0.02  # after an edit that bf16 rounds, as 1 + (w - 1)
+ROUNDED = 0.15  # the target's numbers, where one of the two computed in 16 bits: twice what tests see of random targets
+EXACT = 0.02  # where both computed in fp32, on whatever device
+OTHER = 0.35  # beyond: not another quantisation of the same weights, but others
+LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias")
+
+
+@dataclass(slots=True)
+class Exported:
+    """What comparing with the record found."""
+
+    known: bool = False  # there is a record
+    findings: list[Finding] = field(default_factory=list)
+    edits: list[Edit] = field(default_factory=list)  # that give the recorded weights again
+    config: dict[str, Any] = field(default_factory=dict)  # the recorded values that config.json no longer has
+    mended: bool = False  # with these edits and values it is the drafter that was exported
+
+    @property
+    def as_exported(self) -> bool:
+        """Weights and configuration are those of the export, as they lie on the disk."""
+        return self.mended and not self.edits and not self.config
+
+    def setting(self, now: Setting) -> Setting:
+        """How it ran when it was exported, as far as that is known."""
+        ids = self.config.get("target_layer_ids", now.layer_ids)
+        scaling = self.config.get("rope_scaling", now.rope_scaling)
+        return replace(
+            now,
+            layer_ids=tuple(ids),
+            rope_theta=self.config.get("rope_theta", now.rope_theta),
+            rope_scaling=scaling,
+            mask_token_id=self.config.get("mask_token_id", now.mask_token_id),
+            is_causal=self.config.get("is_causal", now.is_causal),
+            edits=(*now.edits, *self.edits),
+        )
+
+
+def compare(case: Case) -> Exported:
+    """The weights and the configuration beside those recorded."""
+    record = case.record
+    if record is None or case.config is None:
+        return Exported(findings=[_unknown(case)])
+    found = Exported(known=True)
+    settled = _layers(case, record, found)
+    settled &= _configuration(case, record, found)
+    settled &= _weights(case, record, found)
+    found.mended = settled and _computes(case, record, found)
+    if found.as_exported:
+        words = f"weights, configuration and outputs are those of the export ({str(record['sha256'])[:12]})"
+        found.findings.append(Finding("record", "ok", words, figures={"sha256": record["sha256"]}))
+    return found
+
+
+def _unknown(case: Case) -> Finding:
+    if case.record is not None:
+        return Finding("record", "ok", "not compared: config.json cannot be read")
+    if case.provenance.get(RECORD_KEY) is None:
+        layers = "" if case.config is None else f", such as whether it had more than {case.config.num_layers} layers"
+        words = f"the export left no record: what has changed since can only be told by trying, or not at all{layers}"
+        return Finding("record", "ok", words)
+    remedy = "take config.json from the export again, and change only what stands outside of the record"
+    return Finding("record", "warning", "the record in config.json was edited, or is of another version", remedy)
+
+
+def _layers(case: Case, record: dict[str, Any], found: Exported) -> bool:
+    assert case.config is not None
+    recorded, present = record["configuration"]["num_layers"], case.config.num_layers
+    if recorded == present:
+        return True
+    gone = [name for name in record["tensors"] if name not in case.tensors]
+    words = f"it was exported with {recorded} layers, config.json says {present}"
+    if gone:
+        lost = sorted({".".join(name.split(".")[:2]) for name in gone})
+        words += f" and the weights lack {some(lost)}"
+        remedy = f"copy the export again, with all {recorded} layers: without {some(lost)} it drafts badly"
+    else:
+        remedy = f"set num_hidden_layers to {recorded} in config.json (and layer_types to as many)"
+    figures = {"recorded": recorded, "present": present, "missing": gone}
+    found.findings.append(Finding("layers", "fault", words, remedy, figures))
+    return False
+
+
+def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
+    """Compare what decides how it runs; the block's size may be chosen freely."""
+    assert case.config is not None
+    then, now = record["configuration"], configuration(case.config)
+    settled = True
+
+    def fault(check: str, key: str, words: str, remedy: str, value: Any = None) -> None:
+        figures = {"recorded": then[key], "present": now[key]}
+        found.findings.append(Finding(check, "fault", words, remedy, figures))
+        if value is not None:
+            found.config[key] = value
+
+    if then["target_layer_ids"] != now["target_layer_ids"]:
+        ids, present = tuple(then["target_layer_ids"]), now["target_layer_ids"]
+        check = "tap order" if sorted(ids) == sorted(present) else "layer ids"
+        words = f"taps {present}, exported with {list(ids)}"
+        fault(check, "target_layer_ids", words, layer_ids_remedy(case, ids), ids)
+        settled &= len(ids) == len(present)
+    if (then["rope_theta"], then["rope_scaling"]) != (now["rope_theta"], now["rope_scaling"]):
+        theta, scaling = (
+            float(then["rope_theta"]),
+            RopeScaling(**then["rope_scaling"]) if then["rope_scaling"] else None,
+        )
+        present = rope_words(case.config.rope_theta, case.config.rope_scaling)
+        words = f"{present}, exported with {rope_words(theta, scaling)}"
+        fault("rope", "rope_theta", words, rope_remedy(case, theta, scaling, case.config.rope_scaling), theta)
+        found.config["rope_scaling"] = scaling
+    if then["mask_token_id"] != now["mask_token_id"]:
+        token = then["mask_token_id"]
+        words = f"mask_token_id {now['mask_token_id']}, exported with {token}"
+        fault("mask row", "mask_token_id", words, mask_remedy(case, token), token)
+    if len(then["layer_types"]) == len(now["layer_types"]):
+        if _causal(then) != _causal(now):
+            causal = then["is_causal"]
+            words = f"causal inside the block: {_causal(now)}, exported with {_causal(then)} (by layer)"
+            fault("causality", "is_causal", words, causality_remedy(case, bool(causal)), bool(causal))
+            settled &= causal is not None
+        if _windows(then) != _windows(now):
+            words = f"layers see {_windows(now)}, exported with {_windows(then)}"
+            kinds, window = then["layer_types"], then["sliding_window"]
+            remedy = f"set layer_types to {kinds} and sliding_window to {window} in config.json"
+            fault("configuration", "layer_types", words, remedy)
+            settled = False
+    for key in PLAIN_KEYS:
+        if then[key] != now[key]:
+            name = LIKE_JSON.get(key, key)
+            remedy = f"set {name} to {then[key]} in config.json"
+            fault("configuration", key, f"{name} is {now[key]}, exported with {then[key]}", remedy)
+            settled = False
+    return settled
+
+
+def _causal(values: dict[str, Any]) -> list[bool]:
+    causal = values["is_causal"]
+    return [kind == "sliding_attention" if causal is None else causal for kind in values["layer_types"]]
+
+
+def _windows(values: dict[str, Any]) -> list[Any]:
+    return [values["sliding_window"] if "sliding" in kind else "all" for kind in values["layer_types"]]
+
+
+def _scaling(values: dict[str, Any]) -> RopeScaling | None:
+    return RopeScaling(**values["rope_scaling"]) if values["rope_scaling"] else None
+
+
+class _Hashes:
+    """Hashes of tensors, each computed once; they are known by the object."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self._recorded: dict[str, str] = record["tensors"]
+        self._kept: dict[int, tuple[Tensor, str]] = {}
+
+    def of(self, tensor: Tensor) -> str:
+        if id(tensor) not in self._kept:
+            self._kept[id(tensor)] = (tensor, tensor_hash(tensor))
+        return self._kept[id(tensor)][1]
+
+    def same(self, name: str, tensor: Tensor) -> bool:
+        return self.of(tensor).startswith(self._recorded.get(name, "-"))
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return [name for name in self._recorded if name in tensors and not self.same(name, tensors[name])]
+
+
+def _weights(case: Case, record: dict[str, Any], found: Exported) -> bool:
+    """Name what was done to the weights by the edits that give the recorded hashes again."""
+    assert case.config is not None
+    hashes, tensors = _Hashes(record), dict(case.tensors)
+    complete = all(name in tensors for name in record["tensors"])
+    # zeros and NaN are named by their own check
+    ruined = [n for n in record["tensors"] if n in tensors and not (tensors[n].any() and tensors[n].isfinite().all())]
+    ruined = [name for name in ruined if not hashes.same(name, tensors[name])]
+    wrong = [n for n in hashes.differing(tensors) if n not in ruined]
+    tried = list(edits(case.config))
+    while wrong:
+        best = max(((_resolved(edit, tensors, wrong, hashes), i) for i, edit in enumerate(tried)), default=(0, 0))
+        if not best[0]:
+            break
+        edit = tried.pop(best[1])
+        tensors = edit.apply(tensors)
+        found.edits.append(edit)
+        wrong = [n for n in hashes.differing(tensors) if n not in ruined]
+    if wrong and (moved := _moved(tensors, wrong, record, hashes)):
+        tensors = renamed(moved).apply(tensors)
+        found.edits.append(renamed(moved))
+        wrong = [n for n in hashes.differing(tensors) if n not in ruined]
+    rounded = _rounded(case, record, tensors, wrong, found) if wrong and complete and not ruined else False
+    for edit in found.edits:
+        words = f"not as exported; it is with {edit.words}"
+        figures = {"differing": hashes.differing(case.tensors)}
+        found.findings.append(Finding(edit.check, "fault", words, edit.remedy, figures))
+    if wrong and not rounded:
+        words = f"changed since the export: {some(wrong)} ({len(wrong)} of {len(record['tensors'])} tensors)"
+        if complete and (place := _departure(_signature(case, record, tensors), record["drafter"], SAME)):
+            words += f"; what it computes departs first at {place[0]}"
+        remedy = (
+            "copy the export again; if the change was meant, add a new record (dflash_toolkit.record.export_record)"
+        )
+        found.findings.append(Finding("weights", "fault", words, remedy, {"differing": wrong}))
+    return complete and not ruined and (not wrong or rounded)
+
+
+def _resolved(edit: Edit, tensors: Tensors, wrong: list[str], hashes: _Hashes) -> int:
+    """How many wrong tensors an edit puts right; none if it spoils one that was right."""
+    after = edit.apply(tensors)
+    touched = [name for name in after if after[name] is not tensors[name]]
+    if not set(touched) & set(wrong):
+        return 0
+    if len(touched) > 2 * len(wrong) + 2 and edit.check != "norm weights":
+        return 0  # most of what it touches was right: spare the hashing
+    right = [name for name in touched if hashes.same(name, after[name])]
+    spoilt = [name for name in touched if name not in wrong and name not in right]
+    return 0 if spoilt else len(right)
+
+
+def _moved(tensors: Tensors, wrong: list[str], record: dict[str, Any], hashes: _Hashes) -> dict[str, str]:
+    """Name -> name under which its recorded tensor lies, of tensors that took one another's names."""
+    lies = {hashes.of(tensors[name])[: len(record["tensors"][name])]: name for name in wrong}
+    return {name: lies[record["tensors"][name]] for name in wrong if record["tensors"][name] in lies}
+
+
+def _signature(case: Case, record: dict[str, Any], tensors: Tensors) -> dict[str, list[float]]:
+    """What the drafter computes with the recorded configuration and these tensors; empty where they do not fit it."""
+    assert case.config is not None
+    values = dict(record["configuration"])
+    values["rope_scaling"] = _scaling(values)
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return drafter_signature(DrafterConfig(**values), {name: tensors[name] for name in record["tensors"]})
+    except (LookupError, RuntimeError, TypeError, ValueError):  # misshapen, or of another version
+        return {}
+
+
+def _rounded(case: Case, record: dict[str, Any], tensors: Tensors, wrong: list[str], found: Exported) -> bool:
+    """Whether tensors whose hashes differ compute the same but for rounding, as they are or with 1 added to norms."""
+    if not _departure(_signature(case, record, tensors), record["drafter"], ALIKE):
+        if not any(edit.check == "norm weights" for edit in found.edits):
+            words = f"{len(wrong)} tensors are rounded otherwise than at export; what they compute is the same"
+            remedy = "no harm is known of; copy the export again to be sure"
+            found.findings.append(Finding("weights", "warning", words, remedy, {"differing": wrong}))
+        return True
+    if all(map(is_norm, wrong)) and not found.edits:
+        edit = plus_one()
+        if not _departure(_signature(case, record, edit.apply(tensors)), record["drafter"], ALIKE):
+            found.edits.append(edit)
+            return True
+    return False
+
+
+def _departure(now: Mapping[str, Any], then: Mapping[str, Any], tolerance: float) -> tuple[str, float] | None:
+    """The first place, in the order of computation, whose numbers are another's, and how far away they are."""
+    return next(_departures(now, then, tolerance), None)
+
+
+def _departures(now: Mapping[str, Any], then: Mapping[str, Any], tolerance: float) -> Iterator[tuple[str, float]]:
+    for place, numbers in then.items():
+        away = distance(now.get(place, ()), numbers)
+        if not away <= tolerance:
+            yield place, away
+
+
+def _computes(case: Case, record: dict[str, Any], found: Exported) -> bool:
+    """Does the code compute of these weights what it did at export?"""
+    tensors: Tensors = case.tensors
+    for edit in found.edits:
+        tensors = edit.apply(tensors)
+    signature = _signature(case, record, tensors)
+    if (place := _departure(signature, record["drafter"], ALIKE)) is None:
+        return True
+    version = case.provenance.get("version")
+    words = f"the same weights compute otherwise than at export, first at {place[0]} ({place[1]:.2g} apart)"
+    remedy = f"use the version of this project that exported it ({version}), and report this"
+    found.findings.append(Finding("record", "fault", words, remedy, {"now": signature, "then": record["drafter"]}))
+    return False
+
+
+# ---- the target ------------------------------------------------------------------------------------------------
+
+
+def compare_target(case: Case, target: Target) -> tuple[list[Finding], bool]:
+    """Does the target compute of the fixed tokens what it did at export? Also whether it surely does."""
+    record = case.record
+    if record is None:
+        return [], False
+    then = record["target"]
+    ids = record["configuration"]["target_layer_ids"]
+    if max(ids) >= len(target.layers):
+        return [], False
+    now = target_signature(target, ids)
+    sixteen = {now["dtype"], then["dtype"]} != {"float32"}
+    tolerance = ROUNDED if sixteen else EXACT
+    places = {place: round(distance(now["places"].get(place, ()), there), 5) for place, there in then["places"].items()}
+    figures = {"distance": places, "tolerance": tolerance, "dtype": then["dtype"], "device": then["device"]}
+    departed = _departure(now["places"], then["places"], tolerance)
+    if departed is None:
+        words = f"computes what it did at export, within {max(places.values()):.2g} of {tolerance}"
+        return [Finding("target", "ok", words, figures=figures)], True
+    place, away = departed
+    worst = max(places.values())
+    made_for = case.provenance.get("target")
+    words = (
+        f"its hidden states are not those of training: they depart first at {place}, by {away:.2g}; at most {worst:.2g}"
+    )
+    named = f" ({made_for})" if made_for else ""
+    if worst <= OTHER:
+        remedy = (
+            f"its weights are others than at training{named}, or quantised otherwise: use those that it was trained for"
+        )
+        return [Finding("target", "warning", words, remedy, figures)], False
+    remedy = f"its weights are others than at training{named}: use those, or train a drafter for these"
+    return [Finding("target", "fault", words, remedy, figures)], False

@@ -1,0 +1,42 @@
+"""Which key of config.json to set, in the words of either form."""
+
+import json
+from collections.abc import Sequence
+
+from ..rope import RopeScaling
+from .files import Case
+
+
+def layer_ids_remedy(case: Case, ids: Sequence[int]) -> str:
+    """How to tap layers `ids`."""
+    if case.speculators:
+        return f"set aux_hidden_state_layer_ids to {[i + 1 for i in ids]} in config.json: that form stores id + 1"
+    return f"set dflash_config.target_layer_ids to {list(ids)} in config.json"
+
+
+def rope_remedy(case: Case, theta: float, scaling: RopeScaling | None, present: RopeScaling | None) -> str:
+    """How to turn with this theta and scaling."""
+    inside = " of transformer_layer_config" if case.speculators else ""
+    base = json.dumps(theta)
+    if scaling == present:
+        return f"set rope_theta and rope_parameters.rope_theta{inside} to {base} in config.json"
+    group = json.dumps((scaling.parameters if scaling else {"rope_type": "default"}) | {"rope_theta": theta})
+    both = f"rope_parameters (and rope_scaling, if there){inside}"
+    return f"set rope_theta to {base} and {both} to {group} in config.json"
+
+
+def mask_remedy(case: Case, token: int) -> str:
+    """How to fill the slots with this row."""
+    keys = "dflash_config.mask_token_id"
+    if case.speculators:
+        keys = f"mask_token_id (and {keys}, if there)"
+    return f"set {keys} to {token} in config.json"
+
+
+def causality_remedy(case: Case, causal: bool) -> str:
+    """How to let a block's slots see those behind them, or not."""
+    if not case.speculators:
+        return f"set is_causal to {str(causal).lower()} in config.json"
+    if causal and case.config and "full_attention" in case.config.layer_types:
+        return "that form has no causal layers of full attention: export it again in the other form, is_causal true"
+    return f"set sliding_window_non_causal to {str(not causal).lower()} in config.json"
