@@ -138,10 +138,8 @@ def judge(case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max
         except UserError as error:
             if not has_fault(findings):
                 raise
-            return [
-                *findings,
-                Finding("acceptance", "warning", "it was not measured", str(error)),
-            ]  # what was found stands
+            # what was found stands
+            return [*findings, Finding("acceptance", "warning", "it was not measured", str(error))]
         swept = sweep(case, probe, answers, bar, exported, damaged=damaged)
         findings += swept.findings
         findings += check_thinking(case, probe, prompts, answers, swept.setting, bar)

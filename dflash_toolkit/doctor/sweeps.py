@@ -24,6 +24,7 @@ CLEAR_TOKENS = 0.1  # accepted drafts a block
 CLEAR_SHARE = 0.05  # of the drafts that are accepted now
 STRICT_RATIO = 2.0  # what a fault of the trainer must multiply the accepted drafts by
 STRICT_TOKENS = 0.25
+FROM_NOTHING = 10.0  # the same where it is all that can be told, for the drafter is bad even so
 MOST = 0.6  # of the accepted drafts that were recorded
 PLAUSIBLE_TAU = 2.0  # tokens a step that a trained drafter reaches on nearly any text
 PLAUSIBLE_SHARE = 0.2  # of a very short block's drafts instead
@@ -276,7 +277,8 @@ def sweep(
         chain.append(_Link(best, now, _figures([t for t in tried if t.family is best.family])))
         now, base = best.way.setting, best.scores
     allowed = not damaged and (not exported.known or exported.mended)
-    explained = allowed and restores(case, base.tau, first.tau)
+    from_nothing = any(t.tried.family.strict for t in chain) and base.tau - 1 >= FROM_NOTHING * (first.tau - 1)
+    explained = allowed and (restores(case, base.tau, first.tau) or (from_nothing and case.recorded_tau is None))
     found: dict[str, Finding] = {}
     for link in chain:
         # a drafter that is as it was exported is wrong only if a way changes much: its trainer, or the record, was
