@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]  # role and content, both text; with tools also tool_calls, tool_call_id, name
@@ -173,6 +173,7 @@ class Conversation:
     id: str
     turns: tuple[tuple[Message, ...], ...]
     tools: tuple[Tool, ...] = ()
+    recorded: tuple[Message, ...] = field(default=(), compare=False)  # all messages, with the answers that the row has
 
     @property
     def asked(self) -> str:
@@ -211,7 +212,7 @@ def conversation(row: Any, default_id: str) -> Conversation:
         raise ValueError(f"malformed row ({error!r})") from error
     if not turns or not all(_asks(turn, first=i == 0) for i, turn in enumerate(turns)):
         raise ValueError("a turn asks nothing")
-    return Conversation(str(name), turns, tools)
+    return Conversation(str(name), turns, tools, tuple(messages))
 
 
 def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:

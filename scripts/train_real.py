@@ -32,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
@@ -48,7 +49,7 @@ from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.prompts import encode_chat, open_text, read_prompt_sets, template_hash
 from dflash_toolkit.record import RECORD_KEY, export_record
-from dflash_toolkit.train.answer_file import read_training_rows
+from dflash_toolkit.train.answer_file import Match, read_training_rows
 from dflash_toolkit.train.answers import Row
 from dflash_toolkit.train.cli import drafter_config
 from dflash_toolkit.train.config import TrainConfig, configure
@@ -57,6 +58,7 @@ from dflash_toolkit.train.data_cli import DataConfig
 from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.estimate import teacher_forced_length
 from dflash_toolkit.train.features import FeatureSource, features_key, open_features
+from dflash_toolkit.train.identity import target_digest
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.schedule import packing
 
@@ -178,11 +180,13 @@ def read_rows(files: Sequence[str], target: Target) -> list[Row]:
                 first = json.loads(next(lines))
                 if "prompt_ids" in first:
                     for r in [first, *map(json.loads, lines)]:
-                        rows.append(Row(len(rows), len(r["prompt_ids"]), r["prompt_ids"] + r["output_ids"]))
+                        ids = np.array(r["prompt_ids"] + r["output_ids"], np.int32)
+                        rows.append(Row(len(rows), len(r["prompt_ids"]), ids))
                     continue
         except (OSError, ValueError, LookupError, StopIteration) as error:
             raise UserError(f"{file}: holds no answers ({error!r})") from error
-        found = read_training_rows([file], target.name, target.config.vocab_size, template_hash(target.tokenizer))
+        digest, words = target_digest(target.name), target.config.vocab_size
+        found = read_training_rows([file], Match(target.name, digest, words, template_hash(target.tokenizer)))
         rows += found.rows
     return rows
 

@@ -215,3 +215,34 @@ def check_same(reread: Drafter, drafter: Drafter) -> None:
     for (name, written), read in zip(drafter.named_parameters(), reread.parameters(), strict=True):
         assert read.dtype == torch.bfloat16 and not read.requires_grad, name
         assert torch.equal(read, written.bfloat16()), name
+
+
+def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """What a run of `dflash-train --data` would train on and measure on, in `work`: prompts as they are rendered."""
+    from dflash_toolkit.prompts import encode_chat
+    from train.choosing import chosen
+    from train.data import PROMPTS, Reading, choose_prompts
+
+    work.mkdir(parents=True, exist_ok=True)
+    data = choose_prompts(Reading(config, tokenizer, "prompts.max_length"), work)
+    training = [
+        encode_chat(tokenizer, each.conversation.turns[0], config.answers.thinking, each.conversation.tools)
+        for each in chosen(work / PROMPTS)
+    ]
+    return training, [prompt.tokens for prompt in data.held_out]
+
+
+def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB) -> tuple[Any, list[list[int]]]:
+    """The corpus and the held-out prompts of a run of `dflash-train --answers`, in `work`."""
+    from dflash_toolkit.prompts import template_hash
+    from train.answer_file import Match
+    from train.corpus import Corpus
+    from train.data import PromptData, Reading, write_given
+    from train.identity import target_digest
+
+    work.mkdir(parents=True, exist_ok=True)
+    digest, template = target_digest(config.target), template_hash(tokenizer)
+    match = Match(config.target, digest, vocab_size, template, config.trust_answers)
+    write_given(Reading(config, tokenizer, "prompts.max_length"), "", match, work / "corpus", {})
+    corpus = Corpus.open(work / "corpus")
+    return corpus, [prompt.tokens for prompt in PromptData.of_json("", corpus.meta).held_out]

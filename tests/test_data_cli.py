@@ -4,19 +4,19 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
-from conftest import EOS
+from conftest import EOS, answers_of
 
-from dflash_toolkit import SamplingParams, Target, generate
+from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.prompts import encode_chat, template_hash
 from train import cli
-from train.answer_file import read_training_rows
+from train.answer_file import Match, read_training_rows
 from train.config import DataKnobs, TrainConfig
-from train.data import load_prompts
 from train.data_cli import main
 
 SHORT = "sampler.max_new_tokens=12"
@@ -301,10 +301,10 @@ def test_dflash_train_takes_the_answers_as_they_are(
     assert record["config"]["answer_files"] == files and record["result"]["answers"] == 28
     assert [sampler["seed"] for sampler in record["samplers"]] == [0, 1]
     config = TrainConfig(target=str(target_dir), answer_files=tuple(files), prompts=DataKnobs(held_out=2))
-    data = load_prompts(config, Target.load(str(target_dir), "cpu").tokenizer)
-    trained = {tuple(row.tokens[: row.prompt_tokens]) for row in data.rows}
-    assert len(data.held_out) == 2 and len(data.rows) == 28
-    assert not trained & {tuple(ids) for ids in data.held_out}, "nor from the other file"
+    rows, held_out = answers_of(config, Target.load(str(target_dir), "cpu").tokenizer, tmp_path / "again")
+    trained = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}
+    assert len(held_out) == 2 and len(rows) == 28
+    assert not trained & {tuple(ids) for ids in held_out}, "nor from the other file"
 
 
 def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
@@ -313,18 +313,18 @@ def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
     output = tmp_path / "a.jsonl"
     assert main(argv(target_dir, prompts, output, "sampler.temperature=1.2", "sampler.samples=3")) == 0
     config = TrainConfig(target=str(target_dir), answer_files=(str(output),), prompts=DataKnobs(held_out=4))
-    data = load_prompts(config, target.tokenizer)
-    asked = {tuple(row.tokens[: row.prompt_tokens]) for row in data.rows}
-    assert len(data.rows) == 15 and len(data.held_out) == 4 and len(asked) == 5
-    assert not asked & {tuple(ids) for ids in data.held_out}
-    assert len({row.index for row in data.rows}) == 15, "features are kept by this number"
+    rows, held_out = answers_of(config, target.tokenizer, tmp_path / "again")
+    asked = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}
+    assert len(rows) == 15 and len(held_out) == 4 and len(asked) == 5
+    assert not asked & {tuple(ids) for ids in held_out}
+    assert len({row.index for row in rows}) == 15, "features are kept by this number"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
         ("template_hash", "0" * 64, "another chat template"),
-        ("target", "org/Other-8B", "written by org/Other-8B"),
+        ("target_digest", "0" * 64, "with other weights (000000000000)"),
         ("vocab_size", 7, "with 7 tokens in its vocabulary"),
         ("spans", [], "not a row that dflash-data wrote"),
         ("spans", [[9, 4]], "not a row that dflash-data wrote"),
@@ -347,13 +347,31 @@ def test_answers_of_something_else_are_refused_by_line(
     assert f"{output}, line 4" in error and named in error
 
 
-def test_the_same_target_from_another_directory_may_be_trained(target_dir: Path, prompts: Path, tmp_path: Path) -> None:
+def test_answers_are_matched_by_the_weights_that_wrote_them(
+    target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "a.jsonl"
     assert main(argv(target_dir, prompts, output)) == 0
     row = lines(output)[0]
-    moved = f"/elsewhere/{os.path.basename(target_dir)}"
-    found = read_training_rows([str(output)], moved, row["vocab_size"], row["template_hash"])
-    assert len(found.rows) == 9
+    same = Match("/elsewhere/another-name", row["target_digest"], row["vocab_size"], row["template_hash"])
+    assert len(read_training_rows([str(output)], same).rows) == 9
+    capsys.readouterr()
+    # another's answers under the same name are not taken, unless that is said to be right
+    name = f"/elsewhere/{os.path.basename(target_dir)}"
+    other = replace(same, target=name, digest="0" * 64)
+    with pytest.raises(UserError, match=r"line 1: written by .* with other weights .* give --trust-answers"):
+        read_training_rows([str(output)], other)
+    trusted = replace(other, template="f" * 64, trust=True)
+    assert len(read_training_rows([str(output)], trusted).rows) == 9
+    assert capsys.readouterr().err.count("are trusted to be of") == 1
+    # of a model whose weights are elsewhere, or in files from before there were digests, the name must do
+    for match, drop in ((replace(same, target=name, digest=None), False), (replace(same, target=name), True)):
+        if drop:
+            write(output, [{k: v for k, v in each.items() if k != "target_digest"} for each in lines(output)])
+        assert len(read_training_rows([str(output)], match).rows) == 9
+        assert capsys.readouterr().err.count("by the name alone") == 1
+        with pytest.raises(UserError, match=r"line 1: written by .* tokens in its vocabulary, and the target is other"):
+            read_training_rows([str(output)], replace(match, target="other"))
 
 
 def test_data_and_answers_together_are_a_mistake(target_dir: Path, prompts: Path, capsys: Any) -> None:

@@ -14,10 +14,11 @@ from test_data_sources import CALL, RESULT
 from dflash_toolkit import UserError
 from dflash_toolkit.conversations import conversation
 from dflash_toolkit.prompts import Message, encode_chat, read_chat
-from train.answer_file import read_training_rows
+from train.answer_file import Match, read_training_rows
 from train.answers import Row
-from train.config import DataKnobs, TrainConfig
-from train.data import PromptData, load_prompts, rows_from_answers
+from train.config import AnswerKnobs, DataKnobs, TrainConfig
+from train.corpus import Corpus
+from train.data import PROMPTS, Reading, choose_prompts, write_recorded
 from train.data_cli import main
 from train.dialogue import REFUSED, ChatDialogue, recorded_rows
 
@@ -162,8 +163,10 @@ def test_tools_are_kept_in_what_is_written_and_trained_on(target_dir: Path, tmp_
     later = [row for row in written if row["part"]]
     assert later and all(row["messages"][1:3] == [CALL, RESULT] for row in later)
     assert all(WORDS.decode(row["tokens"]).startswith(json.dumps([TOOL])) for row in written)
-    read = read_training_rows([str(output)], str(target), written[0]["vocab_size"], written[0]["template_hash"])
-    assert [row.tokens for row in read.rows] == [row["tokens"] for row in written]
+    read = read_training_rows(
+        [str(output)], Match(str(target), None, written[0]["vocab_size"], written[0]["template_hash"])
+    )
+    assert [list(row.tokens) for row in read.rows] == [row["tokens"] for row in written]
 
 
 def test_a_template_without_tools_is_one_counted_reason(
@@ -230,19 +233,31 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
     rows = [{"messages": [*TALK[:1], *TALK[1:]], "tools": [TOOL]}, {"conversations": [{"from": "human", "value": "ask"},
         {"from": "gpt", "value": "say"}, {"from": "human", "value": "more"}, {"from": "gpt", "value": "no"}]},
         {"messages": [user("b"), CALL, RESULT, assistant("c")]}]  # fmt: skip
-    config = TrainConfig(target="tiny", data=(str(write(tmp_path / "p.jsonl", rows)),), prompts=DataKnobs(held_out=0))
-    data = load_prompts(config, words(WITH_TOOLS))
-    assert data.training[0].tokens == encode_chat(words(WITH_TOOLS), [user("a")], tools=[TOOL])
-    found = rows_from_answers(data, words(WITH_TOOLS), (EOS,), 500)
+    config = TrainConfig(
+        target="tiny",
+        data=(str(write(tmp_path / "p.jsonl", rows)),),
+        prompts=DataKnobs(held_out=0, max_length=500),
+        answers=AnswerKnobs(regenerate=False),
+    )
+
+    def recorded(tokenizer: Any) -> Corpus:
+        reading = Reading(config, tokenizer, "")
+        data = choose_prompts(reading, tmp_path)
+        write_recorded(reading, data, tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})
+        return Corpus.open(tmp_path / "corpus")
+
+    found = recorded(words(WITH_TOOLS))
     assert [len(row.supervised) for row in found] == [3, 2, 2] and [row.index for row in found] == [0, 1, 2]
+    prompt = encode_chat(words(WITH_TOOLS), [user("a")], tools=[TOOL])
+    assert found[0].tokens[: found[0].prompt_tokens].tolist() == prompt
     capsys.readouterr()
     # without tools the first call is no part of the template, nor are its results
-    lacking = PromptData(data.training[1:], data.recorded, [], "")
-    assert texts(rows_from_answers(lacking, make_tokenizer(), (EOS,), 500)) == ["say<|end|>", "no<|end|>"]
-    assert f"dropped answers of the data: 1 {REFUSED}" in capsys.readouterr().err
-    lacking.training = data.training[2:]
+    lacking = recorded(make_tokenizer())
+    assert texts(lacking) == ["say<|end|>", "no<|end|>"] and lacking.meta["counts"][REFUSED] == 2
+    assert f"dropped answers of the data: 2 {REFUSED}" in capsys.readouterr().err
+    write(tmp_path / "p.jsonl", rows[2:])
     with pytest.raises(UserError, match="none of the data's answers can be trained on: 1 refused by the chat template"):
-        rows_from_answers(lacking, make_tokenizer(), (EOS,), 500)
+        recorded(make_tokenizer())
 
 
 def test_thinking_reaches_the_recorded_rows() -> None:

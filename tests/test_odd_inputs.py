@@ -20,8 +20,7 @@ from dflash_toolkit import UserError, save_drafter
 from dflash_toolkit.checkpoint import read_config
 from dflash_toolkit.config import read_yaml
 from dflash_toolkit.sources import Source
-from train.answer_file import resume
-from train.answers import read_rows
+from train.answer_file import Match, read_training_rows, resume
 from train.cli import main
 from train.config import OptimKnobs, RunKnobs
 from train.data_cli import main as answer
@@ -106,12 +105,20 @@ def test_yaml_that_python_does_not_read_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.json"])
-def test_dflash_train_says_who_reads_files_of_other_kinds(
+def test_dflash_train_reads_files_of_other_kinds(
     name: str, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_bytes({"a.parquet": b"PAR1\xff", "a.txt": b"say", "a.json": b'[\n{"prompt": "say"}]'}[name])
-    said = refusal(capsys, command(target_dir, str(tmp_path / name), tmp_path / "run"))
-    assert said.startswith(str(tmp_path / name)) and "dflash-data reads such a file, and --answers takes" in said
+    text = {"a.parquet": b"PAR1\xff", "a.txt": b"say\nmore", "a.json": b'[\n{"prompt": "say"}, {"prompt": "more"}]'}[
+        name
+    ]
+    (tmp_path / name).write_bytes(text)
+    arguments = command(target_dir, str(tmp_path / name), tmp_path / "run", "optim.steps=1", "prompts.held_out=0")
+    if name == "a.parquet":
+        assert refusal(capsys, arguments).startswith(f"{tmp_path / name}: cannot be read")
+        assert not (tmp_path / "run").exists(), "nothing is left behind"
+    else:
+        assert main(arguments) == 0
+        assert "2 answers" in capsys.readouterr().err
 
 
 def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
@@ -121,7 +128,7 @@ def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
     path = write(tmp_path / "p.jsonl", rows)
     monkeypatch.setattr("train.cli._loaded", None)
     said = refusal(capsys, command(target_dir, str(path), tmp_path / "run", "answers.regenerate=false"))
-    assert said.startswith("prompt row-") and "has no answer; answers.regenerate=true" in said
+    assert "without an answer; answers.regenerate=true" in said and not (tmp_path / "run").exists()
 
 
 # ---- answers of dflash-data ------------------------------------------------------------------------------------
@@ -211,12 +218,15 @@ def test_what_answers_is_checked_before_prompts_are_read(
 
 
 @pytest.mark.parametrize(
-    "change", [{"tokens": [1, 300]}, {"tokens": [1, -7]}, {"tokens": [1, 10**21]}, {"spans": [[1]]}, {"index": -1}]
+    "change",
+    [{"tokens": [1, 300]}, {"tokens": [1, -7]}, {"tokens": [1, 10**21]}, {"spans": [[1]]}, {"tokens": [1, 2.0]}],
 )
-def test_a_damaged_row_of_a_run_s_answers_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
-    path = write(tmp_path / "answers.jsonl", [{"index": 0, "prompt_tokens": 1, "tokens": [1, 2]} | change])
-    with pytest.raises(UserError, match=r"answers.jsonl: damaged \(the row of prompt .* remove it"):
-        read_rows(path, 300)
+def test_a_damaged_row_of_answers_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
+    row = {"index": 0, "prompt_tokens": 1, "tokens": [1, 2], "spans": [[1, 2]], "target": "t", "vocab_size": 300,
+           "template_hash": "h", "sampler": {}}  # fmt: skip
+    path = write(tmp_path / "answers.jsonl", [row, row | change])
+    with pytest.raises(UserError, match=r"answers.jsonl, line 2: (not a row that|holds a token outside)"):
+        read_training_rows([str(path)], Match("t", None, 300, "h"))
 
 
 @pytest.mark.parametrize("lengths", [[2], [2, 2], [-1, 4]])

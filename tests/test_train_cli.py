@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import EOS, prompts_of
 from test_train_loop import argv, lines_without_speed, weights
 
 import train.loop
@@ -14,14 +15,12 @@ import train.state
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.prompts import encode_chat
 from dflash_toolkit.record import export_record
-from dflash_toolkit.runtime import Engine
 from dflash_toolkit.target import load_tokenizer
-from train.answers import Question, read_rows, regenerate
-from train.backends import EngineBackend
 from train.cli import main
-from train.config import AnswerKnobs, DataKnobs, TrainConfig
-from train.data import load_prompts
+from train.config import DataKnobs, TrainConfig
+from train.corpus import Corpus
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +88,11 @@ def test_what_is_exported_is_measured_on_all_prompts_and_recorded(
     target, drafter = Target.load(str(target_dir)), load_drafter(str(output), dtype=torch.float32)
     last = torch.load(output / "work/state.pt")["drafter"]
     assert all(torch.equal(p, last[name].bfloat16().float()) for name, p in drafter.named_parameters())
-    asked = load_prompts(
-        TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2)), target.tokenizer
-    ).held_out
+    _, asked = prompts_of(
+        TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2)),
+        target.tokenizer,
+        tmp_path / "again",
+    )
     again = held_out_acceptance(target, drafter, asked, SamplingParams(max_new_tokens=8))
     assert again.answers == 2
     provenance = json.loads((output / "config.json").read_text())["dflash_toolkit"]
@@ -127,10 +128,10 @@ def test_answers_stay_within_the_target_s_context(target_dir: Path, data: Path, 
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["config"]["prompts"]["max_length"] == 40, "not the default: the record says what was used"
     target = Target.load(str(small))
-    rows = read_rows(tmp_path / "run/work/answers.jsonl")
+    rows = Corpus.open(tmp_path / "run/work/corpus")
     assert max(len(row.tokens) for row in rows) == 40
     for row in rows:
-        prompt, answer = row.tokens[: row.prompt_tokens], row.tokens[row.prompt_tokens :]
+        prompt, answer = row.tokens[: row.prompt_tokens].tolist(), row.tokens[row.prompt_tokens :].tolist()
         assert generate(target, None, prompt, SamplingParams(max_new_tokens=90)).tokens == answer
 
 
@@ -166,19 +167,43 @@ def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on_as_if_nothing_happ
     assert resumed == whole and weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
-def test_answers_are_the_target_s_own_and_survive_a_torn_line(target: Target, tmp_path: Path) -> None:
-    questions = [Question(i, list(range(20 + i, 24 + 3 * i))) for i in range(5)]
-    knobs = AnswerKnobs(batch_size=2, max_new_tokens=20)
-    path = tmp_path / "answers.jsonl"
-    regenerate(lambda: EngineBackend(Engine.of_modules(target, None)), questions, path, knobs, 64)
-    whole = sorted(read_rows(path), key=lambda row: row.index)
-    for question, row in zip(questions, whole, strict=True):
-        answer = generate(target, None, question.tokens, SamplingParams(max_new_tokens=20)).tokens
-        assert row.tokens == question.tokens + answer and row.prompt_tokens == len(question.tokens)
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) - 9])
-    regenerate(lambda: EngineBackend(Engine.of_modules(target, None)), questions, path, knobs, 64)
-    assert sorted(read_rows(path), key=lambda row: row.index) == whole and len(whole) == 5
+def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
+    target: Target, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asks(*turns: str) -> dict[str, object]:
+        reply = {"role": "assistant", "content": "?"}
+        return {"messages": [message for turn in turns for message in ({"role": "user", "content": turn}, reply)]}
+
+    path, long = tmp_path / "talks.jsonl", "x" * 90
+    rows = [asks(f"word {i}", f"more {i}", f"and {i}") for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [asks(long), *rows, rows[0]]))
+    given = ("answers.max_new_tokens=6", "prompts.max_length=90", "optim.steps=2")
+    # answers that stop, so that there is a next turn: tokens that this target writes early
+    mine = Path(shutil.copytree(target_dir, tmp_path / "mine"))
+    prompts = [encode_chat(target.tokenizer, row["messages"][:1]) for row in rows]
+    written = [generate(target, None, prompt, SamplingParams(max_new_tokens=5)).tokens for prompt in prompts]
+    ends = sorted({token for tokens in written for token in tokens} - {tokens[0] for tokens in written})
+    settings = json.loads((mine / "generation_config.json").read_text())
+    (mine / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [EOS, *ends]}))
+    assert main(argv(mine, path, tmp_path / "run", *given)) == 0
+    said = capsys.readouterr().err
+    assert "1 too long (prompts.max_length is 90)" in said and "1 near duplicates" in said
+    written = [json.loads(line) for line in (tmp_path / "run/work/answers.jsonl").read_text().splitlines()]
+    assert {row["index"] for row in written} < set(range(9)) and len({row["index"] for row in written}) == 6
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert all(row["target_digest"] == record["target_digest"] for row in written)
+    assert record["data"] == {"prompts": 7, "held_out": 2, "found": 10, "duplicates": 1, "too long": 1} | {
+        key: record["data"][key] for key in record["data"] if "short" in key
+    }
+    corpus = Corpus.open(tmp_path / "run/work/corpus")
+    assert len(corpus) == len(written)
+    for row, line in zip(corpus, sorted(written, key=lambda line: (line["index"], line["part"])), strict=True):
+        assert row.tokens.tolist() == line["tokens"] and [*map(list, row.spans)] == line["spans"]
+    held = [target.tokenizer.decode(each["tokens"]) for each in corpus.meta["held_out"]]
+    words = {text.split()[1].split("<")[0] for text in held}
+    assert len(words) == 2
+    for line in written:
+        assert not any(f"{word} {i}" in json.dumps(line["messages"]) for word in ("word", "more", "and") for i in words)
 
 
 def test_the_data_s_own_answers_are_used_when_asked(target_dir: Path, data: Path, tmp_path: Path) -> None:
@@ -244,13 +269,13 @@ def without_weights(target_dir: Path, tmp_path: Path) -> Path:
         (["run.save_minutes=0"], "save_minutes"),
         (["no-equals-sign"], "expected key=value"),
         (["run.device=cuda:9"], "cuda:9"),
-        (["prompts.max_length=9"], "prompts.max_length"),
+        (["prompts.max_length=9"], "too long (prompts.max_length is 9)"),
         (["--data", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
         (["--data", "MALFORMED"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
         (["--data", "NO QUESTION"], "line 3"),
-        (["--data", "BARE", "answers.regenerate=false"], "has no answer"),
-        (["--data", "SHORT", "answers.regenerate=false"], "two supervised tokens"),
+        (["--data", "BARE", "answers.regenerate=false"], "1 without an answer; answers.regenerate=true"),
+        (["--data", "SHORT", "answers.regenerate=false"], "1 shorter than two tokens"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -294,24 +319,15 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path, data: Path, capsys
     assert "'gpt2' is not supported" in capsys.readouterr().err
 
 
-def test_held_out_prompts_are_never_trained_on(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=3))
-    tokenizer = load_tokenizer(str(target_dir))
-    first, again = load_prompts(config, tokenizer), load_prompts(config, tokenizer)
-    assert len(first.training) == 5 and len(first.held_out) == 3
-    assert not {tuple(q.tokens) for q in first.training} & {tuple(p) for p in first.held_out}
-    assert first.held_out == again.held_out and torch.is_tensor(torch.tensor(first.held_out[0]))
-
-
 def test_rows_of_a_public_dataset_become_prompts_or_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, target_dir: Path
+    monkeypatch: pytest.MonkeyPatch, target_dir: Path, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
     chats = [[{"from": "human", "value": f"ask {i}"}, {"from": "gpt", "value": "answer"}] for i in range(6)]
     odd = [[{"from": "tool", "value": "x"}], [{"from": "human", "value": "long " * 40}], []]
     made = datasets.Dataset.from_dict({"conversations": chats + odd})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made.to_iterable_dataset())
     config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=2, max_length=64))
-    data = load_prompts(config, load_tokenizer(str(target_dir)))
-    assert len(data.training) + len(data.held_out) == 6
-    assert all(len(question.tokens) <= 62 for question in data.training)
+    training, held_out = prompts_of(config, load_tokenizer(str(target_dir)), tmp_path)
+    assert len(held_out) == 2 and all(len(ids) <= 62 for ids in held_out)
+    assert len(training) == 5, "the long one is passed over when it is asked"

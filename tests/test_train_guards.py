@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_drafter, make_target, prompts_of
 from test_train_loop import rows
 
 from dflash_toolkit import Target, UserError, save_drafter
@@ -19,7 +19,6 @@ from dflash_toolkit.target import load_tokenizer
 from train import loop
 from train.cli import WORK, main
 from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
-from train.data import load_prompts
 from train.schedule import learning_rate_factor
 from train.state import load_state
 
@@ -79,9 +78,9 @@ def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
 def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(target_dir: Path, tmp_path: Path) -> None:
     data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(10)] * 2)
     config = TrainConfig(target=str(target_dir), data=(data,), prompts=DataKnobs(held_out=6))
-    found = load_prompts(config, load_tokenizer(str(target_dir)))
-    held = {tuple(ids) for ids in found.held_out}
-    assert len(found.held_out) == 6 and not held & {tuple(question.tokens) for question in found.training}
+    training, held_out = prompts_of(config, load_tokenizer(str(target_dir)), tmp_path)
+    assert (len(training), len(held_out)) == (5, 5)
+    assert not {tuple(ids) for ids in held_out} & {tuple(ids) for ids in training}
 
 
 def test_a_row_that_only_fits_without_packing_is_left_out(
@@ -96,7 +95,7 @@ def test_a_row_that_only_fits_without_packing_is_left_out(
 
 
 def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
-    monkeypatch: pytest.MonkeyPatch, target: Target, target_dir: Path
+    monkeypatch: pytest.MonkeyPatch, target: Target, target_dir: Path, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
     good = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(3)]
@@ -104,18 +103,12 @@ def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
                            {"role": "assistant", "content": "yes"}]} for i in range(3)]  # fmt: skip
     odd: list[dict[str, Any]] = [{"prompt": 5}, {"messages": '[{"role": "user"}]'}, {"messages": [{"content": "x"}]}]
 
-    class Rows(list[dict[str, Any]]):  # of one column each, which no table holds
-        _fingerprint = "f"
-
-        def shuffle(self, seed: int) -> "Rows":
-            return self
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Rows(good + parts + odd))
+    # of one column each, which no table holds
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: good + parts + odd)
     config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=0, max_prompts=0))
-    found = load_prompts(config, target.tokenizer)
-    texts = [target.tokenizer.decode(question.tokens) for question in found.training]
+    training, _ = prompts_of(config, target.tokenizer, tmp_path)
+    texts = [target.tokenizer.decode(ids) for ids in training]
     assert texts == [f"<|user|>{kind} {i}<|end|><|assistant|>" for kind in ("say", "part") for i in range(3)]
-    assert [prompt.answer for prompt in found.recorded.values()] == ["yes"] * 3
 
 
 def test_an_answer_that_is_no_text_is_one_line_and_a_drafter_that_is_gone_is_exported_again(

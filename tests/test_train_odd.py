@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import answers_of, make_target
 from test_train_guards import command, written
 from test_train_parallel import CONTEXT, _forkserver, _one, ended, free_port  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM
@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from dflash_toolkit import UserError
 from dflash_toolkit.prompts import template_hash
 from dflash_toolkit.target import load_tokenizer
-from train.answer_file import read_training_rows
+from train.answer_file import Match, read_training_rows
 from train.cli import main
 from train.config import TrainConfig
-from train.data import load_prompts
 from train.data_cli import main as answer
 
 
@@ -94,6 +93,7 @@ def test_knobs_that_would_be_ignored_or_fail_late_are_refused(
         ("answers.json", ""),
         ("metrics.jsonl", '{"step": 1}\n{"st\n'),
         ("answers.jsonl", '{"index":0,"prompt_tokens":1,"tokens":5}\n'),
+        ("corpus/rows.npy", "torn"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(
@@ -102,18 +102,22 @@ def test_a_damaged_file_of_a_run_is_named(
     assert main(command(target_dir, data, tmp_path / "run", "run.save_every=1")) == 0
     (tmp_path / "run/run.json").unlink()  # as if it had not ended
     path = tmp_path / "run/work" / name
+    if name.startswith("answers"):
+        shutil.rmtree(tmp_path / "run/work/corpus")  # what stands there is read again
     for damage in (lambda: path.write_text(text), lambda: (path.unlink(), path.mkdir())):
         damage()
-        assert refusal(capsys, command(target_dir, data, tmp_path / "run", "run.save_every=1")).startswith(str(path))
+        named = path.parent if name.startswith("corpus") else path
+        assert refusal(capsys, command(target_dir, data, tmp_path / "run", "run.save_every=1")).startswith(str(named))
 
 
-def test_a_prompt_that_cannot_be_rendered_is_named(
+def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(
     target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = written(
-        tmp_path / "p.jsonl", [{"prompt": "fine"}, {"id": "half", "prompt": "\ud800 half"}, {"prompt": "too"}]
+        tmp_path / "p.jsonl", [{"prompt": f"fine {i}"} for i in range(3)] + [{"id": "half", "prompt": "\ud800 half"}]
     )
-    assert refusal(capsys, command(target_dir, data, tmp_path / "run")).startswith("prompt half: ")
+    assert main(command(target_dir, data, tmp_path / "run", "optim.steps=1", "prompts.held_out=0")) == 0
+    assert "1 refused by the chat template" in capsys.readouterr().err
 
 
 # ---- answers of dflash-data ------------------------------------------------------------------------------------
@@ -134,8 +138,8 @@ def answers(target_dir: Path, path: Path, **changes: Any) -> str:
 
 
 def read(target_dir: Path, *paths: str) -> Any:
-    tokenizer = load_tokenizer(str(target_dir))
-    return read_training_rows(paths, str(target_dir), make_target().config.vocab_size, template_hash(tokenizer))
+    template = template_hash(load_tokenizer(str(target_dir)))
+    return read_training_rows(paths, Match(str(target_dir), None, make_target().config.vocab_size, template))
 
 
 def test_rows_whose_prompt_ends_elsewhere_and_files_given_twice_are_refused(target_dir: Path, tmp_path: Path) -> None:
@@ -165,8 +169,8 @@ def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
     config = TrainConfig(target=str(mine), answer_files=(path,), held_out=(held_out,))
     if knob is not None:
         object.__setattr__(config.answers, "thinking", knob)
-    found = load_prompts(config, tokenizer)
-    assert [tokenizer.decode(ids) for ids in found.held_out] == [f"ask{ending}"]
+    _, held = answers_of(config, tokenizer, tmp_path / "w")
+    assert [tokenizer.decode(ids) for ids in held] == [f"ask{ending}"]
 
 
 def test_a_damaged_list_of_chosen_prompts_is_named(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, prompts_of
 from safetensors.torch import load_file, save_file
 from test_train_loop import argv, weights
 
@@ -21,7 +21,6 @@ from dflash_toolkit.speculators import save_speculators
 from train import backends
 from train.cli import main
 from train.config import DataKnobs, TrainConfig
-from train.data import load_prompts
 from train.optimizers import update_average
 from train.state import RunState, save_state
 
@@ -76,7 +75,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     lines = [json.loads(line) for line in (tmp_path / "run/work/metrics.jsonl").read_text().splitlines()]
     target = Target.load(str(target_dir))
     config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2))
-    asked = load_prompts(config, target.tokenizer).held_out
+    _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
     loaded = load_drafter(str(start), dtype=torch.float32)
     tau = held_out_acceptance(target, loaded, asked, SamplingParams(max_new_tokens=8)).tau_pooled
     assert (lines[0]["step"], lines[0]["acceptance_length"]) == (0, pytest.approx(tau, abs=1e-5))

@@ -3,11 +3,12 @@
 `index` (of the prompt), `sample`, `id`, `messages` with the answers, `tools` if there are any, `tokens` (ids of prompt
 and answers), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every answer), `part` of
 `parts` (more than one where the turns of a conversation do not continue each other token for token), `finish_reason`,
-`target`, `vocab_size`, `template_hash` and `sampler`.
+`target`, `target_digest` (of its weights), `vocab_size`, `template_hash` and `sampler`.
 """
 
 import json
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -85,6 +86,113 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
     return done, rows, tokens, left_out
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What answers must be of to be trained on."""
+
+    target: str  # its name
+    digest: str | None  # of its weights; None where they are not at hand
+    vocab_size: int
+    template: str  # hash
+    trust: bool = False  # take any target and template
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A row of an answers file."""
+
+    file: int  # its place among the files
+    values: dict[str, Any]  # all that it says; `tokens` may be an array
+    row: Row
+
+    def number(self, key: str, otherwise: int = 0) -> int:
+        """`index`, `sample`, `part` or `parts`, which older files need not say."""
+        value = self.values.get(key)
+        return value if type(value) is int else otherwise
+
+
+class AnswerReader:
+    """Reads answers files row by row.
+
+    Attributes:
+        samplers: every one that wrote rows so far.
+        rows: how many were read.
+    """
+
+    def __init__(self, match: Match) -> None:
+        self._match = match
+        self._samplers: dict[str, dict[str, Any]] = {}
+        self._matched: dict[tuple[str, ...], str | None] = {}  # what is wrong with rows that say so, if anything
+        self.rows = 0
+
+    @property
+    def samplers(self) -> list[dict[str, Any]]:
+        return list(self._samplers.values())
+
+    def read(self, paths: Sequence[str | Path]) -> Iterator[Written]:
+        """Every row of the files, in their order, renumbered.
+
+        Raises:
+            UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
+        """
+        if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
+            raise UserError(f"answers {twice}: given twice")
+        vocabulary = self._match.vocab_size
+        for place, path in enumerate(paths):
+            before = self.rows
+            for number, _, values in _lines(Path(path)):
+                try:
+                    row = _row_of(values, self.rows)
+                    self._samplers[json.dumps(values["sampler"], sort_keys=True)] = values["sampler"]
+                    wrong = self._wrong(values)
+                except (LookupError, TypeError, ValueError, OverflowError) as error:
+                    raise _foreign(Path(path), number, error) from error
+                if wrong:
+                    raise UserError(f"{path}, line {number}: {wrong}")
+                ids = np.asarray(row.tokens)
+                if not 0 <= ids.min() <= ids.max() < vocabulary:
+                    raise UserError(
+                        f"{path}, line {number}: holds a token outside the target's vocabulary of {vocabulary}"
+                    )
+                self.rows += 1
+                yield Written(place, values, row)
+            if self.rows == before:
+                raise UserError(f"{path}: holds no answers")
+
+    def _wrong(self, values: dict[str, Any]) -> str | None:
+        said = [str(values[key]) for key in ("target", "vocab_size", "template_hash")]
+        key = (*said, str(values.get("target_digest")))
+        if key not in self._matched:
+            self._matched[key] = self._compared(*key)
+        return self._matched[key]
+
+    def _compared(self, target: str, words: str, template: str, digest: str) -> str | None:
+        """What is wrong with the rows of this target and template; says on stderr what could not be compared."""
+        match, again = self._match, "answer the prompts with dflash-data again"
+        known = digest != "None" and match.digest is not None
+        same_name = _last_name(target) == _last_name(match.target)
+        same_words = words == str(match.vocab_size)
+        if match.trust:
+            if not same_words or template != match.template or (digest != match.digest if known else not same_name):
+                print(f"answers of {target} are trusted to be of {match.target} (trust_answers)", file=sys.stderr)
+            return None
+        if not same_words or not (known or same_name):
+            return (
+                f"written by {target} with {words} tokens in its vocabulary, and the target is {match.target} with "
+                f"{match.vocab_size}; {again}, or give --trust-answers if they are of this target"
+            )
+        if known and digest != match.digest:
+            return (
+                f"written by {target} with other weights ({digest[:12]}) than {match.target} has "
+                f"({str(match.digest)[:12]}); {again}, or give --trust-answers"
+            )
+        if template != match.template:
+            return f"rendered with another chat template than {match.target} has; {again}, or give --trust-answers"
+        if not known:
+            print(f"warning: answers of {target} are known to be of {match.target} by the name alone", file=sys.stderr)
+        return None
+
+
 @dataclass(slots=True)
 class TrainingRows:
     """What answers files hold."""
@@ -93,41 +201,11 @@ class TrainingRows:
     samplers: list[dict[str, Any]]  # every one that is there
 
 
-def read_training_rows(paths: Sequence[str], target: str, vocab_size: int, template: str) -> TrainingRows:
-    """The rows of answers files.
-
-    Raises:
-        UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
-    """
-    rows: list[Row] = []
-    samplers: dict[str, dict[str, Any]] = {}
-    if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
-        raise UserError(f"answers {twice}: given twice")
-    for path in paths:
-        found = len(rows)
-        for number, _, row in _lines(Path(path)):
-            try:
-                rows.append(_row_of(row, len(rows)))
-                samplers[json.dumps(row["sampler"], sort_keys=True)] = row["sampler"]
-                wrote, words, rendered = str(row["target"]), row["vocab_size"], row["template_hash"]
-            except (LookupError, TypeError, ValueError, OverflowError) as error:
-                raise _foreign(Path(path), number, error) from error
-            where = f"{path}, line {number}"
-            if _last_name(wrote) != _last_name(target) or words != vocab_size:
-                raise UserError(
-                    f"{where}: written by {wrote} with {words} tokens in its vocabulary, "
-                    f"and the target is {target} with {vocab_size}; answer the prompts with dflash-data again"
-                )
-            if rendered != template:
-                raise UserError(
-                    f"{where}: rendered with another chat template than {target} has; "
-                    f"answer the prompts with dflash-data again"
-                )
-            if not 0 <= (ids := np.asarray(rows[-1].tokens)).min() <= ids.max() < vocab_size:
-                raise UserError(f"{where}: holds a token outside the target's vocabulary of {vocab_size}")
-        if len(rows) == found:
-            raise UserError(f"{path}: holds no answers")
-    return TrainingRows(rows, list(samplers.values()))
+def read_training_rows(paths: Sequence[str], match: Match) -> TrainingRows:
+    """The rows of answers files, in memory. Raises UserError as `AnswerReader.read` does."""
+    reader = AnswerReader(match)
+    rows = [written.row for written in reader.read(paths)]
+    return TrainingRows(rows, reader.samplers)
 
 
 def _row_of(row: dict[str, Any], index: int) -> Row:

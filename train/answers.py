@@ -1,12 +1,12 @@
-"""Answers in the target's own words: rows in a JSONL file that survives any kill.
+"""Rows to train on, and the answers that they are made of: a JSONL file that survives any kill.
 
-A row of `dflash-train` is `{"index", "prompt_tokens", "tokens"}`: token ids of prompt and answer, as the chat template
-and the target made them. Nothing is re-tokenised later. `dflash-data` writes more beside these; see `data_cli.py`.
+Token ids are of prompt and answer, as the chat template and the target made them. Nothing is re-tokenised later.
+`answer_file.py` says what is in the file.
 """
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,10 +16,8 @@ import numpy.typing as npt
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
-from dflash_toolkit.progress import Progress
 
 from .backends import Answer, Backend, Chat
-from .config import AnswerKnobs
 
 Span = tuple[int, int]  # start and end of an answer in its row
 Tokens = list[int] | npt.NDArray[np.int32]  # a list while it is written, a view of a `Corpus` while it is trained on
@@ -63,14 +61,6 @@ class Row:
         # without a span left nothing may count as supervised
         prompt = min(self.prompt_tokens, length) if spans or not self.spans else length
         return replace(self, prompt_tokens=prompt, tokens=self.tokens[:length], spans=spans)
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A rendered prompt waiting for its answer."""
-
-    index: int
-    tokens: list[int]
 
 
 class Dialogue(Protocol):
@@ -127,89 +117,6 @@ def converse(backend: Backend, dialogues: Iterable[D]) -> Iterator[D]:
 def seed_of(seed: int, index: int, sample: int = 0) -> int:
     """The seed of one answer, in 0..2^31 - 1: it does not depend on what else is answered."""
     return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
-
-
-# ---- dflash-train: one answer to every question --------------------------------------------------------------
-
-
-def read_rows(path: Path, vocab_size: int | None = None) -> list[Row]:
-    """The complete rows of an answers file; a line torn by a kill is cut off the file.
-
-    Raises:
-        UserError: it cannot be read, or holds something else, such as tokens beyond `vocab_size`.
-    """
-    if not path.exists():
-        return []
-    try:
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with open(path, "r+b") as handle:
-                handle.truncate(whole)
-        rows = [Row(**json.loads(line)) for line in data[:whole].splitlines()]
-        if not all(type(token) is int for row in rows for token in (row.index, row.prompt_tokens, *row.tokens)):
-            raise TypeError("tokens are not whole numbers")
-        for row in rows:
-            if row.spans or row.index < 0 or not 0 < row.prompt_tokens <= len(row.tokens):
-                raise ValueError(f"the row of prompt {row.index} is no prompt with its answer")
-            if min(row.tokens) < 0 or (vocab_size and max(row.tokens) >= vocab_size):
-                raise ValueError(f"the row of prompt {row.index} holds a token outside the target's vocabulary")
-        return rows
-    except (OSError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({error}); remove it to have its prompts answered again") from error
-
-
-class _Single:
-    """A question, answered once."""
-
-    chat = None
-
-    def __init__(self, index: int, tokens: list[int], params: SamplingParams) -> None:
-        self.row = Row(index, len(tokens), tokens)
-        self.question: tuple[list[int], SamplingParams] | None = (tokens, params)
-
-    def hear(self, answer: Answer) -> None:
-        self.row = replace(self.row, tokens=self.row.tokens + answer.tokens)
-        self.question = None
-
-
-def regenerate(
-    open_backend: Callable[[], Backend], questions: list[Question], path: Path, knobs: AnswerKnobs, max_length: int
-) -> None:
-    """Answer every question that `path` does not hold yet, appending each answer when it is finished.
-
-    Args:
-        open_backend: called if there is anything left to answer.
-        max_length: prompt and answer together; longer answers are cut.
-
-    Raises:
-        UserError: the disk is full, or a prompt leaves no room for an answer.
-    """
-    for question in questions:
-        if max_length - len(question.tokens) < 2:
-            raise UserError(
-                f"prompt {question.index} has {len(question.tokens)} tokens, prompts.max_length is {max_length}: "
-                f"no room for an answer"
-            )
-    done = {row.index for row in read_rows(path)}
-    todo = [q for q in questions if q.index not in done]
-    if todo:
-        params = knobs.params
-
-        def begin(q: Question) -> _Single:
-            room = min(knobs.max_new_tokens, max_length - len(q.tokens))
-            return _Single(q.index, q.tokens, replace(params, seed=seed_of(0, q.index), max_new_tokens=room))
-
-        backend = open_backend()
-        try:
-            with Progress("answers", len(questions), unit="tok") as progress:
-                progress.advance(len(done), units=0)
-                for single in converse(backend, map(begin, todo)):
-                    row = single.row
-                    append(path, [{"index": row.index, "prompt_tokens": row.prompt_tokens, "tokens": row.tokens}])
-                    progress.advance(1, units=row.answer_tokens)
-        finally:
-            backend.close()
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:

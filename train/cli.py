@@ -23,18 +23,36 @@ from dflash_toolkit.checkpoint import PROVENANCE_KEY, check_fits, serving_comman
 from dflash_toolkit.config import given_values, run_command, to_mapping
 from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
 from dflash_toolkit.files import finite, locked, read_json, write_json
-from dflash_toolkit.prompts import template_hash
+from dflash_toolkit.prompts import encode_chat, template_hash
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.speculators import save_speculators
-from dflash_toolkit.target import choose_mask_token, context_limit, load_config, load_tokenizer, resolve_device
+from dflash_toolkit.target import (
+    choose_mask_token,
+    context_limit,
+    declared_stop_ids,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    resolve_device,
+)
 from dflash_toolkit.threads import use_threads
 
-from .answers import Row, read_rows, regenerate
-from .backends import Backend, open_backend
+from .answer_file import Match, resume
+from .answering import SAID, Asking, Tally, answer, limit_of, reasons
+from .backends import open_backend
 from .config import TrainConfig, configure
 from .corpus import Corpus
-from .data import PromptData, load_prompts, rows_from_answers
-from .held_out import HeldOutPrompt
+from .data import (
+    CORPUS,
+    PROMPTS,
+    PromptData,
+    Reading,
+    choose_prompts,
+    data_digest,
+    write_answered,
+    write_given,
+    write_recorded,
+)
 from .identity import target_digest
 from .loop import Export, Outcome, plan_of, train
 from .metrics import import_wandb, log_in
@@ -113,14 +131,21 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
     with Processes.started(config.run.device, group=sharded) as processes, contextlib.ExitStack() as held:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
-        prepared = processes.together(_prepare, config, given)
+        digest = processes.agree(processes.alone(data_digest, config))
+        prepared = processes.together(_prepare, config, given, digest)
         if isinstance(prepared, str):
             _say(processes, prepared)
             return
         if config.run.wandb:
             processes.alone(log_in, config.run.wandb)  # the first process alone will log
         processes.alone(lambda: held.enter_context(locked(prepared.work)))
-        _train(prepared, processes)
+        try:
+            answered = _gathered(prepared, processes)
+        except UserError:
+            if processes.main:
+                _forget(prepared.work)
+            raise
+        _train(prepared, answered, processes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +155,14 @@ class _Prepared:
     config: TrainConfig
     tokenizer: Any
     shape: DrafterConfig
-    data: PromptData
+    data: PromptData  # complete once the rows are there
+    reading: Reading
     work: Path
     record: dict[str, Any]
     start: Start | None  # what `init_from` names
 
 
-def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
+def _prepare(config: TrainConfig, given: Iterable[str], digest: str) -> _Prepared | str:
     """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
     output = Path(config.output_dir)
     if config.run.wandb:
@@ -148,16 +174,19 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
     if config.run.attention == "flex" and device.type != "cuda":
         raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
     target_config = load_config(config.target)
-    length = min(config.prompts.max_length, context_limit(target_config))  # no answer is longer
+    context = context_limit(target_config)
+    limit = limit_of(config.prompts.max_length, context)
+    length = min(config.prompts.max_length, context)  # no answer is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_tokenizer(config.target)
+    encode_chat(tokenizer, [{"role": "user", "content": "?"}], config.answers.thinking)  # is there a template at all?
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output)
         config = replace(config, drafter=knobs_of(start.drafter.config))
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
     check_fits(shape, target_config)
-    data = load_prompts(config, tokenizer)
+    data = PromptData(digest)
     work = output / WORK
     _make(work, f"output {output}")
     record = _provenance(config, shape, data, template_hash(tokenizer))
@@ -167,17 +196,14 @@ def _prepare(config: TrainConfig, given: Iterable[str]) -> _Prepared | str:
         return f"{output} holds this run, finished; give another --output to train again"
     if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
         _make(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
-    return _Prepared(config, tokenizer, shape, data, work, record, start)
+    return _Prepared(config, tokenizer, shape, data, Reading(config, tokenizer, limit), work, record, start)
 
 
-def _train(run: _Prepared, processes: Processes) -> None:
+def _train(run: _Prepared, answered: Corpus, processes: Processes) -> None:
     config, data, shape, record = run.config, run.data, run.shape, run.record
     output = Path(config.output_dir)
     for line in run.start.changed if run.start else ():
         _say(processes, line)
-    answered = data.rows
-    if config.answers.regenerate and not config.answer_files:
-        answered = _answered(run, processes)  # before the target is loaded: the engine has its own copy
     target, rows = processes.together(_loaded, run, answered, processes)
     drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
     drafter.to(target.device).train()
@@ -196,43 +222,29 @@ def _train(run: _Prepared, processes: Processes) -> None:
         note = _measured(made) | form | _origin(record) | {RECORD_KEY: export_record(trained, target)}
         save_drafter(trained, _place(output, made), note)
 
-    held_out = _held_out(data.held_out, config)
     outcome = train(
-        config, target, drafter, rows, held_out, run.work, _fingerprint(record), export, processes, record=record
+        config, target, drafter, rows, data.held_out, run.work, _fingerprint(record), export, processes, record=record
     )
-    processes.alone(_finish, run, target, outcome, rows, len(answered or rows))
+    processes.alone(_finish, run, target, outcome, rows, len(answered))
 
 
-def _loaded(run: _Prepared, answered: list[Row] | None, processes: Processes) -> tuple[Target, Corpus]:
+def _loaded(run: _Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
     config = run.config
     target = Target.load(config.target, processes.device, config.run.dtype)
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
-    if not answered:
-        answered = rows_from_answers(
-            run.data, run.tokenizer, target.stop_token_ids, config.prompts.max_length, config.answers.thinking
-        )
     packed, _ = packing(config, target.device)
-    rows = Corpus.of_rows(answered).cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
+    rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
     if not len(rows):
         raise UserError(f"none of {len(answered)} answers has two supervised tokens; there is nothing to train on")
-    if len(rows) < len(answered):
-        _say(
-            processes,
-            f"dropped {len(answered) - len(rows)} of {len(answered)} answers: too short for a block, or cut off",
-        )
+    if dropped := len(answered) - len(rows):
+        run.record["data"]["too_short_or_cut_off"] = dropped
+        _say(processes, f"dropped {dropped} of {len(answered)} answers: too short for a block, or cut off")
     return target, rows
 
 
 def _place(output: Path, made: Export) -> Path:
     """Where a drafter of a run is."""
     return output if made.role == "exported" else output / made.role
-
-
-def _held_out(prompts: Sequence[HeldOutPrompt | list[int]], config: TrainConfig) -> list[HeldOutPrompt]:
-    """The held-out prompts, with a source where the reader names none."""
-    files = config.held_out or config.data or config.answer_files
-    source = Path(files[0]).name if files else config.prompts.dataset
-    return [p if isinstance(p, HeldOutPrompt) else HeldOutPrompt(p, source) for p in prompts]
 
 
 def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int) -> None:
@@ -275,41 +287,155 @@ def _say(processes: Processes, message: str) -> None:
         print(message, file=sys.stderr)
 
 
-def _answered(run: _Prepared, processes: Processes) -> list[Row]:
-    """The target's answers to every prompt; those of an earlier run are kept.
+# ---- prompts and answers -----------------------------------------------------------------------------------------
+
+
+def _gathered(run: _Prepared, processes: Processes) -> Corpus:
+    """The rows of a run, mapped by every process: made once, by the first, and there for every resume."""
+    folder = run.work / CORPUS
+    wanted = _wanted(run)
+    if not processes.agree(processes.main and _is_of(folder, wanted)):
+        if run.config.answer_files:
+            match = _match(run)
+            processes.alone(write_given, run.reading, run.data.digest, match, folder, wanted)
+        else:
+            _answered(run, wanted, processes)
+    if not all(processes.gather((folder / "meta.json").exists())):
+        raise _not_shared(run.work)
+    corpus = processes.together(Corpus.open, folder)
+    if len(set(processes.gather(json.dumps(corpus.meta["of"], sort_keys=True)))) > 1:
+        raise _not_shared(run.work)
+    data = PromptData.of_json(run.data.digest, corpus.meta)
+    run.data.held_out, run.data.counts, run.data.samplers = data.held_out, data.counts, data.samplers
+    run.record["samplers"] = data.samplers or run.record["samplers"]
+    run.record["data"] = data.counts
+    return corpus
+
+
+def _wanted(run: _Prepared) -> dict[str, Any]:
+    """What the rows of a run depend on, as JSON has it."""
+    record = run.record
+    wanted = {key: record[key] for key in ("target", "target_digest", "template_hash", "data_hash")}
+    wanted |= {"answers": _asked(record["config"]), "prompts": record["config"]["prompts"], "seed": run.config.run.seed}
+    return json.loads(json.dumps(wanted))
+
+
+def _is_of(folder: Path, wanted: dict[str, Any]) -> bool:
+    try:
+        return read_json(folder / "meta.json")["of"] == wanted
+    except (UserError, LookupError, TypeError):
+        return False
+
+
+def _match(run: _Prepared) -> Match:
+    config, record = run.config, run.record
+    return Match(
+        config.target, record["target_digest"], run.shape.vocab_size, record["template_hash"], config.trust_answers
+    )
+
+
+def _not_shared(work: Path) -> UserError:
+    return UserError(f"{work} has not the same answers everywhere: all machines must share the output directory")
+
+
+def _answered(run: _Prepared, wanted: dict[str, Any], processes: Processes) -> None:
+    """Choose the prompts, have them answered, and make the corpus; what an earlier run has done of it is kept.
 
     Each process answers its share into a file of its own. All files count, whoever wrote them.
     """
-    config, work, record, questions = run.config, run.work, run.record, run.data.training
-    wanted = {k: record[k] for k in ("target", "target_digest", "template_hash", "data_hash")}
-    # the prompt knobs and the seed fix which prompt an index means
-    wanted |= {"answers": _asked(record["config"]), "prompts": record["config"]["prompts"], "seed": config.run.seed}
-    meta = work / "answers.json"
-    if meta.exists() and (difference := first_difference(read_json(meta), wanted)):
-        raise UserError(f"{work} holds answers of another run ({difference}); choose another --output or remove it")
+    config, work, knobs = run.config, run.work, run.config.answers
+    meta, prompts = work / "answers.json", work / PROMPTS
+    state = processes.agree(processes.alone(_chosen, run, wanted))
+    assert state is not None
+    if len(set(processes.gather(meta.read_bytes() if meta.exists() else b""))) > 1:
+        raise _not_shared(work)
+    data = PromptData.of_json(run.data.digest, state)
+    if not knobs.regenerate:
+        stops = declared_stop_ids(load_config(config.target), load_generation_config(config.target))
+        processes.alone(write_recorded, run.reading, data, prompts, stops, work / CORPUS, wanted)
+        return
+    if "answered" not in state:
+        done = processes.agree(processes.alone(_done, work)) or set()
+        asking = Asking(
+            tokenizer=run.tokenizer, params=knobs.params, length=config.prompts.max_length, thinking=knobs.thinking
+        )
+        tallies = processes.gather(processes.together(_share, run, asking, done, data.counts["prompts"], processes))
+        tally = Tally()
+        for each in tallies:
+            tally.add(each)
+        processes.alone(_end_of_answers, run, state, tally)
+    files = [path for path in _answer_files(work) if path.stat().st_size]
+    processes.alone(write_answered, data, files, _match(run), work / CORPUS, wanted)
 
-    def begin() -> Backend:
-        knobs, length = config.answers, config.prompts.max_length
-        backend = open_backend(
-            config.target, runtime=knobs.runtime, device=processes.device, dtype=config.run.dtype,
-            batch=knobs.batch_size, context=length,
-        )  # fmt: skip
-        if processes.main:  # the first to have a share
-            write_json(meta, wanted)
-        return backend
 
-    def written() -> dict[int, Row]:
-        found = (read_rows(path, run.shape.vocab_size) for path in sorted(work.glob("answers*.jsonl")))
-        return {row.index: row for rows in found for row in rows}
+def _answer_files(work: Path) -> list[Path]:
+    return sorted(work.glob("answers*.jsonl"))
 
-    done = processes.together(written)  # a torn line is cut off before anyone writes
-    share = [q for q in questions if q.index not in done][processes.rank :: processes.world]
-    path = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
-    processes.together(regenerate, begin, share, path, config.answers, config.prompts.max_length)
-    done = written()
-    if not all(processes.gather(all(q.index in done for q in questions))):
-        raise UserError(f"{work} has not the same answers everywhere: all machines must share the output directory")
-    return [done[q.index] for q in questions]
+
+def _chosen(run: _Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What `answers.json` says, once the prompts are chosen. Raises UserError: the directory has another run's."""
+    work, meta = run.work, run.work / "answers.json"
+    if meta.exists():
+        state = read_json(meta)
+        answered = any(path.is_dir() or path.stat().st_size for path in _answer_files(work))
+        if not isinstance(state, dict) or "of" not in state:
+            raise UserError(f"{meta}: of an earlier version; choose another --output or remove {work}")
+        difference = first_difference(state["of"], wanted)
+        if not difference:
+            return state
+        if answered:
+            raise UserError(f"{work} holds answers of another run ({difference}); choose another --output or remove it")
+    state = {"of": wanted} | choose_prompts(run.reading, work).to_json()
+    write_json(meta, state)
+    return state
+
+
+def _done(work: Path) -> set[tuple[int, int]]:
+    """Every answer that is there; a torn line is cut off before anyone writes."""
+    return set().union(*(resume(path)[0] for path in _answer_files(work)))
+
+
+def _share(run: _Prepared, asking: Asking, done: set[tuple[int, int]], total: int, processes: Processes) -> Tally:
+    """This process's part of the answers that are missing."""
+    config, work, record = run.config, run.work, run.record
+    share = (processes.rank, processes.world)
+    if next(asking.dialogues(work / PROMPTS, done, *share), None) is None:
+        return Tally()
+    backend = open_backend(
+        config.target, runtime=config.answers.runtime, device=processes.device, dtype=config.run.dtype,
+        batch=config.answers.batch_size, context=config.prompts.max_length,
+    )  # fmt: skip
+    own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.answers)}
+    common = {key: own.get(key, record.get(key)) for key in SAID}
+    output = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
+    try:
+        return answer(backend, asking, work / PROMPTS, output, common, done, total, *share)
+    finally:
+        backend.close()
+
+
+def _end_of_answers(run: _Prepared, state: dict[str, Any], tally: Tally) -> None:
+    """Write down that all is answered, and what was left out."""
+    if not any(path.stat().st_size for path in _answer_files(run.work)):
+        why = reasons(tally.dropped, run.reading.limit)
+        raise UserError(f"none of {state['counts']['prompts']} prompts was answered: {why}")
+    if tally.dropped or tally.left_out:
+        print(tally.in_words(run.reading.limit), file=sys.stderr)
+    state["counts"] |= tally.dropped
+    write_json(run.work / "answers.json", state | {"answered": True})
+
+
+def _forget(work: Path) -> None:
+    """Leave nothing behind if nothing came of the prompts that were chosen."""
+    files = _answer_files(work)
+    if (work / CORPUS).exists() or any(path.is_dir() or path.stat().st_size for path in files):
+        return
+    for path in (work / PROMPTS, work / "answers.json", *files):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    for folder in (work, work.parent):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _make(folder: Path, asked: str) -> None:
@@ -361,7 +487,7 @@ def _asked(config: dict[str, Any]) -> dict[str, Any]:
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
     # what the files hold is in the hashes; threads change how fast it is
-    places = ("output", "data", "held_out", "answer_files", "init_from", "threads")
+    places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "threads")
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_KNOBS, *ENDS)}
@@ -425,7 +551,7 @@ def _result(run: _Prepared, outcome: Outcome, rows: Corpus, answered: int) -> di
         **exported,
         **beside,
         "warnings": outcome.warnings,
-        "prompts": len(run.data.training) or len({tuple(row.tokens[: row.prompt_tokens]) for row in run.data.rows}),
+        "prompts": run.data.counts["prompts"],
         "held_out_prompts": len(run.data.held_out),
         "answers": len(rows),
         "answer_tokens": rows.answer_tokens,

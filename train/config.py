@@ -45,15 +45,21 @@ class DataKnobs:
 
     dataset: str = knob("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
     split: str = knob("train", "its split")
-    max_prompts: int = knob(100_000, "prompts to use; 0 is all")
+    max_prompts: int = knob(100_000, "prompts to use, drawn from all sources; 0 is all")
     held_out: int = knob(64, "prompts kept out of training to measure acceptance on")
-    max_length: int = knob(3072, "tokens of prompt and answer together; longer rows are cut")
+    max_length: int = knob(3072, "tokens of prompt and answers together; longer rows are cut")
+    similarity: float = knob(
+        0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
+    )
+    strict: bool = knob(True, "a malformed row of a file ends the run; false skips and counts it, as in datasets")
 
     def __post_init__(self) -> None:
         if self.max_prompts < 0 or self.held_out < 0:
             raise ValueError("prompts.max_prompts and prompts.held_out must be >= 0")
         if self.max_length < 8:
             raise ValueError(f"prompts.max_length is {self.max_length}; it must be >= 8")
+        if not 0 < self.similarity <= 1:
+            raise ValueError(f"prompts.similarity is {self.similarity}; it must be in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,9 +269,14 @@ class TrainConfig:
     """One training run."""
 
     target: str = knob(help="Hugging Face id or directory of the model to speed up")
-    data: tuple[str, ...] = knob((), "JSONL prompt files; without them a public dataset is loaded")
+    data: tuple[str, ...] = knob(
+        (), "sources: JSONL, JSON, Parquet or text files, or datasets as NAME or NAME:SUBSET (default: prompts.dataset)"
+    )
     answer_files: tuple[str, ...] = knob((), "answers of dflash-data, trained on as they are", flag="answers")
-    held_out: tuple[str, ...] = knob((), "JSONL prompt files to measure acceptance on, instead of a part of the data")
+    trust_answers: bool = knob(
+        False, "take answers whatever target and chat template they say they are of; only right if you know better"
+    )
+    held_out: tuple[str, ...] = knob((), "sources of prompts to measure acceptance on, instead of a part of the data")
     output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
     init_from: str | None = knob(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"

@@ -121,11 +121,6 @@ class Corpus(Sequence[Row]):
         """The rows that hold at least one anchor: two supervised tokens in a row."""
         return self.take(self._over_spans(np.maximum) >= 2)
 
-    def prompt_bytes(self, place: int) -> bytes:
-        """A row's prompt, to be hashed."""
-        start, length, prompt_tokens = self._table[place, :3].tolist()
-        return self._tokens[start : start + min(length, prompt_tokens)].tobytes()
-
     def _over_spans(self, join: np.ufunc) -> Integers:
         """What `join` makes of the lengths of each row's answers."""
         first, counts = self._table[:, 3], self._table[:, 4]
@@ -186,6 +181,16 @@ class CorpusWriter:
             self._file.write(tokens.data)
         except OSError as error:
             raise self._failed(error) from error
+
+    def prompt(self, place: int) -> list[int]:
+        """The prompt of a row that was added."""
+        start, length, prompt_tokens = self._table[len(COLUMNS) * place : len(COLUMNS) * place + 3]
+        try:
+            self._file.flush()
+            found = np.fromfile(self._partial / "tokens.i32", np.int32, min(length, prompt_tokens), offset=4 * start)
+        except OSError as error:
+            raise self._failed(error) from error
+        return found.tolist()
 
     def commit(self, meta: dict[str, Any], keep: npt.ArrayLike | None = None) -> None:
         """Put the corpus where it belongs, with what `meta` says of it.

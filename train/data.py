@@ -1,9 +1,12 @@
-"""Prompts for a run: from files or a public dataset, rendered by the target's chat template, split for measuring."""
+"""What a run trains on and is measured on: prompts of all sources, held-out ones apart, and rows as a `Corpus`."""
 
 import hashlib
+import json
+import sys
+from array import array
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,200 +15,405 @@ import numpy.typing as npt
 import torch
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.conversations import Conversation
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.prompts import (
-    MALFORMED,
-    Prompt,
-    encode_chat,
-    file_hash,
-    read_chat,
-    read_prompts,
-    split_messages,
-    template_hash,
-)
-from dflash_toolkit.sources import kind_of, load_rows
-from dflash_toolkit.target import load_config
+from dflash_toolkit.prompts import encode_chat
+from dflash_toolkit.sources import Malformed, Source, file_hash
 
-from .answer_file import read_training_rows
-from .answers import Question, Row
+from .answer_file import AnswerReader, Match, Written
+from .answering import reasons
+from .answers import Row
+from .choosing import Chosen, Wanted, choose, chosen, left_out
 from .config import TrainConfig
-from .dialogue import REFUSED, recorded_rows
+from .corpus import CorpusWriter
+from .dedup import Duplicates
+from .dialogue import REFUSED, TOO_LONG, TOO_SHORT, recorded_rows
+from .held_out import HeldOutPrompt
+
+CORPUS = "corpus"  # inside the work directory
+PROMPTS = "prompts.jsonl"
 
 
 @dataclass(slots=True)
 class PromptData:
-    """Rendered prompts of a run."""
+    """What is known of a run's data beside its rows."""
 
-    training: list[Question]
-    recorded: dict[int, Prompt]  # with answers of the data's own, by question index; used only without regeneration
-    held_out: list[list[int]]
     digest: str  # of everything read
-    rows: list[Row] = field(default_factory=list)  # of answers files, which leave nothing to ask
-    samplers: list[dict[str, Any]] = field(default_factory=list)  # that wrote them
+    held_out: list[HeldOutPrompt] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # prompts that are used, and what was left out for what
+    samplers: list[dict[str, Any]] = field(default_factory=list)  # that wrote answers files
+
+    def to_json(self) -> dict[str, Any]:
+        return {"held_out": list(map(asdict, self.held_out)), "counts": self.counts, "samplers": self.samplers}
+
+    @classmethod
+    def of_json(cls, digest: str, values: dict[str, Any]) -> "PromptData":
+        held_out = [HeldOutPrompt(**each) for each in values["held_out"]]
+        return cls(digest, held_out, values["counts"], values["samplers"])
 
 
-def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptData:
-    """Read, render and split.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How data is read and rendered."""
+
+    config: TrainConfig  # its `prompts.max_length` is at most the target's context
+    tokenizer: Any
+    limit: str  # which limit makes a prompt too long, in words
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt may have: two more make an anchor."""
+        return self.config.prompts.max_length - 2
+
+    def say(self, message: str) -> None:
+        print(message, file=sys.stderr)
+
+
+def data_digest(config: TrainConfig) -> str:
+    """Of everything that a run reads: the contents of files, the names of datasets. Raises UserError."""
+    split = config.prompts.split
+    names = config.data or (() if config.answer_files else (config.prompts.dataset,))
+    parts = [[Source(name).digest(split) for name in group] for group in (names, config.held_out)]
+    parts.append([file_hash([path]) for path in config.answer_files])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+# ---- prompts -----------------------------------------------------------------------------------------------------
+
+
+def choose_prompts(reading: Reading, work: Path) -> PromptData:
+    """The prompts of `data` to be trained on, in `work`/prompts.jsonl, and those that are kept out.
 
     Raises:
-        UserError: unreadable or malformed files, no network for the public dataset, a prompt that leaves no room,
-            or, where it is not to be written, has no answer.
+        UserError: a source cannot be read or holds a malformed row, or nothing is left to train on.
     """
-    if config.answer_files:
-        return _from_answers(config, tokenizer)
-    limit = config.prompts.max_prompts or None
-    if config.data:
-        prompts = [p for path in config.data for p in _read(path, limit)][:limit]
-        digest = file_hash(list(config.data))
-    else:
-        prompts, digest = _from_hub(config)
-    if config.held_out:
-        held_out = [p for path in config.held_out for p in read_prompts(path)]
-        digest = hashlib.sha256((digest + file_hash(list(config.held_out))).encode()).hexdigest()
-    else:
-        count = min(config.prompts.held_out, len(prompts) // 2)
-        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(config.run.seed)).tolist()
-        chosen = set(order[:count])
-        held_out = [p for i, p in enumerate(prompts) if i in chosen]
-        prompts = [p for i, p in enumerate(prompts) if i not in chosen]
-
-    # in a public dataset a few prompts will not fit; in the user's own file that is a mistake
-    strict = bool(config.data)
-    rendered = _render(prompts, config, tokenizer, strict)
-    asked = [ids for ids in _render(held_out, config, tokenizer, strict or bool(config.held_out)) if ids]
-    # a prompt that stands there twice is not trained on and measured on; files of one's own are what one wants
-    kept_out = set() if config.held_out else {tuple(ids) for ids in asked}
-    questions = [Question(i, ids) for i, ids in enumerate(rendered) if ids and tuple(ids) not in kept_out]
-    if not questions:
-        raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
-    lacking = [prompts[q.index].id for q in questions if not prompts[q.index].rest]
-    if lacking and not config.answers.regenerate:
-        raise UserError(f"prompt {lacking[0]} has no answer; answers.regenerate=true lets the target write it")
-    return PromptData(questions, {i: p for i, p in enumerate(prompts) if p.rest}, asked, digest)
-
-
-def _read(path: str, limit: int | None) -> list[Prompt]:
+    config = reading.config
+    knobs, path = config.prompts, work / PROMPTS
+    duplicates = Duplicates(knobs.similarity)
+    names = config.data or (knobs.dataset,)
+    held_out = _of_files(reading, config.answers.thinking, duplicates)
+    before = work / "all.jsonl"
+    wanted = Wanted(
+        names=names, similarity=knobs.similarity, strict=knobs.strict, most=knobs.max_prompts, draw=True,
+        seed=config.run.seed, split=knobs.split, recorded=not config.answers.regenerate,
+    )  # fmt: skip
     try:
-        return read_prompts(path, limit)
-    except UserError as error:
-        if Path(path).is_file() and kind_of(Path(path)) in (".json", ".parquet", ".txt"):
-            way_out = "dflash-data reads such a file, and --answers takes what it writes"
-            raise UserError(f"{error}; --data is read as JSON lines: {way_out}") from error
-        raise
+        counts = choose(wanted, before, duplicates)
+        used = counts["prompts"]
+        if (found := counts["found"]) > used and knobs.max_prompts:
+            reading.say(f"{used} of {found} prompts are used (prompts.max_prompts)")
+        apart: set[int] = set()
+        if not config.held_out:
+            sources = array("i", (each.source for each in chosen(before)))
+            held_out, apart = _drawn(reading, before, sources, names, min(knobs.held_out, used // 2))
+        partial = path.with_suffix(".partial")
+        with open(before, encoding="utf-8") as lines, open(partial, "w", encoding="utf-8") as handle:
+            for place, line in enumerate(lines):
+                if place not in apart:
+                    handle.write(line)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+    finally:
+        before.unlink(missing_ok=True)
+    if counts["duplicates"] or counts["malformed"]:
+        reading.say(f"{used} prompts; left out: {left_out(counts)}")
+    said = {"prompts": used - len(apart), "held_out": len(held_out)}
+    said |= {name: counts[name] for name in ("found", "duplicates", "malformed") if counts[name]}
+    return PromptData("", held_out, said)
 
 
-def _render(prompts: list[Prompt], config: TrainConfig, tokenizer: Any, strict: bool) -> list[list[int]]:
-    """Token ids of every prompt; an empty list for one that does not fit, or that the template refuses, unless `strict`
-    makes that an error."""
-    room = config.prompts.max_length - 2
-    rendered = []
-    refused = 0
-    with Progress("prompts", len(prompts)) as progress:
-        for prompt in prompts:
-            try:
-                ids = encode_chat(tokenizer, prompt.messages, config.answers.thinking, prompt.tools)
-            except UserError as error:
-                if strict or not tokenizer.chat_template:
-                    raise UserError(f"prompt {prompt.id}: {error}") from error
-                ids = []
-                refused += 1
-            if len(ids) > room and strict:
-                raise UserError(
-                    f"prompt {prompt.id} has {len(ids)} tokens, prompts.max_length is {config.prompts.max_length}: "
-                    f"no room for an answer; raise it or shorten the prompt"
-                )
-            rendered.append(ids if len(ids) <= room else [])
-            progress.advance()
-        if dropped := sum(not ids for ids in rendered) - refused:
-            progress.print(f"dropped {dropped} of {len(prompts)} prompts: longer than prompts.max_length allows")
-        if refused:
-            progress.print(f"dropped {refused} of {len(prompts)} prompts: {REFUSED}")
-    return rendered
+def _of_files(reading: Reading, thinking: bool | None, duplicates: Duplicates) -> list[HeldOutPrompt]:
+    """The first questions of the files of held-out prompts; what they ask is remembered in `duplicates`."""
+    config, held_out, dropped = reading.config, [], Counter[str]()
+    for name in config.held_out:
+        source, tried = Source(name), 0
+        for found in source.read(config.prompts.split, 0, config.run.seed):
+            if isinstance(found, Malformed):
+                if source.is_file and config.prompts.strict:
+                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
+                dropped["malformed"] += 1
+                continue
+            tried += 1
+            duplicates.seen(found.asked, under=found.instructions)
+            ids, reason = _rendered(reading, found, thinking)
+            if reason:
+                dropped[reason] += 1
+            else:
+                held_out.append(HeldOutPrompt(ids, Source(name).short))
+    if dropped:
+        reading.say(f"dropped held-out prompts: {reasons(dropped, reading.limit)}")
+    if config.held_out and not held_out:
+        raise UserError(f"{', '.join(config.held_out)}: no held-out prompt is left: {reasons(dropped, reading.limit)}")
+    return held_out
 
 
-def _from_answers(config: TrainConfig, tokenizer: Any) -> PromptData:
-    """Rows that dflash-data wrote; without files of held-out prompts, all rows of some prompts are kept out.
+def _rendered(reading: Reading, conversation: Conversation, thinking: bool | None) -> tuple[list[int], str]:
+    """The first question as a prompt; or why there is none."""
+    try:
+        ids = encode_chat(reading.tokenizer, conversation.turns[0], thinking, conversation.tools)
+    except UserError:
+        return [], REFUSED
+    return (ids, "") if len(ids) <= reading.room else ([], TOO_LONG)
 
-    Prompts of files are rendered as those of the answers were, unless `answers.thinking` says how.
+
+def _drawn(
+    reading: Reading, path: Path, sources: Sequence[int], names: Sequence[str], count: int
+) -> tuple[list[HeldOutPrompt], set[int]]:
+    """So many prompts of a file of chosen ones, of every source its share, and their lines."""
+    order, dropped = spread(sources, reading.config.run.seed), Counter[str]()
+    held_out: list[HeldOutPrompt] = []
+    apart: set[int] = set()
+    begin = 0
+    while len(held_out) < count and begin < len(order):
+        window = order[begin : begin + 2 * count]
+        begin += len(window)
+        wanted, found = set(window), dict[int, Chosen]()
+        for place, each in enumerate(chosen(path)):
+            if place in wanted:
+                found[place] = each
+        for place in window:
+            if len(held_out) == count:
+                break
+            ids, reason = _rendered(reading, found[place].conversation, reading.config.answers.thinking)
+            if reason:
+                dropped[reason] += 1
+                continue
+            apart.add(place)
+            held_out.append(HeldOutPrompt(ids, Source(names[found[place].source]).short))
+    if dropped:
+        reading.say(f"passed over for held-out prompts: {reasons(dropped, reading.limit)}")
+    return held_out, apart
+
+
+def spread(sources: Sequence[int] | npt.NDArray[np.int64], seed: int) -> list[int]:
+    """A random order of items that takes from every source its share wherever one stops.
+
+    Args:
+        sources: of each item.
     """
-    vocabulary = int(load_config(config.target).vocab_size)
-    found = read_training_rows(config.answer_files, config.target, vocabulary, template_hash(tokenizer))
-    digest = file_hash([*config.answer_files, *config.held_out])
-    if config.held_out:
-        modes = {sampler.get("thinking") for sampler in found.samplers}
-        if config.answers.thinking is None and len(modes) == 1:
-            config = replace(config, answers=replace(config.answers, thinking=modes.pop()))
-        prompts = [p for path in config.held_out for p in read_prompts(path)]
-        held_out, rows = _render(prompts, config, tokenizer, strict=True), found.rows
-    else:
-        distinct = len({tuple(row.tokens[: row.prompt_tokens]) for row in found.rows})
-        rows, first = hold_out(found.rows, min(config.prompts.held_out, distinct // 2), config.run.seed)
-        room = config.prompts.max_length - 2
-        held_out = [list(map(int, row.tokens[: row.prompt_tokens])) for row in first if row.prompt_tokens <= room]
-    return PromptData([], {}, held_out, digest, [row.cut(config.prompts.max_length) for row in rows], found.samplers)
+    draw = np.random.default_rng(seed)
+    of = np.asarray(sources, np.int64)
+    rank = np.zeros(len(of))
+    for source in np.unique(of):
+        places = draw.permutation(np.flatnonzero(of == source))
+        rank[places] = (np.arange(len(places)) + draw.random()) / len(places)
+    return np.argsort(rank, kind="stable").tolist()
 
 
-def _from_hub(config: TrainConfig) -> tuple[list[Prompt], str]:
-    name = config.prompts.dataset
-    data = load_rows(name, name, split=config.prompts.split)
-    data = data.shuffle(seed=config.run.seed)
-    if config.prompts.max_prompts:
-        data = data.select(range(min(config.prompts.max_prompts, len(data))))
-    prompts = [_from_row(row, i) for i, row in enumerate(data)]
-    kept = [p for p in prompts if p is not None]
-    if not kept:
-        raise UserError(f"dataset {name} has no `messages`, `conversations` or `prompt` column; give --data FILE")
-    return kept, f"{name}/{config.prompts.split}/{data._fingerprint}"
+# ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def _from_row(row: dict[str, Any], index: int) -> Prompt | None:
-    """The first question of a row and what follows it; None for a row that has none in a shape that is known."""
-    try:
-        messages, tools = read_chat(row)
-    except MALFORMED:
-        return None
-    asked, rest = split_messages(messages)
-    if [message["role"] for message in asked] not in (["user"], ["system", "user"]):
-        return None
-    if not isinstance(asked[-1]["content"], str) or not asked[-1]["content"].strip():
-        return None
-    text = all(isinstance(message["content"], str) for message in rest)
-    return Prompt(str(index), tuple(asked), tuple(rest) if text else (), tools)
+def write_answered(data: PromptData, paths: Sequence[Path], match: Match, folder: Path, fingerprint: Any) -> None:
+    """The corpus of the answers that a run's own processes wrote, in the order of the prompts. Raises UserError."""
+    keys = array("q")
+    with CorpusWriter(folder) as writer:
+        for written in AnswerReader(match).read(paths):
+            writer.add(written.row)
+            keys.extend(written.number(key) for key in ("index", "sample", "part"))
+        order = np.lexsort(np.frombuffer(keys, np.int64).reshape(-1, 3).T[::-1])
+        writer.commit({"of": fingerprint} | data.to_json(), keep=order)
 
 
-def rows_from_answers(
-    data: PromptData, tokenizer: Any, stop_ids: Collection[int], max_length: int, thinking: bool | None = None
-) -> list[Row]:
-    """Rows from the answers the data holds, as the chat template renders them (`recorded_rows`), renumbered.
+def write_recorded(
+    reading: Reading, data: PromptData, prompts: Path, stop_ids: Collection[int], folder: Path, fingerprint: Any
+) -> None:
+    """The corpus of the answers the data holds, as the chat template renders them (`recorded_rows`).
 
     Raises:
         UserError: an answer is no text, or none fits the template.
     """
-    rows: list[Row] = []
-    left_out: Counter[str] = Counter()
-    stops = {*stop_ids, tokenizer.eos_token_id}
-    with Progress("answers", len(data.training)) as progress:
-        for question in data.training:
-            prompt = data.recorded[question.index]
-            try:
-                "".join(message["content"] for message in prompt.rest).encode()
-            except UnicodeError as error:  # half of a surrogate pair
-                raise UserError(f"the answer to prompt {prompt.id} is no valid text ({error})") from error
-            found, lost = recorded_rows(tokenizer, (*prompt.messages, *prompt.rest), prompt.tools, stops, thinking)
-            rows += [replace(row, index=len(rows) + i).cut(max_length) for i, row in enumerate(found)]
-            left_out += lost
+    dropped: Counter[str] = Counter()
+    stops = {*stop_ids, reading.tokenizer.eos_token_id}
+    with CorpusWriter(folder) as writer, Progress("answers", data.counts["prompts"]) as progress:
+        for each in chosen(prompts):
+            for row in _recorded(reading, each.conversation, stops, dropped):
+                writer.add(row)
             progress.advance()
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-        if not rows:
-            raise UserError(f"none of the data's answers can be trained on: {reasons}")
-        if reasons:
-            progress.print(f"dropped answers of the data: {reasons}")
-    return rows
+        why = reasons(dropped, reading.limit)
+        if not len(writer):
+            raise UserError(
+                f"none of the data's answers can be trained on: {why}; "
+                f"answers.regenerate=true lets the target write them"
+            )
+        if dropped:
+            progress.print(f"dropped answers of the data: {why}")
+        data.counts |= dropped
+        writer.commit({"of": fingerprint} | data.to_json())
 
 
-def with_anchors(rows: list[Row]) -> list[Row]:
-    """Rows that hold at least one anchor: two supervised tokens in a row."""
-    return [row for row in rows if row.has_anchor]
+def _recorded(
+    reading: Reading, conversation: Conversation, stops: Collection[int], dropped: Counter[str]
+) -> Iterator[Row]:
+    said = conversation.recorded
+    if not any(message["role"] == "assistant" for message in said):
+        dropped["without an answer"] += 1
+        return
+    try:
+        "".join(message["content"] for message in said if isinstance(message["content"], str)).encode()
+    except UnicodeError as error:  # half of a surrogate pair
+        raise UserError(f"the answer to prompt {conversation.id} is no valid text ({error})") from error
+    rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stops, reading.config.answers.thinking)
+    dropped.update(lost)
+    for row in rows:
+        if row.prompt_tokens > reading.room:
+            dropped[TOO_LONG] += 1
+        elif not row.has_anchor:
+            dropped[TOO_SHORT] += 1
+        else:
+            yield row
+
+
+class _Groups:
+    """Rows by what was asked: the rows of one conversation of a file, and of others that begin with the same prompt."""
+
+    def __init__(self) -> None:
+        self._parents = array("q")
+        self._names: dict[Any, int] = {}
+
+    def of(self, name: Any) -> int:
+        """The group of that name."""
+        group = self._names.setdefault(name, len(self._parents))
+        if group == len(self._parents):
+            self._parents.append(group)
+        return group
+
+    def known(self, name: Any) -> int | None:
+        """The group of that name, if there is one."""
+        return self._names.get(name)
+
+    def join(self, group: int, other: int) -> None:
+        """Make them one."""
+        a, b = sorted((self._root(group), self._root(other)))
+        self._parents[b] = a
+
+    def _root(self, group: int) -> int:
+        while (parent := self._parents[group]) != group:
+            self._parents[group] = self._parents[parent]
+            group = parent
+        return group
+
+    def roots(self) -> npt.NDArray[np.int64]:
+        """What each group is one with."""
+        return np.fromiter(map(self._root, range(len(self._parents))), np.int64, len(self._parents))
+
+
+def write_given(reading: Reading, digest: str, match: Match, folder: Path, fingerprint: Any) -> None:
+    """The corpus of answers files; without files of held-out prompts, all rows of some conversations are kept out.
+
+    Rows that ask nearly the same as a held-out prompt are left out. Among the others nothing is dropped: several
+    answers to one prompt are what `dflash-data` was asked for.
+
+    Raises:
+        UserError: a file cannot be read, holds something else, or answers of another target.
+    """
+    config = reading.config
+    knobs, names = config.prompts, config.answer_files
+    reader, groups = AnswerReader(match), _Groups()
+    group_of, file_of = array("q"), array("q")
+    texts = folder.with_name(folder.name + ".texts")
+    try:
+        with (
+            CorpusWriter(folder) as writer,
+            open(texts, "w+", encoding="utf-8") as asked,
+            Progress("reading answers", None) as progress,
+        ):
+            for written in reader.read(names):
+                writer.add(written.row)
+                group = groups.of((written.file, written.number("index")))
+                if not written.number("part"):
+                    groups.join(group, groups.of(_prompt(written.row)))
+                if said := _asked(written):
+                    asked.write(json.dumps([group, *said]) + "\n")
+                group_of.append(group)
+                file_of.append(written.file)
+                progress.advance()
+            roots = groups.roots()
+            of, files = roots[np.frombuffer(group_of, np.int64)], np.frombuffer(file_of, np.int64)
+            asks, first = np.unique(of, return_index=True)  # every group once, and its first row
+            found, used = len(asks), _sample(len(asks), knobs.max_prompts, config.run.seed)
+            if len(used) < found:
+                progress.print(f"{len(used)} of {found} prompts are used (prompts.max_prompts)")
+            asks, first = asks[used], first[used]
+            duplicates = Duplicates(knobs.similarity)
+            apart: set[int] = set()  # groups that are measured on
+            near: set[int] = set()  # that ask nearly the same
+            if config.held_out:
+                modes = {sampler.get("thinking") for sampler in reader.samplers}
+                thinking = config.answers.thinking
+                if thinking is None and len(modes) == 1:  # as the prompts of the answers were
+                    thinking = modes.pop()
+                held_out = _of_files(reading, thinking, duplicates)
+                same = (groups.known(digest_of(prompt.tokens)) for prompt in held_out)
+                near = {int(roots[group]) for group in same if group is not None}
+            else:
+                held_out = []
+                count = min(knobs.held_out, len(asks) // 2)
+                for place in spread(files[first], config.run.seed):
+                    if len(held_out) == count:
+                        break
+                    prompt = writer.prompt(int(first[place]))
+                    if len(prompt) <= reading.room:
+                        apart.add(int(asks[place]))
+                        held_out.append(HeldOutPrompt(prompt, Source(names[files[first[place]]]).short))
+            if held_out:
+                near |= _near(asked, roots, apart, duplicates)
+            near = (near & set(asks.tolist())) - apart
+            if near:
+                progress.print(f"left out: {len(near)} prompts that are near duplicates of held-out ones")
+            keep = np.isin(of, asks) & ~np.isin(of, np.array([*apart, *near], np.int64))
+            if not keep.any():
+                raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
+            counts = {
+                "prompts": len(asks) - len(apart) - len(near), "held_out": len(held_out), "found": found,
+                "like_held_out": len(near),
+            }  # fmt: skip
+            data = PromptData(digest, held_out, counts, reader.samplers)
+            writer.commit({"of": fingerprint} | data.to_json(), keep=np.flatnonzero(keep))
+    finally:
+        texts.unlink(missing_ok=True)
+
+
+def _prompt(row: Row) -> bytes:
+    return digest_of(row.tokens[: row.prompt_tokens])
+
+
+def _asked(written: Written) -> tuple[str, str] | None:
+    """Instructions and what is asked in all turns, of the last row of a conversation's first sample."""
+    messages = written.values.get("messages")
+    whole = written.number("part") + 1 >= written.number("parts", 1)
+    if written.number("sample") or not whole or not isinstance(messages, list):
+        return None
+    turns = [m for m in messages if isinstance(m, dict) and isinstance(m.get("content"), str)]
+    tools = written.values.get("tools")
+    conversation = Conversation("", (tuple(turns),), tuple(tools) if isinstance(tools, list) else ())
+    return conversation.instructions, conversation.asked
+
+
+def _near(asked: Any, roots: npt.NDArray[np.int64], apart: set[int], duplicates: Duplicates) -> set[int]:
+    """Groups that ask nearly what those `apart` ask, or what `duplicates` holds already."""
+
+    def lines() -> Iterator[tuple[int, str, str]]:
+        asked.seek(0)
+        for line in asked:
+            group, instructions, text = json.loads(line)
+            yield int(roots[group]), instructions, text
+
+    for group, instructions, text in lines():
+        if group in apart:
+            duplicates.seen(text, under=instructions)
+    return {
+        group
+        for group, instructions, text in lines()
+        if group not in apart and duplicates.holds(text, under=instructions)
+    }
+
+
+def _sample(count: int, most: int, seed: int) -> npt.NDArray[np.int64]:
+    """Places of at most so many of `count`, drawn, in their order."""
+    if not most or count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(seed).permutation(count)[:most])
 
 
 def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tuple[list[Row], dict[str, int]]:
@@ -218,14 +426,14 @@ def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tu
         UserError: none is left.
     """
     left_out = dict.fromkeys(("repeated", "in_evaluation", "too_short"), 0)
-    measured = {digest(prompt) for prompt in forbidden}
+    measured = {digest_of(prompt) for prompt in forbidden}
     seen: set[bytes] = set()
     kept: list[Row] = []
     for row in (row.cut(longest) for row in rows):
-        tokens = digest(row.tokens)
+        tokens = digest_of(row.tokens)
         if tokens in seen:
             left_out["repeated"] += 1
-        elif digest(row.tokens[: row.prompt_tokens]) in measured:
+        elif digest_of(row.tokens[: row.prompt_tokens]) in measured:
             left_out["in_evaluation"] += 1
         elif not row.has_anchor:
             left_out["too_short"] += 1
@@ -243,7 +451,7 @@ def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[
     Raises:
         UserError: there are not more prompts than that.
     """
-    prompts_of = [digest(row.tokens[: row.prompt_tokens]) for row in rows]
+    prompts_of = [digest_of(row.tokens[: row.prompt_tokens]) for row in rows]
     by_prompt = dict(zip(reversed(prompts_of), reversed(rows), strict=True))
     names = list(by_prompt)
     if prompts >= len(names):
@@ -254,6 +462,6 @@ def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[
     return training, [by_prompt[name] for name in names if name in chosen]
 
 
-def digest(tokens: npt.ArrayLike) -> bytes:
+def digest_of(tokens: npt.ArrayLike) -> bytes:
     """What stands for token ids where they are compared."""
     return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()

@@ -7,19 +7,16 @@ FILE.run.json, what was asked for.
 import contextlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_toolkit.checkpoint import check_fits, locate, read_config
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
-from dflash_toolkit.conversations import Conversation
 from dflash_toolkit.files import locked, write_json
-from dflash_toolkit.progress import Progress
 from dflash_toolkit.prompts import encode_chat, template_hash
-from dflash_toolkit.sources import Malformed, Source
+from dflash_toolkit.sources import Source
 from dflash_toolkit.target import (
     context_limit,
     declared_stop_ids,
@@ -31,12 +28,13 @@ from dflash_toolkit.target import (
 )
 from dflash_toolkit.threads import HELP, check_threads, use_threads
 
-from .answer_file import lines_of, resume
-from .answers import append, converse, seed_of
+from .answer_file import resume
+from .answering import SAID, Asking, Tally, answer, limit_of, reasons
 from .backends import Backend, EngineBackend, open_backend
+from .choosing import Wanted, choose, chosen, left_out
 from .config import RUNTIMES, DrawKnobs
 from .dedup import Duplicates
-from .dialogue import ChatDialogue, likeliest_end_first
+from .dialogue import likeliest_end_first
 from .endpoint import APIS, EndpointBackend
 from .identity import target_digest
 from .openai_http import find_models
@@ -278,53 +276,12 @@ def _alone(output: Path) -> Iterator[None]:
 def _choose(config: DataConfig, path: Path) -> None:
     """Read the sources into a file of prompts, each there once. Raises UserError."""
     knobs = config.prompts
-    duplicates = Duplicates(knobs.similarity)
-    counts: Counter[str] = Counter()
-    partial = path.with_suffix(".partial")
-    try:
-        with open(partial, "w", encoding="utf-8") as handle, Progress("prompts", knobs.max_prompts or None) as progress:
-            for found in _conversations(config):
-                if isinstance(found, Malformed):
-                    counts["malformed"] += 1
-                elif duplicates.seen(found.asked, under=found.instructions):
-                    counts["duplicates"] += 1
-                else:
-                    row = {"index": counts["prompts"], **asdict(found)}
-                    handle.write(json.dumps(row) + "\n")
-                    counts["prompts"] += 1
-                    progress.advance()
-                    if counts["prompts"] == knobs.max_prompts:
-                        break
-        if not counts["prompts"]:
-            raise UserError(f"{', '.join(config.data)}: none of {counts.total()} rows is a prompt")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    left_out = f"{counts['duplicates']} near duplicates, {counts['malformed']} malformed rows"
-    print(f"{counts['prompts']} prompts; left out: {left_out}", file=sys.stderr)
-
-
-def _conversations(config: DataConfig) -> Iterator[Conversation | Malformed]:
-    for name in config.data:
-        source = Source(name)
-        for found in source.read(config.prompts.split, config.prompts.shuffle, config.sampler.seed):
-            if isinstance(found, Malformed) and source.is_file and config.prompts.strict:
-                raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
-            yield found
-
-
-def _chosen(path: Path) -> Iterator[tuple[int, Conversation]]:
-    """The prompts that `_choose` left, with their indices. Raises UserError for a damaged file."""
-    try:
-        with open(path, encoding="utf-8") as handle:
-            for line in handle:
-                row = json.loads(line)
-                turns = tuple(tuple(turn) for turn in row["turns"])
-                yield row["index"], Conversation(row["id"], turns, tuple(row.get("tools", ())))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error!r}); remove it to have the prompts chosen again") from error
+    wanted = Wanted(
+        names=config.data, similarity=knobs.similarity, strict=knobs.strict, most=knobs.max_prompts,
+        seed=config.sampler.seed, split=knobs.split, shuffle=knobs.shuffle,
+    )  # fmt: skip
+    counts = choose(wanted, path, Duplicates(knobs.similarity))
+    print(f"{counts['prompts']} prompts; left out: {left_out(counts)}", file=sys.stderr)
 
 
 # ---- answers -------------------------------------------------------------------------------------------------
@@ -340,39 +297,19 @@ def _answer(
     length: int,
 ) -> str:
     """Answer what `output` does not hold yet; returns what came of it, in words."""
-    samples, params = config.sampler.samples, config.sampler.params
-    done, rows, tokens, left_out = resume(output)
-    total = samples * sum(1 for _ in _chosen(prompts))
-
-    def dialogues() -> Iterator[ChatDialogue]:
-        for index, conversation in _chosen(prompts):
-            for sample in range(samples):
-                if (index, sample) not in done:
-                    seeded = replace(params, seed=seed_of(config.sampler.seed, index, sample))
-                    if config.sampler.greedy_first and sample == 0:
-                        seeded = replace(seeded, temperature=0.0)
-                    yield ChatDialogue(index, sample, conversation, tokenizer, seeded, length, config.sampler.thinking)
-
-    dropped: Counter[str] = Counter()
-    common = {key: record[key] for key in ("target", "vocab_size", "template_hash", "sampler")}
-    with Progress("answers", total, unit="tok") as progress:
-        progress.advance(len(done), units=0)
-        for dialogue in converse(backend, dialogues()):
-            if dialogue.dropped:
-                dropped[dialogue.dropped] += 1
-            left_out.update(dialogue.left_out)
-            append(output, lines_of(dialogue, common))
-            rows += len(dialogue.parts)
-            tokens += sum(part.row.answer_tokens for part in dialogue.parts)
-            progress.advance(1, dialogue.answer_tokens, f"{dropped.total()} dropped" if dropped else None)
-    if not rows:
-        raise UserError(f"none of {total} answers can be trained on: {_counted(dropped)}")
-    counted = {"dropped": dropped, "left out of others:": left_out}
-    return f"{rows} answers, {tokens} tokens" + "".join(f"; {k} {_counted(v)}" for k, v in counted.items() if v)
-
-
-def _counted(dropped: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+    sampler = config.sampler
+    done, rows, tokens, found = resume(output)
+    total = sampler.samples * sum(1 for _ in chosen(prompts))
+    asking = Asking(
+        tokenizer=tokenizer, params=sampler.params, length=length, thinking=sampler.thinking, seed=sampler.seed,
+        samples=sampler.samples, greedy_first=sampler.greedy_first,
+    )  # fmt: skip
+    tally = Tally(rows, tokens, left_out=found)
+    tally.add(answer(backend, asking, prompts, output, {key: record[key] for key in SAID}, done, total))
+    limit = limit_of(config.prompts.max_length, length)
+    if not tally.rows:
+        raise UserError(f"none of {total} answers can be trained on: {reasons(tally.dropped, limit)}")
+    return tally.in_words(limit)
 
 
 def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Backend:

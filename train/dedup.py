@@ -62,11 +62,19 @@ class Duplicates:
 
         Instructions are no part of what is compared: many questions share long ones.
         """
+        return self._look(text, under, remember=True)
+
+    def holds(self, text: str, under: str = "") -> bool:
+        """The same, and nothing is remembered."""
+        return self._look(text, under, remember=False)
+
+    def _look(self, text: str, under: str, remember: bool) -> bool:
         both = f"{normalized(under)}\n{normalized(text)}"
         digest = hashlib.blake2b(both.encode(errors="surrogatepass"), digest_size=16).digest()
         if digest in self._digests:
             return True
-        self._digests.add(digest)
+        if remember:
+            self._digests.add(digest)
         if self._threshold >= 1:
             return False
         mine = shingles(text)
@@ -74,11 +82,12 @@ class Duplicates:
         candidates = {i for key in keys for i in self._bands.get(key, ())}
         if any(similarity(mine, self._kept[i]) >= self._threshold for i in candidates):
             return True
-        for key in keys:
-            band = self._bands.setdefault(key, [])
-            if len(band) < CROWD:
-                band.append(len(self._kept))
-        self._kept.append(array("I", sorted(mine)))
+        if remember:
+            for key in keys:
+                band = self._bands.setdefault(key, [])
+                if len(band) < CROWD:
+                    band.append(len(self._kept))
+            self._kept.append(array("I", sorted(mine)))
         return False
 
     def _keys(self, mine: frozenset[int], salt: int) -> list[int]:

@@ -17,6 +17,7 @@ from .backends import Answer, Chat
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 TOO_SHORT = "shorter than two tokens"
+TOO_LONG = "too long"
 REFUSED = "refused by the chat template"
 
 
@@ -93,7 +94,7 @@ class ChatDialogue:
             return
         room = self._max_length - len(ids)
         if room < 2:
-            self._end("too long")
+            self._end(TOO_LONG)
             return
         self._messages = messages
         self.question = ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
