@@ -9,6 +9,17 @@ from typing import Any
 Message = dict[str, Any]  # role and content, both text; with tools also tool_calls, tool_call_id, name
 Tool = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
+# columns of what is asked, the first that a row has: alpaca's text holds its instruction and the answer too
+ASKED = ("question", "prompt", "problem", "instruction", "text", "query", "input")
+ANSWERS = ("response", "output", "completion", "solution", "answer")
+# Benchmarks with a usual way to be asked, and the columns of which it needs one. It is applied to a source that is
+# given under the name, or with it as its form.
+FORMS = {
+    "gsm8k": ("question", "problem"), "math500": ("question", "problem"), "math": ("question", "problem"),
+    "aime": ("question", "problem"), "humaneval": ("prompt",), "mbpp": ("text", "prompt"), "mt_bench": ("turns",),
+}  # fmt: skip
+BY_NAME, NO_FORM = "auto", "none"
+FORM_CHOICES = (BY_NAME, *FORMS, NO_FORM)
 REASONING = "Please reason step by step, and put your final answer within \\boxed{}."
 MALFORMED = (TypeError, LookupError, AttributeError, RecursionError, ValueError)  # what `read_chat` may raise
 SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
@@ -24,28 +35,63 @@ CALLS = ("function_call", "tool_call")  # roles of ShareGPT's turns that hold ca
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
-def read_chat(row: dict[str, Any]) -> tuple[list[Message], tuple[Tool, ...]]:
+def read_chat(row: dict[str, Any], form: str | None = None) -> tuple[list[Message], tuple[Tool, ...]]:
     """Messages, recorded answers included, and tools of a row of any usual shape.
 
     The shapes: `messages`, ShareGPT's `conversations` (`from` and `value`) or a `prompt` that is a list of messages;
-    `turns` (the first); `question` (asked to reason step by step, as gsm8k and math500 are evaluated), `prompt` (with
-    `entry_point`: a HumanEval row, asked to be solved; else verbatim), `text` (MBPP), `instruction` with an optional
-    `input`, `query` or `input`, with the answer in `response` or `output`. A column `system` or `system_prompt` goes
-    first unless there is a system message; `tools` is a list or the JSON text of one.
+    `turns` (the first); else what is asked stands in the first of `ASKED` that there is (`instruction` may have an
+    `input`), as it is, and the answer in the first of `ANSWERS` that holds text: gsm8k's `answer`, math500's `solution`
+    rather than its `answer`, which is a final value. A column `system` or `system_prompt` goes first unless there is a
+    system message; `tools` is a list or the JSON text of one.
+
+    Args:
+        form: the benchmark of `FORMS` whose way of asking is applied instead; None reads the row as it is.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: the row is malformed. Contents of rows that are no lists of
-            messages are not looked at: they may be of any type.
+        ValueError, TypeError, LookupError, AttributeError: the row is malformed, or does not fit the form. Contents of
+            rows that are no lists of messages are not looked at: they may be of any type.
     """
     given = {key: value for key, value in row.items() if value is not None}  # columns that a row does not fill
     turns = next((given[key] for key in ("messages", "conversations", "prompt") if type(given.get(key)) is list), None)
-    messages = _asked(given) if turns is None else _said(turns)
+    if form is not None:
+        messages = [{"role": "user", "content": _formed(given, form)}, *_answered(given)]
+    elif turns is None:
+        messages = _asked(given)
+    else:
+        messages = _said(turns)
     system = given.get("system") or given.get("system_prompt") or ""
     if not isinstance(system, str):
         raise TypeError("system must be text")
     if system.strip() and not any(message["role"] == "system" for message in messages[:1]):
         messages.insert(0, {"role": "system", "content": system})
     return messages, _tools(given.get("tools"))
+
+
+def _formed(row: dict[str, Any], form: str) -> str:
+    """What a benchmark asks with a row. Raises ValueError where the form does not fit."""
+    columns = FORMS[form]
+    text: Any = next((row[key] for key in columns if key in row), None)
+    if form == "mt_bench" and isinstance(text, list) and text:
+        text = text[0]
+    tests = row["test_list"] if isinstance(row.get("test_list"), list) else []
+    if not isinstance(text, str) or (form == "mbpp" and not tests):
+        needed = " or ".join(columns) + (" and a test_list" if form == "mbpp" else "")
+        raise ValueError(f"the form {form} needs {needed} in each row; form none reads rows as they are")
+    if form == "humaneval":
+        return SOLVE.format(prompt=text.strip())
+    if form == "mbpp":
+        return f"{text}\nYour code should pass this test:\n{tests[0]}"
+    return text.strip() if form == "mt_bench" else f"{text.strip()}\n{REASONING}"
+
+
+def likely_form(row: Any) -> str | None:
+    """The benchmark whose columns a row has, whatever it is."""
+    if not isinstance(row, dict) or any(isinstance(row.get(key), list) for key in ("messages", "conversations")):
+        return None
+    given = {key for key, value in row.items() if value is not None}
+    if "question" in given or "problem" in given:
+        return "gsm8k"
+    return "humaneval" if {"prompt", "entry_point"} <= given else "mbpp" if {"text", "test_list"} <= given else None
 
 
 def _said(turns: list[Any]) -> list[Message]:
@@ -127,30 +173,27 @@ def _filled(value: Any) -> Any:
 
 def _asked(row: dict[str, Any]) -> list[Message]:
     """Messages of a row that is no list of them."""
-    text: Any = None
     if isinstance(row.get("turns"), list):
         return [{"role": "user", "content": row["turns"][0].strip()}]
-    if "question" in row:
-        text = f"{row['question'].strip()}\n{REASONING}"
-    elif "prompt" in row and "entry_point" in row:
-        text = SOLVE.format(prompt=row["prompt"].strip())
-    elif "prompt" in row:
-        text = row["prompt"]
-    elif "text" in row:
-        tests = row.get("test_list")
-        text = f"{row['text']}\nYour code should pass this test:\n{tests[0]}" if tests else row["text"]
-    elif "instruction" in row:
-        text = "\n".join(part for part in (row["instruction"], row.get("input") or "") if part)
-    elif "query" in row or "input" in row:
-        text = row["query"] if "query" in row else row["input"]
-    elif key := next((key for key in ("messages", "conversations", "turns") if key in row), None):
-        raise TypeError(f"{key} must be a list")
-    else:
-        names = "messages, conversations, turns, question, prompt, text, instruction, query, input"
-        raise ValueError(f"none of {names} is in this row")
-    asked = [{"role": "user", "content": text}]
+    column = next((key for key in ASKED if key in row), None)
+    if column is None:
+        if key := next((key for key in ("messages", "conversations", "turns") if key in row), None):
+            raise TypeError(f"{key} must be a list")
+        raise ValueError(f"none of messages, conversations, turns, {', '.join(ASKED)} is in this row")
+    text = row[column]
+    if column == "instruction":
+        text = "\n".join(part for part in (text, row.get("input") or "") if part)
+    return [{"role": "user", "content": text}, *_answered(row, column)]
+
+
+def _answered(row: dict[str, Any], column: str = "") -> list[Message]:
+    """The recorded answer of a row that is no list of messages, if it has one."""
     answer = row.get("response", row.get("output"))
-    return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
+    if answer is None:  # the others hold numbers, choices and lists in many a dataset, which are no answer in words
+        names = [key for key in (*ANSWERS, "code") if key != "code" or column == "text"]  # mbpp's
+        texts = [row[key] for key in names if isinstance(row.get(key), str) and row[key].strip()]
+        answer = texts[0] if texts else None
+    return [] if answer is None else [{"role": "assistant", "content": answer}]
 
 
 def split_messages(messages: list[Message]) -> tuple[list[Message], list[Message]]:
@@ -189,7 +232,7 @@ class Conversation:
         return "\n".join(message["content"] for turn in self.turns for message in turn if message["role"] == role)
 
 
-def conversation(row: Any, default_id: str) -> Conversation:
+def conversation(row: Any, default_id: str, form: str | None = None) -> Conversation:
     """A row of any shape that `read_chat` knows, all its turns; every one of `turns`; or a bare string.
 
     Raises:
@@ -201,9 +244,10 @@ def conversation(row: Any, default_id: str) -> Conversation:
         raise ValueError(f"expected an object, got {type(row).__name__}")
     name = next((row[key] for key in ("id", "task_id") if isinstance(row.get(key), str | int)), default_id)
     try:
-        messages, tools = read_chat(row)
+        messages, tools = read_chat(row, form)
         turns = _turns(messages)
-        if not any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt")):
+        chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt"))
+        if form == "mt_bench" or (form is None and not chat):
             later = row["turns"][1:] if isinstance(row.get("turns"), list) else []
             turns += tuple(({"role": "user", "content": turn.strip()},) for turn in later)
         if not all(isinstance(message["content"], str) for turn in turns for message in turn):

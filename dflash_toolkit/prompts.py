@@ -1,8 +1,7 @@
 """Prompts to be answered, and chat templates: rows become messages, messages become token ids."""
 
 import hashlib
-import json
-import re
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from .config import UserError
+from .conversations import BY_NAME, Message, Tool, read_chat, split_messages
 from .conversations import MALFORMED as MALFORMED
-from .conversations import Message, Tool, read_chat, split_messages
-from .sources import UNREADABLE, open_text
+from .sources import UNREADABLE as UNREADABLE
+from .sources import Found, Malformed, Source
 from .sources import file_hash as file_hash
+from .sources import open_text as open_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,107 +35,101 @@ class Prompt:
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read a JSONL file (plain, .gz or .xz) with one prompt a line.
+def read_prompts(
+    source: str | Path | Source, limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
+) -> list[Prompt]:
+    """Read a source of prompts of any kind that `Source` knows, in its order, rows of datasets too.
 
-    A row has any shape that `read_chat` knows; what precedes the first assistant turn is the prompt. `id` or `task_id`
-    names the row.
+    A row has any shape that `read_chat` knows, or is a bare text; what precedes the first assistant turn is the prompt.
+    `id` or `task_id` names the row.
+
+    Args:
+        limit: at most so many; rows behind are not read.
+        form: of `FORM_CHOICES`, where `source` is not a `Source` yet.
+        split: of a dataset.
 
     Raises:
-        UserError: no such file, an empty one, or a malformed row (with its line number).
+        UserError: no such source, an empty one, or a malformed row (with its line number).
     """
-    prompts: list[Prompt] = []
-    try:
-        with open_text(Path(path)) as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(prompts) >= limit:
-                    break
-                if line.strip():
-                    prompts.append(_parse(line, f"{path}, line {number}", f"{Path(path).name}/{number}"))
-    except UNREADABLE as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if not prompts:
-        raise UserError(f"{path}: holds no prompts; expected one JSON object a line")
-    return prompts
+    if not isinstance(source, Source):
+        source = Source(str(source), form)
+    return [_parse(found, source) for found in itertools.islice(source.rows(split), limit)]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Rows of a prompt file, under a name."""
+    """Rows of a source of prompts, under a name."""
 
     name: str
-    file: str
-    start: int = 0
-    stop: int | None = None  # None: to the end
+    source: Source
 
-    def read(self, limit: int | None = None) -> list[Prompt]:
-        """The prompts, at most `limit` of them.
-
-        Raises:
-            UserError: no such rows, and what `read_prompts` raises.
-        """
-        ends = [end for end in (self.stop, None if limit is None else self.start + limit) if end is not None]
-        prompts = read_prompts(self.file, min(ends, default=None))[self.start :]
-        if not prompts:
-            raise UserError(f"{self.file}: no such rows; the set {self.name!r} begins with row {self.start}")
-        return prompts
+    def read(self, limit: int | None = None, split: str = "train") -> list[Prompt]:
+        """The prompts, at most `limit` of them. Raises what `read_prompts` raises."""
+        return read_prompts(self.source, limit, split=split)
 
 
-def parse_prompt_sets(items: Sequence[str]) -> list[PromptSet]:
-    """Items NAME=FILE, or NAME=FILE[START:STOP], which takes rows START..STOP - 1 of the file, counted from 0.
+def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptSet]:
+    """Items NAME=SOURCE, or NAME=SOURCE[START:STOP], which takes rows START..STOP - 1 of it, counted from 0.
+
+    Args:
+        form: of `FORM_CHOICES`: how all sets are asked; `auto` goes by each NAME.
 
     Raises:
         ValueError: another form, a range without rows, or a name used twice.
     """
     sets: dict[str, PromptSet] = {}
     for item in items:
-        found = re.fullmatch(r"([^=]+)=(.+?)(?:\[(\d*):(\d*)\])?", item)
-        if not found:
-            raise ValueError(f"prompts {item!r}: expected NAME=FILE or NAME=FILE[START:STOP]")
-        name, file = found[1], found[2]
-        start, stop = int(found[3] or 0), int(found[4]) if found[4] else None
-        if stop is not None and stop <= start:
-            raise ValueError(f"prompts {item!r}: no such rows")
+        name, _, source = item.partition("=")
+        if not name or not source:
+            raise ValueError(f"prompts {item!r}: expected NAME=SOURCE or NAME=SOURCE[START:STOP]")
         if name in sets:
             raise ValueError(f"prompts {item!r}: the name {name!r} is used twice")
-        sets[name] = PromptSet(name, file, start, stop)
+        try:
+            sets[name] = PromptSet(name, Source(source, form, label=name))
+        except UserError as error:
+            raise ValueError(f"prompts {item!r}: {str(error).partition(': ')[2]}") from error
     return list(sets.values())
 
 
-def read_prompt_sets(items: Sequence[str], limit: int | None = None) -> dict[str, list[Prompt]]:
+def read_prompt_sets(
+    items: Sequence[str], limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
+) -> dict[str, list[Prompt]]:
     """Prompts by name, of items that `parse_prompt_sets` knows.
 
     Args:
         limit: at most so many of each.
+        form: of `FORM_CHOICES`.
+        split: of datasets.
 
     Raises:
         UserError: what `parse_prompt_sets` finds wrong, no such rows, and what `read_prompts` raises.
     """
     try:
-        found = parse_prompt_sets(items)
+        found = parse_prompt_sets(items, form)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return {each.name: each.read(limit) for each in found}
+    return {each.name: each.read(limit, split) for each in found}
 
 
-def _parse(line: str, where: str, default_id: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error})") from error
+def _parse(found: Found, source: Source) -> Prompt:
+    place = f"{source.place}, {found.unit} {found.number}"
+    row = {"prompt": found.value} if isinstance(found.value, str) else found.value
+    if isinstance(row, Malformed):
+        raise UserError(f"{place}: {row.reason}")
     if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
     try:
-        messages, tools = read_chat(row)
+        messages, tools = read_chat(row, source.applied)
         if not all(isinstance(message["content"], str) for message in messages):
             raise TypeError("prompt and answer must be text")
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}: malformed row ({error!r})") from error
+        raise UserError(f"{place}: malformed row ({error!r})") from error
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(f"{place}: {error}") from error
     asked, rest = split_messages(messages)
     if not asked or not all(m["content"].strip() for m in asked if m["role"] == "user"):
-        raise UserError(f"{where}: the prompt is empty")
+        raise UserError(f"{place}: the prompt is empty")
+    default_id = f"{Path(source.place).name if source.is_file else source.place}/{found.number}"
     names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
     return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools)
 

@@ -170,4 +170,4 @@ def test_datasets_of_the_hub_are_streamed_and_what_is_missing_is_one_line(hub: H
     assert 0 < hub.sent["large/all.jsonl"] < len(files()["large/all.jsonl"]) / 2, "five of 8000 rows need a part of it"
     for name, reason in (("no subset", "'small' not found"), ("no split", "dev"), ("nobody's", "nobody/questions")):
         assert reason in found[name] and "\n" not in found[name], found[name]
-        assert found[name].endswith("without a network give --data FILE")
+        assert found[name].endswith("without a network give a file")

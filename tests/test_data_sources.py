@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_toolkit import UserError
-from dflash_toolkit.conversations import REASONING, Conversation, conversation
+from dflash_toolkit.conversations import Conversation, conversation
+from dflash_toolkit.prompts import read_prompt_sets, read_prompts
 from dflash_toolkit.sources import Malformed, Source
 
 
@@ -62,8 +63,11 @@ SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]]]] = {
     "prompt as messages": ({"prompt": [user("a")], "chosen": [assistant("b")]}, [[user("a")]]),
     "instruction": ({"instruction": "a", "input": "", "output": "b"}, [[user("a")]]),
     "instruction with an input": ({"instruction": "a", "input": "x", "output": "b"}, [[user("a\nx")]]),
-    "question and answer": ({"question": "a", "answer": "b"}, [[user(f"a\n{REASONING}")]]),
+    "question and answer": ({"question": "a", "answer": "b"}, [[user("a")]]),
+    "problem, solution and answer": ({"problem": "a", "solution": "b", "answer": 3}, [[user("a")]]),
+    "prompt and completion": ({"prompt": "a", "completion": "b"}, [[user("a")]]),
     "text": ({"text": "a"}, [[user("a")]]),
+    "text and code": ({"text": "a", "code": "b", "test_list": ["c"]}, [[user("a")]]),
     "a bare string": ("a", [[user("a")]]),
     "columns that are not filled": ({"messages": None, "question": None, "prompt": "a"}, [[user("a")]]),
 }
@@ -116,7 +120,7 @@ def write(path: Path) -> Path:
             datasets.Dataset.from_list([{"id": None, **row} for row in ROWS]).to_parquet(file)
         return path
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    texts = {".jsonl": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS)}
+    texts = {".jsonl": lines, ".ndjson": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS)}
     pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
     path.write_bytes(pack(texts[next(s for s in path.suffixes if s in texts)].encode()))
     return path
@@ -194,12 +198,52 @@ def test_a_file_is_read_without_network_and_cache(tmp_path: Path, monkeypatch: p
     assert asked == []
 
 
-def test_a_file_without_datasets_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_parquet_and_datasets_need_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = write(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"reading \S*a.jsonl needs datasets: pip install 'dflash-toolkit\[train\]'$"):
-        list(Source(str(write(tmp_path / "a.jsonl"))).read())
-    with pytest.raises(UserError, match=r"reading some/set needs datasets: .*, or give --data FILE$"):
+    for name in ("a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json", "a.txt"):
+        source = Source(str(write(tmp_path / name)))
+        assert [c.asked for c in source.read()] == [p.messages[0]["content"] for p in read_prompts(source)]
+    with pytest.raises(UserError, match=r"reading \S*a.parquet needs datasets: pip install 'dflash-toolkit\[train\]'$"):
+        list(Source(str(parquet)).read())
+    with pytest.raises(UserError, match=r"reading some/set needs datasets: .*, or give a file$"):
         list(Source("some/set").read())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.json.gz", "a.txt", "a.parquet"])
+def test_training_and_evaluation_read_what_dflash_data_reads(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name)
+    (found,) = read_prompt_sets([f"chat={path}"]).values()
+    assert [prompt.messages for prompt in found] == [(user("first"),), (user("second"),)]
+    (found,) = read_prompt_sets([f"chat={path}[1:]"], limit=1).values()
+    assert [prompt.messages for prompt in found] == [(user("second"),)]
+    assert [c.asked for c in Source(f"{path}[1:9]").read()] == ["second"]
+    with pytest.raises(UserError, match="no such rows; the range begins with row 2"):
+        list(Source(f"{path}[2:]").read())
+
+
+def test_a_name_and_a_range_are_read_unless_they_are_part_of_a_files_name(tmp_path: Path) -> None:
+    for name in ("gsm8k=a.jsonl", "a.jsonl[0:1]", "a.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"question": f"{name} {i}"}) + "\n" for i in range(3)))
+    found = list(Source(str(tmp_path / "gsm8k=a.jsonl")).read())
+    assert [c.asked for c in found] == [f"gsm8k=a.jsonl {i}" for i in range(3)]
+    found = list(Source(str(tmp_path / "a.jsonl[0:1]")).read())
+    assert [c.asked for c in found] == [f"a.jsonl[0:1] {i}" for i in range(3)]
+    found = list(Source(f"gsm8k={tmp_path / 'a.jsonl'}[1:2]").read())
+    assert [c.asked.splitlines()[0] for c in found] == ["a.jsonl 1"] and "step by step" in found[0].asked
+    plain = Source(str(tmp_path / "a.jsonl")).digest("train")
+    others = [f"{tmp_path / 'a.jsonl'}[1:2]", f"gsm8k={tmp_path / 'a.jsonl'}", f"{tmp_path / 'a.jsonl'}[1:]"]
+    assert len({plain, *(Source(name).digest("train") for name in others)}) == 4
+    assert Source(f"shop={tmp_path / 'a.jsonl'}").digest("train") == plain
+    with pytest.raises(UserError, match="no such rows"):
+        Source(f"{tmp_path / 'a.jsonl'}[2:2]")
+
+
+def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
+    first = json.dumps({"prompt": "first"}) + "\n"
+    (tmp_path / "a.jsonl").write_bytes(first.encode() + b"x" * 1_000_000 + b"\n\xff")
+    source = Source(str(tmp_path / "a.jsonl")).read()
+    assert isinstance(next(source), Conversation), "what stands behind is broken, and not read yet"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +294,10 @@ def test_a_dataset_is_streamed_in_an_order_that_the_seed_fixes(tmp_path: Path) -
         return [c.asked for c in source.read("train", shuffle, seed) if isinstance(c, Conversation)]
 
     assert read(0) == [str(i) for i in range(30)]
+    (found,) = read_prompt_sets([f"shop={tmp_path / 'set'}[3:9]"], limit=4).values()
+    assert [prompt.messages[0]["content"] for prompt in found] == ["3", "4", "5", "6"]
+    part = Source(f"{tmp_path / 'set'}[3:5]").read("train", 100, 1)
+    assert [c.asked for c in part] == ["3", "4"], "a range means the rows in their order"
     assert read(100, 1) == read(100, 1) != read(100, 2)
     assert sorted(read(100, 1)) == sorted(read(0)) != read(100, 1)
     assert source.digest("train") != source.digest("test")

@@ -311,7 +311,7 @@ def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, m
     [
         (["--drafter", "/no/such/drafter"], "no such directory"),
         (["--target", "/no/such/target"], "no such directory"),
-        (["--prompts", "chat"], "expected NAME=FILE"),
+        (["--prompts", "chat"], "expected NAME=SOURCE"),
         (["--prompts", "a=x.jsonl", "a=y.jsonl"], "'a' is used twice"),
         (["--prompts", "chat=/no/such/file"], "cannot be read"),
         (["--limit", "0"], "limit is 0"),

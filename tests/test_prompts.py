@@ -15,17 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
-from dflash_toolkit.conversations import REASONING
-from dflash_toolkit.prompts import (
-    Message,
-    encode_chat,
-    file_hash,
-    parse_prompt_sets,
-    read_prompt_sets,
-    read_prompts,
-    split_messages,
-    template_hash,
-)
+from dflash_toolkit.conversations import FORM_CHOICES, Conversation, Message, split_messages
+from dflash_toolkit.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, template_hash
+from dflash_toolkit.sources import Malformed, Source, file_hash
 
 
 def user(text: str) -> Message:
@@ -60,7 +52,16 @@ SHAPES = {
     "messages without an answer": ({"messages": [user("Hi")]}, [user("Hi")], None),
     "messages with other keys": ({"messages": [user("Hi") | {"name": "Ann"}]}, [user("Hi")], None),
     "turns": ({"turns": [" First \n", "Second"]}, [user("First")], None),
-    "question": ({"question": " 1 + 1? "}, [user(f"1 + 1?\n{REASONING}")], None),
+    "question": ({"question": " 1 + 1? "}, [user(" 1 + 1? ")], None),
+    "gsm8k": ({"question": "1 + 1?", "answer": "Two. #### 2"}, [user("1 + 1?")], "Two. #### 2"),
+    "math500": ({"problem": "1 + 1?", "solution": "It is 2.", "answer": "2"}, [user("1 + 1?")], "It is 2."),
+    "an answer that is no text": ({"question": "1 + 1?", "answer": 2, "choices": ["2", "3"]}, [user("1 + 1?")], None),
+    "a solution that is empty": ({"problem": "1 + 1?", "solution": " ", "answer": "2"}, [user("1 + 1?")], "2"),
+    "humaneval": ({"prompt": "def f():", "entry_point": "f"}, [user("def f():")], None),
+    "mbpp": ({"text": "Write f.", "code": "def f(): 1", "test_list": ["f()"]}, [user("Write f.")], "def f(): 1"),
+    "prompt and completion": ({"prompt": "Say hi", "completion": "hi", "code": "x"}, [user("Say hi")], "hi"),
+    "preferences": ({"prompt": "Say hi", "chosen": "hi", "rejected": "ho"}, [user("Say hi")], None),
+    "alpaca": ({"instruction": "Add", "input": "1", "output": "2", "text": "### Add 1: 2"}, [user("Add\n1")], "2"),
     "prompt": ({"prompt": "Say hi\n"}, [user("Say hi\n")], None),
     "prompt with a response": ({"prompt": "Say hi", "response": "hi"}, [user("Say hi")], "hi"),
     "text": ({"text": "Write f."}, [user("Write f.")], None),
@@ -93,16 +94,76 @@ def test_every_shape_of_row_becomes_messages(
     assert prompt.answer == answer
 
 
-def test_a_humaneval_row_asks_for_a_solution_of_its_function(write: Callable[..., Path]) -> None:
-    code = 'def f(x):\n    """{x} and {prompt} stay as they are."""\n'
-    (prompt,) = read_prompts(write({"prompt": code, "entry_point": "f", "task_id": "HumanEval/0"}))
-    assert prompt.id == "HumanEval/0"
-    assert f"```python\n{code.strip()}\n```" in prompt.messages[0]["content"]
+CODE = 'def f(x):\n    """{x} and {prompt} stay as they are."""\n'
+# what dflash-eval's figures were measured with, letter for letter
+STEPS = "Please reason step by step, and put your final answer within \\boxed{}."
+SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\nCODE\n```"
+TESTED = "Write f.\nYour code should pass this test:\nassert f(1)"
+FORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "gsm8k": ({"question": " 1 + 1? ", "answer": "2"}, f"1 + 1?\n{STEPS}"),
+    "math500": ({"problem": "1 + 1?", "solution": "It is 2.", "answer": "2"}, f"1 + 1?\n{STEPS}"),
+    "math": ({"problem": "1 + 1?"}, f"1 + 1?\n{STEPS}"),
+    "aime": ({"question": "1 + 1?", "answer": 2}, f"1 + 1?\n{STEPS}"),
+    "humaneval": ({"prompt": CODE, "entry_point": "f", "task_id": "HumanEval/0"}, SOLVE.replace("CODE", CODE[:-1])),
+    "mbpp": ({"text": "Write f.", "test_list": ["assert f(1)", "assert f(2)"]}, TESTED),
+    "mt_bench": ({"turns": [" First \n", "Second"]}, "First"),
+}
 
 
-def test_an_mbpp_row_shows_its_first_test(write: Callable[..., Path]) -> None:
-    (prompt,) = read_prompts(write({"text": "Write f.", "test_list": ["assert f(1)", "assert f(2)"]}))
-    assert prompt.messages[0]["content"] == "Write f.\nYour code should pass this test:\nassert f(1)"
+@pytest.mark.parametrize("form", FORMED)
+def test_a_benchmark_is_asked_in_its_form_only_by_its_name_or_by_request(
+    form: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, expected = FORMED[form]
+    path = write(row, row)
+
+    def ask(item: str, **options: Any) -> str:
+        (found,) = read_prompt_sets([item], **options).values()
+        assert len(found) == 2 and found[0].messages == found[1].messages
+        return found[0].messages[0]["content"]
+
+    assert ask(f"{form}={path}") == expected
+    assert f"{form}: asked in the form of the benchmark {form}\n" == capsys.readouterr().err
+    assert ask(f"shop={path}", form=form) == expected
+    (again, _) = Source(f"{form}={path}[0:2]").read()
+    assert isinstance(again, Conversation) and again.turns[0] == (user(expected),)
+    plain = next(str(row[key]) for key in ("question", "problem", "prompt", "text", "turns") if key in row)
+    plain = "First" if form == "mt_bench" else plain
+    for found in (ask(f"{form}={path}", form="none"), ask(f"shop={path}"), ask(f"{form}_2={path}")):
+        assert found == plain
+    said = capsys.readouterr().err
+    assert f"{form}_2: no benchmark form is applied to the name '{form}_2'; {form}={path} applies that one\n" in said
+    if form != "mt_bench":
+        assert said.count("shop: asked as its rows are; ") == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "needed"),
+    [
+        ("gsm8k", {"prompt": "a"}, "question or problem"),
+        ("humaneval", {"text": "a"}, "prompt"),
+        ("humaneval", {"prompt": [user("a")]}, "prompt"),
+        ("mbpp", {"text": "a"}, "text or prompt and a test_list"),
+        ("mbpp", {"text": "a", "test_list": []}, "text or prompt and a test_list"),
+        ("mt_bench", {"turns": []}, "turns"),
+        ("math500", {"problem": 3}, "question or problem"),
+    ],
+)
+def test_a_row_that_does_not_fit_the_form_is_named(
+    form: str, row: dict[str, Any], needed: str, write: Callable[..., Path]
+) -> None:
+    path = write(FORMED[form][0], row)
+    message = f"the form {form} needs {needed} in each row; form none reads rows as they are"
+    with pytest.raises(UserError) as caught:
+        read_prompts(f"{form}={path}")
+    assert str(caught.value) == f"{path}, line 2: {message}"
+    _, odd = Source(str(path), form).read()
+    assert odd == Malformed("prompts.jsonl, line 2", message)
+
+
+def test_no_such_form_is_told(write: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="form 'gsm8': no such form; there are auto, gsm8k, math500"):
+        read_prompts(write({"prompt": "a"}), form="gsm8")
 
 
 def test_a_row_is_named_by_its_id_or_task_id_or_its_file_and_line(write: Callable[..., Path]) -> None:
@@ -145,10 +206,10 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert len(read_prompts(tmp_path / "p.jsonl")) == 1
 
 
-def test_a_file_that_is_missing_a_directory_or_no_text_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    for name, reason in (("nothing.jsonl", "No such file"), (".", "directory"), ("binary", "decode")):
-        with pytest.raises(UserError, match=rf"cannot be read \(.*{reason}") as caught:
+    for name, reason in (("nothing.jsonl", "no such file"), ("nothing", "no such file"), ("binary", "cannot be read")):
+        with pytest.raises(UserError, match=reason) as caught:
             read_prompts(tmp_path / name)
         assert str(caught.value).startswith(f"{tmp_path / name}: ")
 
@@ -188,9 +249,9 @@ def test_rows_behind_the_limit_are_not_read(write: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        (["FILE"], "'FILE': expected NAME=FILE or"),
-        (["=FILE"], "'=FILE': expected NAME=FILE or"),
-        (["a="], "'a=': expected NAME=FILE or"),
+        (["FILE"], "'FILE': expected NAME=SOURCE or"),
+        (["=FILE"], "'=FILE': expected NAME=SOURCE or"),
+        (["a="], "'a=': expected NAME=SOURCE or"),
         (["a=FILE", "a=OTHER"], "'a=OTHER': the name 'a' is used twice"),
         (["a=FILE[2:2]"], "no such rows"),
         (["a=FILE[:0]"], "no such rows"),
@@ -204,7 +265,7 @@ def test_items_that_name_no_set_are_told(items: list[str], message: str) -> None
 
 
 def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match="no such rows; the set 'a' begins with row 1"):
+    with pytest.raises(UserError, match="no such rows; the range begins with row 1"):
         read_prompt_sets([f"a={write({'prompt': 'x'})}[1:]"])
 
 
@@ -216,14 +277,13 @@ def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -
     [
         ("{half", "not valid JSON"),
         ("[1]", "expected a JSON object, got list"),
-        ({"answer": "a"}, "none of messages, conversations, turns, question, prompt, text, "),
+        ({"answer": "a"}, "none of messages, conversations, turns, question, prompt, problem, instruction, text, "),
         ({"prompt": None}, "none of messages"),
         ({"prompt": 5}, "malformed row"),
         ({"text": 5}, "malformed row"),
         ({"question": 5}, "malformed row"),
         ({"instruction": 5}, "malformed row"),
         ({"instruction": "a", "input": 4}, "malformed row"),
-        ({"text": "a", "test_list": 5}, "malformed row"),
         ({"prompt": "a", "response": 7}, "malformed row"),
         ({"turns": []}, "malformed row"),
         ({"turns": "abc"}, "malformed row"),
@@ -264,18 +324,21 @@ JSON = st.recursive(
     max_leaves=5,
 )
 KEYS = [
+    "problem", "answer", "solution", "completion", "code",
     "messages", "turns", "question", "prompt", "entry_point", "text", "test_list", "instruction", "input",
     "output", "response", "id", "conversations", "system", "tools", "query",
 ]  # fmt: skip
 
 
-@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), form=st.sampled_from(FORM_CHOICES))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_any_row_is_a_prompt_or_a_user_error(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_row_is_a_prompt_or_a_user_error(
+    row: dict[str, Any], form: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "row.jsonl"
     path.write_text(json.dumps(row))
     try:
-        (prompt,) = read_prompts(path)
+        (prompt,) = read_prompts(path, form=form)
     except UserError:
         return
     assert prompt.messages and all(isinstance(m["content"], str) for m in prompt.messages)

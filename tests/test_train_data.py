@@ -144,6 +144,38 @@ def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig
     assert len(training(lenient, tmp_path / "w")) == 14
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.txt", "a.parquet"])
+def test_every_kind_of_file_is_read(name: str, config: TrainConfig, tmp_path: Path) -> None:
+    config = replace(config, prompts=DataKnobs(held_out=0, max_length=64))
+    asked = [f"ask {i}" for i in range(20)]
+    if name == "a.parquet":
+        datasets = pytest.importorskip("datasets")
+        with (tmp_path / name).open("wb") as file:
+            datasets.Dataset.from_list([{"prompt": each} for each in asked]).to_parquet(file)
+    else:
+        (tmp_path / name).write_text(json.dumps(asked) if name == "a.json" else "\n".join(asked))
+    assert training(replace(config, data=(str(tmp_path / name),)), tmp_path / "w") == [chat(i) for i in range(20)]
+
+
+def test_a_benchmark_form_is_applied_to_training_and_held_out_prompts_by_name_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": f"ask {i}", "answer": f"say {i}"}) + "\n" for i in range(4)))
+
+    def read(name: str, form: str = "auto") -> tuple[list[str], str]:
+        knobs = DataKnobs(max_length=512, form=form)
+        files = (f"{name}{path}[:2]",), (f"{name}{path}[2:]",)
+        config = TrainConfig(target="tiny", data=files[0], held_out=files[1], prompts=knobs)
+        mine, apart = prompts_of(config, words, tmp_path / "w")
+        return [words.decode(ids) for ids in (*mine, *apart)], data_digest(config)
+
+    words = make_tokenizer()
+    plain, digest = read("")
+    assert plain == [words.decode(list(chat(i))) for i in range(4)] == read("shop=")[0] == read("gsm8k=", "none")[0]
+    formed, other = read("gsm8k=")
+    assert all("step by step" in text for text in formed) and formed == read("", "gsm8k")[0]
+    assert digest == read("shop=")[1] != other, "another form is another run"
+
+
 def test_the_digest_follows_the_contents_of_the_data(config: TrainConfig) -> None:
     before = data_digest(config)
     assert before == data_digest(config)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.conversations import Conversation
+from dflash_toolkit.conversations import BY_NAME, Conversation
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sources import Malformed, Source
 
@@ -34,6 +34,7 @@ class Wanted:
     draw: bool = False  # `most` of all there are, by the seed; else the first
     seed: int = 0
     split: str = "train"
+    form: str = BY_NAME  # of a benchmark
     shuffle: int = 0  # rows of a dataset that are held to draw the next from
     recorded: bool = False  # keep the recorded answers too
 
@@ -107,7 +108,7 @@ def chosen(path: Path) -> Iterator[Chosen]:
 def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
     """Every conversation of the sources as it is written down."""
     for place, name in enumerate(wanted.names):
-        source = Source(name)
+        source = Source(name, wanted.form)
         for found in source.read(wanted.split, wanted.shuffle, wanted.seed):
             if isinstance(found, Malformed):
                 if source.is_file and wanted.strict:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_toolkit.config import UserError, from_mapping, group, knob
+from dflash_toolkit.conversations import BY_NAME, FORM_CHOICES
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.threads import HELP, check_threads
 
@@ -44,7 +45,10 @@ class DataKnobs:
     """Where prompts come from when no files are given, and how much of them is used."""
 
     dataset: str = knob("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
-    split: str = knob("train", "its split")
+    split: str = knob("train", "of datasets")
+    form: str = knob(
+        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
+    )
     max_prompts: int = knob(100_000, "prompts to use, drawn from all sources; 0 is all")
     held_out: int = knob(64, "prompts kept out of training to measure acceptance on")
     max_length: int = knob(3072, "tokens of prompt and answers together; longer rows are cut")
@@ -270,7 +274,9 @@ class TrainConfig:
 
     target: str = knob(help="Hugging Face id or directory of the model to speed up")
     data: tuple[str, ...] = knob(
-        (), "sources: JSONL, JSON, Parquet or text files, or datasets as NAME or NAME:SUBSET (default: prompts.dataset)"
+        (),
+        "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
+        "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
     )
     answer_files: tuple[str, ...] = knob((), "answers of dflash-data, trained on as they are", flag="answers")
     trust_answers: bool = knob(

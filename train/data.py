@@ -73,7 +73,7 @@ def data_digest(config: TrainConfig) -> str:
     """Of everything that a run reads: the contents of files, the names of datasets. Raises UserError."""
     split = config.prompts.split
     names = config.data or (() if config.answer_files else (config.prompts.dataset,))
-    parts = [[Source(name).digest(split) for name in group] for group in (names, config.held_out)]
+    parts = [[Source(name, config.prompts.form).digest(split) for name in group] for group in (names, config.held_out)]
     parts.append([file_hash([path]) for path in config.answer_files])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -95,7 +95,7 @@ def choose_prompts(reading: Reading, work: Path) -> PromptData:
     before = work / "all.jsonl"
     wanted = Wanted(
         names=names, similarity=knobs.similarity, strict=knobs.strict, most=knobs.max_prompts, draw=True,
-        seed=config.run.seed, split=knobs.split, recorded=not config.answers.regenerate,
+        seed=config.run.seed, split=knobs.split, form=knobs.form, recorded=not config.answers.regenerate,
     )  # fmt: skip
     try:
         counts = choose(wanted, before, duplicates)
@@ -127,20 +127,19 @@ def _of_files(reading: Reading, thinking: bool | None, duplicates: Duplicates) -
     """The first questions of the files of held-out prompts; what they ask is remembered in `duplicates`."""
     config, held_out, dropped = reading.config, [], Counter[str]()
     for name in config.held_out:
-        source, tried = Source(name), 0
+        source = Source(name, config.prompts.form)
         for found in source.read(config.prompts.split, 0, config.run.seed):
             if isinstance(found, Malformed):
                 if source.is_file and config.prompts.strict:
                     raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
                 dropped["malformed"] += 1
                 continue
-            tried += 1
             duplicates.seen(found.asked, under=found.instructions)
             ids, reason = _rendered(reading, found, thinking)
             if reason:
                 dropped[reason] += 1
             else:
-                held_out.append(HeldOutPrompt(ids, Source(name).short))
+                held_out.append(HeldOutPrompt(ids, source.short))
     if dropped:
         reading.say(f"dropped held-out prompts: {reasons(dropped, reading.limit)}")
     if config.held_out and not held_out:

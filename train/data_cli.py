@@ -14,6 +14,7 @@ from typing import Any
 
 from dflash_toolkit.checkpoint import check_fits, locate, read_config
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
+from dflash_toolkit.conversations import BY_NAME, FORM_CHOICES
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.prompts import encode_chat, template_hash
 from dflash_toolkit.sources import Source
@@ -56,6 +57,9 @@ class PromptKnobs:
     max_length: int = knob(3072, "tokens of prompt and answers together")
     similarity: float = knob(
         0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
+    )
+    form: str = knob(
+        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
     )
     strict: bool = knob(True, "a malformed row of a file ends the run; false skips and counts it, as in datasets")
 
@@ -103,7 +107,10 @@ class DataConfig:
     """One run of `dflash-data`."""
 
     target: str = knob(help="Hugging Face id or directory of the model that answers")
-    data: tuple[str, ...] = knob(help="sources: JSONL, JSON, Parquet or text files, or datasets as NAME or NAME:SUBSET")
+    data: tuple[str, ...] = knob(
+        help="sources: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes its rows "
+        "a..b-1, and gsm8k=SOURCE asks as that benchmark does"
+    )
     output: str = knob(help="FILE.jsonl for the answers; what it holds already is not answered again")
     endpoint: tuple[str, ...] = knob((), "ask OpenAI-compatible servers of the target instead of loading it")
     runtime: str = knob(
@@ -156,7 +163,7 @@ def run(config: DataConfig) -> None:
     use_threads(config.threads)
     output = Path(config.output)
     own = {path.resolve() for path in (output, _prompts_file(output), _record_file(output))}
-    if clash := next((name for name in config.data if Path(name).resolve() in own), None):
+    if clash := next((name for name in config.data if Path(Source(name).place).resolve() in own), None):
         raise UserError(f"data {clash} is a file that this run would write; choose another --output")
     target_config = load_config(config.target)
     tokenizer = load_tokenizer(config.target)
@@ -169,7 +176,7 @@ def run(config: DataConfig) -> None:
         "template_hash": template_hash(tokenizer),
         "prompts": to_mapping(config.prompts) | {"max_length": length},
         "sampler": to_mapping(config.sampler),
-        "data": {name: Source(name).digest(config.prompts.split) for name in config.data},
+        "data": {name: Source(name, config.prompts.form).digest(config.prompts.split) for name in config.data},
     }
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -278,7 +285,7 @@ def _choose(config: DataConfig, path: Path) -> None:
     knobs = config.prompts
     wanted = Wanted(
         names=config.data, similarity=knobs.similarity, strict=knobs.strict, most=knobs.max_prompts,
-        seed=config.sampler.seed, split=knobs.split, shuffle=knobs.shuffle,
+        seed=config.sampler.seed, split=knobs.split, shuffle=knobs.shuffle, form=knobs.form,
     )  # fmt: skip
     counts = choose(wanted, path, Duplicates(knobs.similarity))
     print(f"{counts['prompts']} prompts; left out: {left_out(counts)}", file=sys.stderr)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
+from ..conversations import BY_NAME, FORM_CHOICES
 from ..files import write_json
 from ..progress import Progress
 from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
@@ -60,10 +61,14 @@ class DoctorConfig:
     drafter: str = knob(help="the drafter: Hugging Face id or directory")
     prompts: tuple[str, ...] = knob(
         (),
-        "prompt sets, each as NAME=FILE (JSONL, also .gz and .xz); FILE[a:b] takes its rows a..b-1; best like those "
-        "served (default: 8 general ones)",
+        "prompt sets, each as NAME=SOURCE: JSONL, JSON, Parquet or text, or a dataset as DATASET[:SUBSET]; "
+        "SOURCE[a:b] takes its rows a..b-1; best like those served (default: 8 general ones)",
         named=True,
     )
+    form: str = knob(
+        BY_NAME, "ask all sets as this benchmark does; auto: each by its name; none: rows as they are", FORM_CHOICES
+    )
+    split: str = knob("test", "of datasets, whose rows are taken in their order")
     output: str | None = knob(None, "also write everything to this JSON file")
     limit: int = knob(8, "use the first LIMIT prompts of each set")
     max_new_tokens: int = knob(128, "longest answer, in tokens")
@@ -78,7 +83,7 @@ class DoctorConfig:
         if self.max_new_tokens < 8:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 8")
         check_threads(self.threads)
-        parse_prompt_sets(self.prompts)  # raises for another form
+        parse_prompt_sets(self.prompts, self.form)  # raises for another form
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,7 +171,7 @@ def _prompts(config: DoctorConfig) -> list[Prompt]:
     if not config.prompts:
         texts = BUILT_IN[: config.limit]
         return [Prompt(f"built-in/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(texts, 1)]
-    sets = read_prompt_sets(config.prompts, config.limit)
+    sets = read_prompt_sets(config.prompts, config.limit, form=config.form, split=config.split)
     return [prompt for prompts in sets.values() for prompt in prompts]
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
+from ..conversations import BY_NAME, FORM_CHOICES
 from ..files import locked
-from ..prompts import Prompt, encode_chat, file_hash, parse_prompt_sets, read_prompt_sets
+from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..runtime.options import DRAFT_DTYPES
 from ..runtime.readahead import read_ahead
 from ..sampling import SamplingParams
@@ -31,8 +32,14 @@ class EvalConfig:
     target: str = knob(help="the target: Hugging Face id or directory")
     drafter: str = knob(help="the drafter: Hugging Face id or directory")
     prompts: tuple[str, ...] = knob(
-        help="prompt sets, each as NAME=FILE (JSONL, also .gz and .xz); FILE[a:b] takes its rows a..b-1", named=True
+        help="prompt sets, each as NAME=SOURCE: JSONL, JSON, Parquet or text, or a dataset as DATASET[:SUBSET]; "
+        "SOURCE[a:b] takes its rows a..b-1",
+        named=True,
     )
+    form: str = knob(
+        BY_NAME, "ask all sets as this benchmark does; auto: each by its name; none: rows as they are", FORM_CHOICES
+    )
+    split: str = knob("test", "of datasets, whose rows are taken in their order")
     output: str = knob("report", "directory for the report")
     runtime: str = knob(
         "engine", "engine: what dflash-serve runs; reference: Hugging Face modules, slow", ("engine", "reference")
@@ -58,11 +65,11 @@ class EvalConfig:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; it must be >= 1")
         if not self.prompts:
-            raise ValueError("prompts is empty; give at least one NAME=FILE")
+            raise ValueError("prompts is empty; give at least one NAME=SOURCE")
         if self.runtime == "reference" and self.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft_dtype!r}; only --runtime engine can draft in it")
         check_threads(self.threads)
-        parse_prompt_sets(self.prompts)  # raises for another form
+        parse_prompt_sets(self.prompts, self.form)  # raises for another form
         _ = self.sampling  # raises for a value outside its range
 
     @property
@@ -85,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: EvalConfig) -> None:
     read_ahead(config.drafter, config.target)
     # what can be wrong is looked at before the target's weights, which take longest
-    prompts = read_prompt_sets(config.prompts, config.limit)
-    hashes = {each.name: file_hash([each.file]) for each in parse_prompt_sets(config.prompts)}
+    prompts = read_prompt_sets(config.prompts, config.limit, form=config.form, split=config.split)
+    hashes = {each.name: each.source.contents(config.split) for each in parse_prompt_sets(config.prompts)}
     # not above: this imports torch and transformers, seconds in which the disk is to read already
     import transformers
 
