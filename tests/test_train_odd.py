@@ -64,7 +64,7 @@ def test_machines_that_share_no_directory_are_told(target_dir: Path, data: str, 
     processes = []
     for rank in (0, 1):
         arguments = command(target_dir, data, tmp_path / f"run{rank}", "optim.optimizer=adamw")
-        processes.append(CONTEXT.Process(target=_one, args=(rank, 2, port, arguments, log, 0)))
+        processes.append(CONTEXT.Process(target=_one, args=(rank, 2, port, arguments, log, 0, None)))
         processes[-1].start()
     assert ended(processes) == [2, 2], log.read_text()
     errors = [line for line in log.read_text().splitlines() if "Error" in line or line.startswith("error:")]
