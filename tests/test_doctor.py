@@ -19,8 +19,9 @@ from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_draft
 from dflash_toolkit.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
+from dflash_toolkit.fingerprint import model_digest
 from dflash_toolkit.prompts import encode_chat, template_hash
-from dflash_toolkit.record import RECORD_KEY
+from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.speculators import save_speculators
 from train.answers import Row
 from train.blocks import Blocks
@@ -194,6 +195,24 @@ def test_a_broken_checkpoint_is_called_by_its_fault_and_by_no_other(clinic: Clin
     faults = clinic.examine(break_it=break_it)["fault"]
     assert [fault["check"] for fault in faults] == [check]
     assert remedy in faults[0]["remedy"]
+
+
+def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clinic: Clinic) -> None:
+    target, note = Target.load(clinic.target, "cpu"), {RECORD_KEY: {}}
+    note[RECORD_KEY] = export_record(load_drafter(str(clinic.healthy)), target)
+
+    def recorded(digest: str | None) -> Callable[[Path], None]:
+        def change(path: Path) -> None:
+            values = json.loads((path / "config.json").read_text())
+            values[PROVENANCE_KEY] |= note | {"target_digest": digest}
+            (path / "config.json").write_text(json.dumps(values))
+
+        return change
+
+    found = clinic.examine(break_it=recorded(model_digest(clinic.target)))
+    assert (found["fault"], found["warning"]) == ([], [])
+    found = clinic.examine(break_it=recorded("0" * 64))
+    assert not found["fault"] and [finding["check"] for finding in found["warning"]] == ["target"]
 
 
 def test_two_mistakes_are_both_found(clinic: Clinic) -> None:

@@ -1,5 +1,6 @@
 """dflash-doctor: why is this drafter accepted badly, and what to do."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ import transformers
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
 from ..conversations import BY_NAME, FORM_CHOICES
 from ..files import write_json
+from ..fingerprint import model_digest
 from ..progress import Progress
 from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
@@ -115,11 +117,20 @@ def examine(config: DoctorConfig) -> list[Finding]:
     target_config = load_config(config.target)
     tokenizer = load_tokenizer(config.target)
     case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
-    return judge(case, prompts, lambda: Target.load(config.target, config.device, config.dtype), config.max_new_tokens)
+    # reading all weights takes its time, though only once: not where there is nothing to compare with
+    digest = model_digest(config.target) if case.record and case.provenance.get("target_digest") else None
+    load = functools.partial(Target.load, config.target, config.device, config.dtype)
+    return judge(case, prompts, load, config.max_new_tokens, digest)
 
 
-def judge(case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_new_tokens: int) -> list[Finding]:
-    """Every check of one drafter; the target is loaded where it comes to measuring. Raises UserError as `examine`."""
+def judge(
+    case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_new_tokens: int, digest: str | None = None
+) -> list[Finding]:
+    """Every check of one drafter; the target is loaded where it comes to measuring. Raises UserError as `examine`.
+
+    Args:
+        digest: of the target's weights, where it is known.
+    """
     findings = [finding for check in FILE_CHECKS for finding in check(case)]
     damaged = has_fault([f for f in findings if f.check in ("tensors", "weights")])
     exported = compare(case)
@@ -129,7 +140,7 @@ def judge(case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max
         return findings
 
     target = load()
-    about_target, target_same = compare_target(case, target)
+    about_target, target_same = compare_target(case, target, digest)
     findings += about_target
     drafter = case.drafter()
     here = Setting.of(drafter)

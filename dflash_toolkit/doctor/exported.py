@@ -299,8 +299,12 @@ def _computes(case: Case, record: dict[str, Any], found: Exported) -> bool:
 # ---- the target ------------------------------------------------------------------------------------------------
 
 
-def compare_target(case: Case, target: Target) -> tuple[list[Finding], bool]:
-    """Does the target compute of the fixed tokens what it did at export? Also whether it surely does."""
+def compare_target(case: Case, target: Target, digest: str | None = None) -> tuple[list[Finding], bool]:
+    """Does the target compute of the fixed tokens what it did at export? Also whether it surely does.
+
+    Args:
+        digest: of all of its weights (`fingerprint.model_digest`), where that is known.
+    """
     record = case.record
     if record is None:
         return [], False
@@ -313,7 +317,13 @@ def compare_target(case: Case, target: Target) -> tuple[list[Finding], bool]:
     tolerance = ROUNDED if sixteen else EXACT
     places = {place: round(distance(now["places"].get(place, ()), there), 5) for place, there in then["places"].items()}
     figures = {"distance": places, "tolerance": tolerance, "dtype": then["dtype"], "device": then["device"]}
+    recorded = case.provenance.get("target_digest")
+    figures |= {"digest": digest, "recorded_digest": recorded}
     departed = _departure(now["places"], then["places"], tolerance)
+    if departed is None and None not in (digest, recorded) and digest != recorded:
+        words = "its weights are not those of training (another digest), though it computes nearly the same"
+        remedy = "a light fine-tune or another quantisation, perhaps: use the weights of training to be sure"
+        return [Finding("target", "warning", words, remedy, figures)], False
     if departed is None:
         words = f"computes what it did at export, within {max(places.values()):.2g} of {tolerance}"
         return [Finding("target", "ok", words, figures=figures)], True
