@@ -226,7 +226,7 @@ class RunKnobs:
         "scale a token",
         choices=("auto", "bfloat16", "float8"),
     )
-    feature_gpu_share: float = knob(0.4, "share of a GPU's free memory that features may take")
+    feature_gpu_share: float = knob(0.9, "share of a GPU's memory that is free beside a training step, for features")
     feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take, of a machine for all processes")
     fsdp: bool = knob(False, "shard weights, gradients and the optimiser over the processes with torch's FSDP2")
     fsdp_reshard_after_forward: bool = knob(

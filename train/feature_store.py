@@ -93,6 +93,10 @@ class MemoryStore:
         """Bytes left on the device and in host memory."""
         return self._device_room, self._host_room
 
+    def give(self, device_room: int) -> None:
+        """So many bytes of the device from now on, beside what is kept there."""
+        self._device_room = device_room
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._kept
 

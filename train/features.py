@@ -5,6 +5,7 @@ any step, wherever its features are kept, sees bit-identical numbers. On a GPU r
 other, each seeing itself alone.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from .answers import Row
 from .blocks import PADDING, TILE, Features
 from .config import TrainConfig
 from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored, row_key
+from .memory import enough_memory, memory_use, room_behind_step
 from .parallel import Processes
 from .schedule import packing
 from .step import use_flex
@@ -73,6 +75,7 @@ class FeatureSource:
         self._several = target.device.type == "cuda"  # rows in one forward
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[bytes, Future[Stored]] = {}
+        self._put_off: Callable[[int, Progress | None], None] | None = None
 
     @property
     def width(self) -> int:
@@ -83,6 +86,29 @@ class FeatureSource:
         """What keeping `rows` takes."""
         a_token = self.width * self._dtype.itemsize + (4 if self._dtype == FP8 else 0)
         return a_token * sum(map(self._length, rows))
+
+    def put_off(self, keep: Callable[[int, Progress | None], None]) -> None:
+        """What `settle` has to do."""
+        self._put_off = keep
+
+    @property
+    def waits(self) -> bool:
+        """Whether a measured step is waited for, to see what of a GPU features may take."""
+        return self._put_off is not None
+
+    def settle(self, aside: int, beside: Progress | None = None) -> None:
+        """Take memory and fill it, once a step was measured; every process must call this.
+
+        Args:
+            aside: bytes of the GPU that are kept free for what is no step.
+            beside: the bar of what waits meanwhile.
+
+        Raises:
+            UserError: `run.features=memory`, and there is too little.
+        """
+        keep, self._put_off = self._put_off, None
+        if keep is not None:
+            keep(aside, beside)
 
     def missing(self, rows: Iterable[Row]) -> list[Row]:
         """Those of `rows` that are not kept; of rows with the same tokens the first."""
@@ -131,13 +157,13 @@ class FeatureSource:
             stacked[..., split:] if self._final else None,
         )  # fmt: skip
 
-    def fill(self, rows: Sequence[Row]) -> None:
+    def fill(self, rows: Sequence[Row], beside: Progress | None = None) -> None:
         """Compute and keep what is missing of `rows`. Raises UserError when a disk fails."""
         missing = self.missing(rows)
         if not missing:
             return
         self.store.expect(len(missing))
-        with Progress("features", sum(map(self._length, missing)), unit="tok") as progress:
+        with Progress("features", sum(map(self._length, missing)), unit="tok", beside=beside) as progress:
             for group in self._together(missing):
                 for key, hidden in self._computed(group).items():
                     self.store.add(key, Stored.of(hidden, self._dtype))
@@ -234,12 +260,15 @@ def open_features(
     work: Path,
     mine: Sequence[int] | None = None,
     processes: Processes | None = None,
+    after_step: bool = False,
 ) -> FeatureSource:
     """The source that `config.run.features` asks for, filled where that is done before training.
 
     Args:
         mine: indices of the rows that this process will ask for, and keeps; None is all.
         processes: that train together; each of them must call this.
+        after_step: take a GPU's memory only in `settle`, which is called when a step was measured; without it, a share
+            of what is free now.
 
     Raises:
         UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
@@ -247,7 +276,23 @@ def open_features(
     processes = processes or Processes()
     source = processes.together(_opened, config, target, taps, work, processes)
     own = [rows[i] for i in (range(len(rows)) if mine is None else mine)]
-    _keep(config, source, own, processes)
+    with enough_memory(config):
+        if not (after_step and isinstance(source.store, MemoryStore) and memory_use(target.device)):
+            _keep(config, source, own, processes)
+            return source
+    if config.run.features == "memory":  # more than is free now will not be free then
+        _keep(config, source, own, processes, fill=False)
+    store = source.store
+    store.give(0)
+
+    def keep(aside: int, beside: Progress | None) -> None:
+        use = memory_use(target.device)
+        if use:
+            store.give(room_behind_step(use, config.run.feature_gpu_share, aside))
+        _keep(config, source, own, processes, beside=beside)
+
+    if config.run.features != "online":
+        source.put_off(keep)
     return source
 
 
@@ -273,7 +318,10 @@ def _opened(
     )  # fmt: skip
 
 
-def _keep(config: TrainConfig, source: FeatureSource, own: list[Row], processes: Processes) -> None:
+def _keep(
+    config: TrainConfig, source: FeatureSource, own: list[Row], processes: Processes, fill: bool = True,
+    beside: Progress | None = None,
+) -> None:  # fmt: skip
     """Compute and keep what of this process's `own` rows is kept before training; refuse, or say, what cannot be."""
     run, store = config.run, source.store
     if run.features == "online" or (run.features == "auto" and (config.optim.steps or not store.room[0])):
@@ -298,14 +346,15 @@ def _keep(config: TrainConfig, source: FeatureSource, own: list[Row], processes:
                 f"(run.feature_gpu_share, run.feature_cache_gb); run.feature_dtype=float8 or fewer drafter.taps need "
                 f"less, run.features=disk needs none"
             )
-        source.fill(missing)
+        if fill:
+            source.fill(missing, beside)
     elif all(of_one <= on_device for _, of_one, on_device, _ in shares):
-        source.fill(missing)
+        source.fill(missing, beside)
     elif processes.main:
-        print(
+        say = beside.print if beside else functools.partial(print, file=sys.stderr)
+        say(
             f"features of {count} rows: {needed / GIB:.1f} GiB; {room} hold a part, the rest is computed in every "
-            f"epoch (run.feature_dtype=float8 halves them)",
-            file=sys.stderr,
+            f"epoch (run.feature_dtype=float8 halves them)"
         )
 
 

@@ -30,6 +30,8 @@ from .features import FeatureSource, open_features
 from .flops import drafter_step_flops, visible_pairs
 from .held_out import Evaluation, HeldOut, HeldOutPrompt
 from .losses import RECALL, DraftLoss
+from .memory import begin as begin_peak
+from .memory import enough_memory
 from .metrics import MetricsLog, Speed
 from .parallel import Processes
 from .schedule import Joint, PackedSchedule, Part, Schedule, draws, joined_factor, learning_rate_factor, packing
@@ -268,7 +270,7 @@ def train(
     plan = processes.together(Plan, optim, schedule, group, state, work.parent)
     if source is None:
         taps, mine = drafter.config.target_layer_ids, schedule.rows_of(processes.rank, processes.world)
-        source = open_features(config, target, taps, rows, work, mine, processes)
+        source = open_features(config, target, taps, rows, work, mine, processes, after_step=True)
     learner = make_learner(drafter, config, processes, state, work, bool(tokens))
     step, micro, rate = 0, 0, 0.0
     best: Evaluation | None = None
@@ -380,7 +382,7 @@ def train(
 
     ending = max(1, round(60 * optim.minutes)) if optim.minutes else 0  # seconds; a run that ends by it shows it
     bar = Progress("training s", ending, unit="tok") if ending else Progress("training", plan.steps, unit="tok")
-    with _closing(metrics), contextlib.closing(writer):
+    with _closing(metrics), contextlib.closing(writer), enough_memory(config):
         with bar as progress:
             progress.reach(min(clock.seconds, ending) if ending else step, units=0)
             if processes.main:
@@ -397,6 +399,8 @@ def train(
             if held_out and config.init_from and step == 0:
                 with speed.paused():
                     processes.alone(measure, learner.whole())  # where it starts from, to see what is gained
+            if source.waits:
+                begin_peak(target.device)
             clock.start()
             saved = time.perf_counter()
             share = processes.agree(plan.share(step, clock.seconds))
@@ -433,6 +437,9 @@ def train(
                     if left > 0:
                         tell(once_measured(config, left, clock.pace, evaluations, speed.memory(), processes.world))
 
+                if source.waits:
+                    with clock.paused(), speed.paused():  # the drafter is copied where it is measured and exported
+                        source.settle(2 * sum(p.numel() * 2 for p in drafter.parameters()), progress)
                 with clock.paused(), speed.paused():
                     if held_out and evaluates:
                         processes.alone(measure, learner.whole())

@@ -10,6 +10,7 @@ import copy
 import datetime
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.target import resolve_device
 
 from .config import TrainConfig
+from .memory import OutOfMemory
 from .optimizers import make_optimizer, update_average
 from .state import RunState
 from .step import Run, runner
@@ -84,6 +86,12 @@ class Processes:
         processes = cls(rank, world, own, dist.new_group(backend="gloo", timeout=PATIENCE))
         try:
             yield processes
+        except OutOfMemory as error:
+            if world == 1:
+                raise
+            # of this process alone: the others wait for it, and only the launcher can end them
+            print(f"error: process {rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
         except (UserError, SystemExit):  # of all processes; after another error of this one the others are not there
             processes._leave()
             raise
