@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from dflash_toolkit import UserError
+from dflash_toolkit.config import parse_cli
 from dflash_toolkit.conversations import Conversation, conversation
 from dflash_toolkit.prompts import read_prompt_sets, read_prompts
 from dflash_toolkit.sources import Malformed, Source
+from train.config import TrainConfig
+from train.data_cli import DataConfig
 
 
 def user(text: str) -> dict[str, str]:
@@ -237,6 +240,15 @@ def test_a_name_and_a_range_are_read_unless_they_are_part_of_a_files_name(tmp_pa
     assert Source(f"shop={tmp_path / 'a.jsonl'}").digest("train") == plain
     with pytest.raises(UserError, match="no such rows"):
         Source(f"{tmp_path / 'a.jsonl'}[2:2]")
+
+
+def test_a_named_source_of_the_command_line_is_no_override() -> None:
+    argv = ["--target", "t", "--data", "gsm8k=a.jsonl", "b.jsonl[:3]", "prompts.form=none", "output=o.jsonl"]
+    config = parse_cli(DataConfig, argv, "dflash-data", "")
+    assert (config.data, config.prompts.form, config.output) == (("gsm8k=a.jsonl", "b.jsonl[:3]"), "none", "o.jsonl")
+    assert parse_cli(TrainConfig, argv, "dflash-train", "").data == config.data
+    with pytest.raises(UserError, match=r"prompts.form.*gsm8k, math500"):
+        parse_cli(DataConfig, [*argv, "prompts.form=gsm"], "dflash-data", "")
 
 
 def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, m
         (["--target", "/no/such/target"], "no such directory"),
         (["--prompts", "chat"], "expected NAME=SOURCE"),
         (["--prompts", "a=x.jsonl", "a=y.jsonl"], "'a' is used twice"),
-        (["--prompts", "chat=/no/such/file"], "cannot be read"),
+        (["--prompts", "chat=/no/such/file"], "no such file"),
         (["--limit", "0"], "limit is 0"),
         (["--max-new-tokens", "8", "--limit", "1"], "too short to judge a drafter by"),
         (["--output", "/no/such/folder/report.json"], "there is no directory"),
