@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from .config import UserError
 from .drafter import Drafter, DrafterConfig
+from .network import unreachable
 from .rope import read_rope, tell_of_vllm
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
@@ -199,6 +200,9 @@ def locate(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if unreachable(error):
+            said = f"drafter {name}: no such directory, and the hub cannot be reached; give the directory of a drafter"
+            raise UserError(said) from error
         raise UserError(f"drafter {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
 
 

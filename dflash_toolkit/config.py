@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import io
+import logging
 import math
 import sys
 import types
@@ -289,6 +290,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek ends no run
+    # the hub's client would say each of its tries; what comes of them is one line
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
         return command() or 0
     except UserError as error:

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from .config import UserError
 from .conversations import BY_NAME, FORM_CHOICES, FORMS, Conversation, conversation, likely_form
+from .network import unreachable
 
 UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)  # what reading `open_text` may raise
 LINES = (".jsonl", ".ndjson", ".txt")
@@ -271,6 +272,10 @@ def _numbered(rows: Any, name: str) -> Iterator[Found]:
         except StopIteration:
             return
         except Exception as error:  # the network, or a broken file
+            if unreachable(error):
+                raise UserError(
+                    f"{name}: row {number} cannot be fetched, the hub cannot be reached any more"
+                ) from error
             raise _unreadable(name, error) from error
         yield Found(number, "row", row)
 
@@ -291,6 +296,10 @@ def load_rows(name: str, *args: Any, **options: Any) -> Any:
     except Exception as error:  # the hub client raises a dozen kinds
         if local:
             raise _unreadable(name, error) from error
+        if unreachable(error):
+            raise UserError(
+                f"dataset {name} cannot be loaded without a network, and the hub cannot be reached; give --data FILE"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give a file") from error
 

@@ -26,6 +26,7 @@ from transformers import (
 
 from . import packed
 from .config import UserError
+from .network import unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
@@ -95,6 +96,10 @@ def load_config(name: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:  # transformers checks little of what a file holds, and then trips over it
+        if not os.path.isdir(name) and unreachable(error):
+            raise UserError(
+                f"target {name}: no such directory, and the hub cannot be reached; give the directory of a model"
+            ) from error
         raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
     if config.model_type not in ARCHITECTURES:
         raise UserError(

@@ -20,7 +20,7 @@ SOURCES = sorted(
 
 # A unit is a module of the library or a whole folder. It imports from the levels below its own only.
 LEVELS = [
-    {"benchmark", "config", "kernels", "lazy", "progress", "rope", "threads"},
+    {"benchmark", "config", "kernels", "lazy", "network", "progress", "rope", "threads"},
     {"packed"},
     {"conversations", "drafter", "files", "fingerprint", "sampling", "target"},
     {"decode", "checkpoint", "record", "sources"},
