@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test check format test-gpu test-peers bench clean
+.PHONY: help demo test check format test-gpu test-peers mutate bench clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ format: $(READY) ## let ruff rewrite what it can
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
+
+mutate: $(READY) ## plant faults in the core modules: do the tests catch them? (about an hour; goes on where it was)
+	$(BIN)/python scripts/mutate.py
 
 bench: $(READY)  ## time of a training step and of decoding on this machine's device
 	$(BIN)/python scripts/bench.py

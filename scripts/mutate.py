@@ -1,0 +1,427 @@
+"""Plant faults in the core modules, one at a time, and see which of them the modules' tests catch (`make mutate`).
+
+A fault is one changed operator, constant, condition, return value or a statement left out. Every worker has a copy of
+the project, imports torch and the other packages once, and forks for every fault: that process imports the changed
+module and runs its tests up to the first failure. One that is not caught in five times the processor time of the
+tests (at least twenty seconds) loops, and counts as caught. The sample depends on --seed and on the module.
+
+What was found stands in --journal, one JSON line a fault. A later call goes on where one was interrupted; it tries what
+survived again once the tests have changed, and everything once the module has.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.progress import Progress
+
+ROOT = Path(__file__).parents[1]
+TABLE = {  # a module and the tests that answer for it, the quickest first; none of them starts programs
+    "dflash_toolkit/decode.py": ["test_decode.py"],
+    "dflash_toolkit/sampling.py": ["test_decode.py", "test_kernels_sample.py"],
+    "dflash_toolkit/kernels/reference.py": [
+        "test_kernels_reference.py", "test_kernels_draws.py", "test_runtime_engine.py",
+    ],
+    "dflash_toolkit/runtime/pages.py": ["test_runtime_scheduler.py"],
+    "dflash_toolkit/runtime/scheduler.py": ["test_runtime_scheduler.py", "test_runtime_engine.py"],
+    "dflash_toolkit/checkpoint.py": ["test_checkpoint.py", "test_drafter_config.py", "test_speculators.py"],
+    "train/blocks.py": ["test_train_blocks.py"],
+    "train/losses.py": ["test_train_losses.py", "test_train_distribution.py"],
+}  # fmt: skip
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "out", "demo", "build", "dist", "shared", "results")
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------
+
+SWAPS: dict[type, tuple[type, ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,), ast.NotIn: (ast.In,), ast.And: (ast.Or,), ast.Or: (ast.And,),
+    ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Div,), ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mult,),
+    ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,), ast.BitAnd: (ast.BitOr,), ast.BitOr: (ast.BitAnd,),
+    ast.BitXor: (ast.BitAnd,), ast.LShift: (ast.RShift,), ast.RShift: (ast.LShift,),
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "amin": "amax", "argmax": "argmin"}
+UNTOUCHED = {"annotation", "returns", "decorator_list", "type_comment"}  # fields that decide nothing, or no test could
+
+UNTOUCHED_NODES = (ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of a module."""
+
+    line: int
+    before: str
+    after: str
+    source: str  # of the whole module with it
+
+
+def faults(source: str) -> list[Fault]:
+    """Every fault of a module, in the order of its lines."""
+    tree = ast.parse(source)
+    found = []
+    for holder, key, node, changed in _changes(tree):
+        before = ast.unparse(node)
+        _put(holder, key, changed)
+        ast.fix_missing_locations(tree)
+        after, whole = ast.unparse(changed), ast.unparse(tree)
+        _put(holder, key, node)
+        found.append(Fault(node.lineno, _line(before), _line(after), whole))
+    return sorted(found, key=lambda fault: fault.line)
+
+
+def _put(holder: Any, key: str | int, value: ast.AST) -> None:
+    if isinstance(key, int):
+        holder[key] = value
+    else:
+        setattr(holder, key, value)
+
+
+def _line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _changes(tree: ast.AST) -> Iterator[tuple[Any, str | int, Any, Any]]:
+    """(holder, field or index, node, what stands there instead), from the outside in."""
+    for field, value in ast.iter_fields(tree):
+        if field in UNTOUCHED:
+            continue
+        children = list(enumerate(value)) if isinstance(value, list) else [(field, value)]
+        for key, node in children:
+            if not isinstance(node, ast.AST) or isinstance(
+                node, ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom
+            ):
+                continue
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue
+            for changed in _changed(node):
+                yield (value if isinstance(value, list) else tree), key, node, changed
+            if not isinstance(node, ast.Raise):  # whether it is raised matters; its words are tested as they are
+                yield from _changes(node)
+
+
+def _changed(node: ast.AST) -> Iterator[ast.AST]:
+    def with_field(**fields: Any) -> ast.AST:
+        made = copy.copy(node)
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    match node:
+        case ast.Compare(ops=ops):
+            for i, operator in enumerate(ops):
+                for other in SWAPS[type(operator)]:
+                    yield with_field(ops=[*ops[:i], other(), *ops[i + 1 :]])
+        case ast.BoolOp(op=operator):
+            yield with_field(op=SWAPS[type(operator)][0]())
+        case ast.BinOp(op=operator, left=left, right=right):
+            text = any(isinstance(side, ast.JoinedStr) or _is_text(side) for side in (left, right))
+            for other in () if text else SWAPS.get(type(operator), ()):
+                yield with_field(op=other())
+        case ast.AugAssign(op=operator):
+            for other in SWAPS.get(type(operator), ()):
+                yield with_field(op=other())
+            yield ast.copy_location(ast.Pass(), node)
+        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.Invert(), operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield with_field(value=not value)
+        case ast.Constant(value=int(value)):
+            yield with_field(value=value + 1)
+            yield with_field(value=value - 1)
+        case ast.Constant(value=float(value)):
+            yield with_field(value=2 * value if value else 1.0)
+        case ast.If(test=test) | ast.IfExp(test=test) if not isinstance(test, ast.Compare):
+            yield with_field(test=ast.copy_location(ast.UnaryOp(ast.Not(), test), test))
+        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+            yield with_field(value=ast.copy_location(ast.Constant(None), value))
+        case ast.Expr(value=ast.Constant()):
+            pass  # a docstring
+        case ast.Expr() | ast.Raise() | ast.Continue() | ast.Break() | ast.Delete():
+            yield ast.copy_location(ast.Pass(), node)
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield ast.copy_location(ast.Pass(), node)
+        case ast.Call(func=ast.Name(id=name) as called) if name in NAMES:
+            yield with_field(func=ast.copy_location(ast.Name(NAMES[name], called.ctx), called))
+        case ast.Call(func=ast.Attribute(attr=name) as called) if name in NAMES:
+            yield with_field(func=ast.copy_location(ast.Attribute(called.value, NAMES[name], called.ctx), called))
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def sample(module: str, source: str, limit: int, seed: int) -> list[Fault]:
+    """So many faults of a module, the same ones every time, and more of them with a greater limit; 0 takes all."""
+    found = faults(source)
+    random.Random(f"{seed} {module}").shuffle(found)
+    return sorted(found[: limit or None], key=lambda fault: fault.line)
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What became of a fault."""
+
+    module: str
+    line: int
+    before: str
+    after: str
+    outcome: str  # caught, loops or survived
+    by: str  # the first test that failed
+    source_hash: str
+    tests_hash: str
+
+    @property
+    def key(self) -> tuple[str, int, str, str, str]:
+        return self.module, self.line, self.before, self.after, self.source_hash
+
+
+@dataclass(frozen=True)
+class Job:
+    """The faults of one module that one worker tries."""
+
+    worker: int
+    module: str
+    tests: tuple[str, ...]
+    faults: tuple[Fault, ...]
+
+
+class _FirstFailure:
+    """A plugin of pytest."""
+
+    by = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.by = self.by or report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.by = self.by or f"{report.nodeid} (not collected)"
+
+
+def _tested(job: Job, seconds: int, seed: int) -> tuple[str, str, list[str], float]:
+    """Outcome, first failure, imported modules and processor time of the tests, run in a fork of this process."""
+    reader, writer = os.pipe()
+    Path("tmp").mkdir()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if seconds:
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))  # not by the clock: others compute, too
+            signal.alarm(30 * seconds)  # a fault that waits for ever takes no processor
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        import pytest
+
+        plugin = _FirstFailure()
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", "--basetemp=tmp/pytest"]
+        try:
+            code = int(pytest.main([*options, *(f"tests/{name}" for name in job.tests)], plugins=[plugin]))
+        except BaseException as error:
+            code, plugin.by = 1, repr(error)
+        module = sys.modules.get(job.module.removesuffix(".py").replace("/", "."))
+        ours = bool(module and Path(str(module.__file__)).resolve().is_relative_to(Path.cwd().resolve()))
+        told = {"code": code, "by": plugin.by, "ours": ours, "modules": [] if seconds else sorted(sys.modules)}
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(told, pipe)
+            pipe.flush()
+            os._exit(0)
+    signal.signal(signal.SIGTERM, lambda *_: (os.killpg(child, signal.SIGKILL), os._exit(1)))
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    _, status, usage = os.wait4(child, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)  # what its tests have started
+    shutil.rmtree("tmp", ignore_errors=True)
+    spent = usage.ru_utime + usage.ru_stime
+    if not answer:
+        return ("loops" if os.WIFSIGNALED(status) else "caught"), f"status {status}", [], spent
+    told = json.loads(answer)
+    outcome = "survived" if told["code"] == 0 else "caught"
+    if not seconds and (told["code"] or not told["ours"]):
+        outcome = "broken"
+    return outcome, told["by"], told["modules"], spent
+
+
+def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: int, queue: Any) -> None:
+    """Try faults in a copy of the project, and tell of each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    shutil.copytree(root, place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+    os.chdir(place)
+    sys.path[:0] = [str(place), str(place / "tests")]
+    sys.dont_write_bytecode = True
+    os.environ |= {
+        "TMPDIR": str(place / "tmp"), "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "tmp/hypothesis"),
+        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    own = {path.name.removesuffix(".py") for path in [*place.iterdir(), *(place / "tests").glob("*")]}
+    _forget_own(own)
+    for job in jobs:
+        outcome, by, modules, spent = _tested(job, 0, seed)
+        if outcome != "survived":
+            queue.put(UserError(f"{job.module}: its tests fail without any fault ({by or 'another copy is tested'})"))
+            return
+        for name in modules:  # what every fork would import again
+            top = name.partition(".")[0]
+            if top not in own and name not in sys.modules and not top.startswith(("_", "test")):
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+        _forget_own(own)
+        limit = max(least_s, round(5 * spent))
+        path = place / job.module
+        unchanged = path.read_text()
+        for fault in job.faults:
+            path.write_text(fault.source)
+            outcome, by, _, _ = _tested(job, limit, seed)
+            queue.put((job.module, fault, outcome, by))
+        path.write_text(unchanged)
+    queue.put(None)
+
+
+def _forget_own(own: set[str]) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] in own and name != "__main__":
+            del sys.modules[name]
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------
+
+
+def run(
+    root: Path, table: dict[str, list[str]], journal: Path, limit: int, seed: int, processes: int, least_s: int = 20
+) -> list[Result]:
+    """Results of the sampled faults of all modules. Raises UserError where tests fail without any fault."""
+    known = _read(journal)
+    hashes, found, jobs = dict[str, tuple[str, str]](), list[Result](), list[Job]()
+    for module, tests in table.items():
+        source = (root / module).read_text()
+        texts = "".join((root / "tests" / name).read_text() for name in tests)
+        hashes[module] = _hash(source), _hash(texts)
+        missing = []
+        for fault in sample(module, source, limit, seed):
+            old = known.get((module, fault.line, fault.before, fault.after, hashes[module][0]))
+            if old and (old.outcome != "survived" or old.tests_hash == hashes[module][1]):
+                found.append(old)
+            else:
+                missing.append(fault)
+        for part in range(processes):
+            if share := missing[part::processes]:
+                jobs.append(Job(part, module, tuple(tests), tuple(share)))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    folder = tempfile.TemporaryDirectory(prefix="mutate-")
+    workers = [
+        context.Process(target=_work, args=(root, Path(folder.name) / str(part), mine, seed, least_s, queue))
+        for part in range(processes)
+        if (mine := [job for job in jobs if job.worker == part])
+    ]
+    for worker in workers:
+        worker.start()
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    working = len(workers)
+    try:
+        with Progress("faults", sum(len(job.faults) for job in jobs), unit="fault") as bar:
+            while working:
+                told = queue.get()
+                if isinstance(told, UserError):
+                    raise told
+                if told is None:
+                    working -= 1
+                    continue
+                module, fault, outcome, by = told
+                result = Result(module, fault.line, fault.before, fault.after, outcome, by, *hashes[module])
+                with journal.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+                found.append(result)
+                bar.advance(note=f"{sum(r.outcome == 'survived' for r in found)} survived, {module}")
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+        folder.cleanup()
+    return found
+
+
+def _read(journal: Path) -> dict[tuple[str, int, str, str, str], Result]:
+    if not journal.exists():
+        return {}
+    whole, _, torn = journal.read_text(encoding="utf-8").rpartition("\n")
+    if torn:
+        journal.write_text(whole + "\n" if whole else "", encoding="utf-8")
+    results = [Result(**json.loads(line)) for line in whole.splitlines()]
+    return {result.key: result for result in results}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def report(results: list[Result], modules: list[str]) -> str:
+    """A table of modules, and what survived under it."""
+    lines = ["| module | faults | caught | share |", "|---|---|---|---|"]
+    for module in [*modules, "all"]:
+        of = [result for result in results if module in ("all", result.module)]
+        caught = sum(result.outcome != "survived" for result in of)
+        lines.append(f"| {module} | {len(of)} | {caught} | {caught / max(1, len(of)):.0%} |")
+    survivors = sorted((r for r in results if r.outcome == "survived"), key=lambda r: (r.module, r.line))
+    lines += [f"\n{r.module}:{r.line}\n  - {r.before}\n  + {r.after}" for r in survivors]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=40, help="faults of a module (default: %(default)s; 0: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="at a time (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=list(TABLE), metavar="MODULE", help="some of the modules")
+    parser.add_argument("--journal", type=Path, default=ROOT / "out/mutate.jsonl", help="(default: %(default)s)")
+    given = parser.parse_args(arguments)
+    began = time.monotonic()
+    try:
+        if unknown := [module for module in given.only if module not in TABLE]:
+            raise UserError(f"--only {unknown[0]}: not one of {', '.join(TABLE)}")
+        if given.processes < 1 or given.limit < 0:
+            raise UserError("--processes must be >= 1, and --limit >= 0")
+        table = {module: TABLE[module] for module in given.only}
+        results = run(ROOT, table, given.journal, given.limit, given.seed, given.processes)
+    except UserError as error:
+        print(f"mutate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mutate: interrupted; run again to go on", file=sys.stderr)
+        return 130
+    print(report(results, given.only))
+    print(f"\n{time.monotonic() - began:.0f} s; survivors may be equivalent: read each of them", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
