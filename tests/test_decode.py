@@ -383,6 +383,13 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling:
     check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))
 
 
+def test_a_penalty_or_a_bias_alone_makes_logits_depend_on_more_than_the_context() -> None:
+    assert not SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1, seed=4).edits_logits
+    for one in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
+        assert SamplingParams(**one).edits_logits
+    assert SamplingParams(logit_bias=((5, 1.0),)).edits_logits
+
+
 @pytest.mark.parametrize("bias", [math.inf, math.nan])
 def test_a_bias_that_no_softmax_survives_is_refused(bias: float) -> None:
     with pytest.raises(ValueError, match="logit_bias of token 5"):

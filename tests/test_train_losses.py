@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from train.blocks import Blocks
 from train.config import DrafterKnobs, LossKnobs, TrainConfig
-from train.losses import decay_weights, dpace_weights, draft_loss
+from train.losses import DraftLoss, decay_weights, dpace_weights, draft_loss
 
 B, A, S, D, V = 2, 3, 5, 8, 37
 
@@ -120,6 +120,20 @@ def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> No
     # blocks of row 0 accept 1, 2 (cut by its end) and 4; of row 1 4, 4 and none that is valid
     assert result.acceptance_length.item() == pytest.approx(1 + (1 + 2 + 4 + 4 + 4) / 5)
     assert result.recall[0].tolist() == pytest.approx([1.0, 4 / 5, 1.0, 1.0])
+
+
+def test_totals_of_micro_steps_add_up_to_the_step() -> None:
+    b = blocks()
+    found = [draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0) for _ in range(2)]
+    same = DraftLoss.of_totals(found[0].totals(), S - 1)
+    for name in ("loss", "recall", "acceptance_length", "rows", "supervised", "blocks"):
+        value = torch.as_tensor(getattr(found[0], name)).double()
+        torch.testing.assert_close(torch.as_tensor(getattr(same, name)).double(), value, rtol=1e-6, atol=1e-6)
+    both = DraftLoss.of_totals(found[0].totals() + found[1].totals(), S - 1)
+    mean = (found[0].acceptance_length + found[1].acceptance_length) / 2
+    assert both.acceptance_length.item() == pytest.approx(mean.item()), "as many blocks in each"
+    loss = sum(one.weighted_sum for one in found) / sum(one.weight_sum for one in found)
+    assert both.rows == 2 * found[0].rows and both.loss.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_a_batch_without_supervision_is_an_error() -> None:
