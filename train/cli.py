@@ -369,7 +369,7 @@ def _answered(run: _Prepared, wanted: dict[str, Any], processes: Processes) -> N
 
 
 def _answer_files(work: Path) -> list[Path]:
-    return sorted(work.glob("answers*.jsonl"))
+    return sorted(path for path in work.glob("answers*.jsonl") if path.exists())  # no link to nowhere
 
 
 def _chosen(run: _Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
