@@ -48,7 +48,7 @@ def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
     assert "the features of decoding differ from those of a whole text" in gap["remedy"]
     assert gap["figures"]["teacher_forced"] > 5 > gap["figures"]["decoded"]
     if every == 1:
-        (recorded,) = (f for f in found["warning"] if "when it was trained" in f["measured"])
+        (recorded,) = (f for f in found["warning"] if "when it was exported" in f["measured"])
         assert recorded["remedy"] == "mend the faults named here"
 
 
@@ -60,13 +60,15 @@ def other_prompts(clinic: Clinic) -> str:
     return f"p={path}"
 
 
-def test_prompts_unlike_those_of_training_are_told_by_what_was_recorded_then(
+def test_prompts_unlike_those_of_training_are_one_possibility_by_what_was_recorded_then(
     clinic: Clinic,
     other_prompts: str,
 ) -> None:
     (warning,) = (f for f in clinic.examine("--prompts", other_prompts)["warning"] if f["check"] == "serving")
-    assert "5.50 when it was trained" in warning["measured"]
-    assert warning["remedy"] == "these prompts are unlike those of training"
+    assert "5.50 when it was exported" in warning["measured"]
+    # its export left no record, so the prompts are one possibility among others
+    open_causes = ("weights changed or layers lost", "another target than tiny", "prompts unlike those of training")
+    assert all(cause in warning["remedy"] for cause in open_causes)
 
 
 def test_what_was_recorded_is_not_held_against_the_prompts_where_a_fault_explains_it(clinic: Clinic) -> None:
@@ -142,7 +144,7 @@ def blurred(noise: float) -> Any:
 def test_weights_that_know_nothing_are_told_by_position_1(clinic: Clinic) -> None:
     faults = clinic.examine(break_it=tensors(blurred(2.0)))["fault"]
     assert [f["check"] for f in faults] == ["acceptance"] and faults[0]["figures"]["position_1"] < 0.2
-    assert "knows nothing of this target" in faults[0]["remedy"]
+    assert "knows nothing of what this target says" in faults[0]["remedy"]
 
 
 # ---- recall ----------------------------------------------------------------------------------------------------
@@ -161,7 +163,8 @@ def test_a_drafter_that_knows_the_token_but_ranks_it_too_low_was_trained_too_sho
     assert warning["figures"]["top_1"][0] < 0.5 < 0.6 < warning["figures"]["recall_16"][0]
     assert "knows the token but ranks it too low" in warning["remedy"]
     (low,) = (f for f in found["warning"] if f["check"] == "acceptance")
-    assert 0.2 <= low["figures"]["position_1"] < 0.5 and "low: train longer" in low["remedy"]
+    assert 0.2 <= low["figures"]["position_1"] < 0.5 and low["remedy"].startswith("low: ")
+    assert "too little training" in low["remedy"]
     assert not found["fault"]
 
 

@@ -24,7 +24,7 @@ from train.answer_file import Match, read_training_rows, resume
 from train.cli import main
 from train.config import OptimKnobs, RunKnobs
 from train.data_cli import main as answer
-from train.feature_store import DiskStore, Stored
+from train.feature_store import KEY_BYTES, DiskStore, Stored
 
 DEEP = "[" * 100_000
 
@@ -231,14 +231,15 @@ def test_a_damaged_row_of_answers_is_one_line(change: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("lengths", [[2], [2, 2], [-1, 4]])
 def test_a_shard_whose_parts_do_not_fit_is_one_line(lengths: list[int], tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, {}, 1)
-    store.add(0, Stored.of(torch.zeros(3, 4), torch.float32))
+    store = DiskStore(tmp_path, {})
+    store.add(bytes(KEY_BYTES), Stored.of(torch.zeros(3, 4), torch.float32))
     store.flush()
     (shard,) = tmp_path.glob("*.safetensors")
-    tensors = {"hidden": torch.zeros(3, 4), "rows": torch.tensor([0, 1]), "lengths": torch.tensor(lengths)}
+    tensors = {"hidden": torch.zeros(3, 4), "lengths": torch.tensor(lengths)}
+    tensors["keys"] = torch.zeros(2, KEY_BYTES, dtype=torch.uint8)
     save_file(tensors, shard)
     with pytest.raises(UserError, match=r"not a shard of features .*do not fit.*remove it and run again"):
-        DiskStore(tmp_path, {}, 1)
+        DiskStore(tmp_path, {})
 
 
 @pytest.mark.parametrize("weights", [{}, None, {"fc.weight": torch.zeros(1)}])

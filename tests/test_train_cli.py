@@ -310,7 +310,7 @@ def test_without_a_network_the_default_dataset_asks_for_data(
 ) -> None:
     assert main(["--target", str(target_dir), "--output", str(tmp_path / "run"), "drafter.taps=2"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: dataset mlabonne/open-perfectblend") and "give a file" in error
+    assert error.startswith("error: dataset mlabonne/open-perfectblend") and "give --data FILE" in error
 
 
 def test_an_unsupported_architecture_is_named(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
