@@ -1,8 +1,8 @@
 """How many threads compute on a CPU, and how those that have nothing to do wait.
 
 PyTorch's wheels compute with OpenMP (libgomp, on a Mac libomp). Between two products its threads spin, by default for
-so long that two processes on one pair of cores take turns in waiting: each was 20 times slower than alone. A thread
-that sleeps is woken in microseconds. OpenMP reads the environment once, when PyTorch is imported.
+so long that two processes on one pair of cores spend most of their time waiting for each other. A thread that sleeps is
+woken in microseconds. OpenMP reads the environment once, when PyTorch is imported.
 """
 
 import os
