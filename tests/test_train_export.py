@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ from test_train_loop import argv, rows
 from dflash_toolkit import Drafter, Target, UserError, load_drafter
 from train import loop
 from train.cli import main
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.corpus import Corpus
+from train.cost import before_training
+from train.features import open_features
 from train.held_out import Evaluation, HeldOutPrompt
 from train.loop import Export, Outcome
 from train.schedule import joined_factor, learning_rate_factor
@@ -187,6 +191,24 @@ def test_a_run_too_short_to_warm_up_says_so(
     assert not trained(tmp_path / "enough", config(warmup=0.2))[0].warnings
 
 
+def test_no_row_of_a_corpus_is_made_to_say_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 800,000 that takes long: seconds and a gigabyte."""
+    texts, target = rows(16), make_target()
+    corpus, drafter = Corpus.of_rows(texts), make_drafter(target)
+    length = 3 + min(len(row.tokens) for row in texts)
+    tokens = sum(min(len(row.tokens), length) for row in texts)
+    asked = replace(config(), prompts=DataKnobs(max_length=length))
+
+    def made(self: Corpus, index: object) -> None:
+        raise AssertionError("a row is made")
+
+    monkeypatch.setattr(Corpus, "__getitem__", made)
+    source = open_features(asked, target, (1, 3), corpus, tmp_path, range(4, 16))
+    assert source.nbytes(corpus) == source.nbytes(texts) == 4 * source.width * tokens
+    said = before_training(asked, drafter, corpus, 8, 2.0, source.nbytes(corpus), tmp_path)
+    assert said[0] == f"to train on: 16 rows, {tokens} tokens an epoch; 8 steps, 2 epochs"
+
+
 def test_what_a_run_costs_is_said_before_it_has_cost_it(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,6 +343,53 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
     assert not all(map(torch.equal, taken[0], taken[-1])), "there is something to keep apart"
     state = load_state(tmp_path / "state.pt", {})
     assert state is not None and state.step == 12
+
+
+def test_the_device_is_waited_for_only_while_steps_are_timed_and_around_what_is_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere else the host prepares the next step while a GPU computes this one."""
+    waited: list[int] = []
+    real, wait = loop.compute_loss, loop.TrainingClock._wait
+    begun = 0
+
+    def compute(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return real(*args)
+
+    def waits(self: loop.TrainingClock) -> None:
+        waited.append(begun)
+        wait(self)
+
+    monkeypatch.setattr(loop, "compute_loss", compute)
+    monkeypatch.setattr(loop.TrainingClock, "_wait", waits)
+    asked = config(steps=24)
+    trained(tmp_path, replace(asked, run=replace(asked.run, save_every=9, evaluate_every=10)), HELD_OUT)
+    assert waited == [1, 2, 3, 4, 9, 10, 18, 20, 24]
+
+
+def test_a_resume_point_is_copied_once_the_one_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a machine never holds two copies."""
+    real_save, real_copy = loop.save_state, loop.host_copy
+    events: list[str] = []
+
+    def copied(value: Any, device: torch.device) -> Any:
+        events.append("copied")
+        return real_copy(value, device)
+
+    def saved(state: RunState, path: Path) -> None:
+        time.sleep(0.05)  # longer than a step of this drafter, or else nothing is shown
+        real_save(state, path)
+        events.append("written")
+
+    monkeypatch.setattr(loop, "host_copy", copied)
+    monkeypatch.setattr(loop, "save_state", saved)
+    asked = config(steps=6)
+    trained(tmp_path, replace(asked, run=replace(asked.run, save_every=1)))
+    assert events == ["copied", "written"] * 6
 
 
 def test_what_a_writer_could_not_write_is_told_at_the_next_step(

@@ -13,7 +13,10 @@ from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: 
 import train.features
 import train.loop
 from dflash_toolkit import UserError
+from dflash_toolkit.config import from_mapping, to_mapping
 from train.blocks import Features
+from train.cli import _fingerprint
+from train.config import TrainConfig
 from train.features import FeatureSource
 from train.memory import MARGIN, MemoryUse, room_behind_step
 from train.parallel import Processes
@@ -28,7 +31,7 @@ def test_features_take_a_share_of_what_a_step_at_its_peak_leaves() -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("mode", ["auto", "memory"])
-def test_memory_is_taken_and_filled_behind_the_first_step(
+def test_memory_is_taken_and_filled_behind_a_step_that_finds_the_optimisers_state(
     fits: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, texts = make_target(), rows(10)
@@ -45,6 +48,8 @@ def test_memory_is_taken_and_filled_behind_the_first_step(
 
     monkeypatch.setattr(train.features, "memory_use", measured)
     monkeypatch.setattr(train.features, "device_room", lambda *_: needed + 1000)  # when nothing but the target is there
+    begun: list[int] = []
+    monkeypatch.setattr(train.loop, "begin_peak", lambda device: begun.append(len(computed)))
     exported: list[object] = []
 
     def run() -> None:
@@ -59,12 +64,13 @@ def test_memory_is_taken_and_filled_behind_the_first_step(
         assert not exported
         return
     run()
-    assert asked == [0, 4], "before the first step nothing is taken; a step is of four rows"
+    assert asked == [0, 8], "a step is of four rows; the first one ends with the optimiser's state, and begins without"
+    assert begun == [4]
     said = capsys.readouterr().err
     if fits:
-        assert len(computed) == 14, "once more in the fill what the first step computed"
+        assert len(computed) == 18, "once more in the fill what two steps computed"
     else:
-        assert len(computed) > 14 and "hold a part, the rest is computed in every epoch" in said
+        assert len(computed) > 18 and "hold a part, the rest is computed in every epoch" in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "loss" in line]) == 9 and exported
 
@@ -87,10 +93,19 @@ def test_out_of_memory_is_one_line_with_the_options_and_the_run_goes_on(
         drafter = make_drafter(target).train()
         train.loop.train(config(), target, drafter, rows(10), [], tmp_path, {}, lambda trained, export: None)
 
-    names = r"run.feature_gpu_share .* optim.recompute=true .* optim.pack_tokens .* loss.head_rows"
+    names = r"run.feature_gpu_share .* optim.recompute=true .* loss.head_rows .* in a new run .* optim.pack_tokens"
     with pytest.raises(UserError, match=rf"^CUDA out of memory. Tried to allocate 2.00 GiB: .*{names}[^\n]*$"):
         run()
     assert torch.load(tmp_path / "state.pt")["step"] == 4
+    named = {"loss": {"head_rows": 8}, "optim": {"recompute": True}, "run": {"feature_gpu_share": 0.1}}
+    before, after, other = (
+        _fingerprint(
+            {"config": to_mapping(from_mapping(TrainConfig, {"target": "tiny"} | values, "config"))}
+            | dict.fromkeys(("drafter", "target_digest", "data_hash", "template_hash"))
+        )
+        for values in ({}, named, {"optim": {"pack_tokens": 256}})
+    )
+    assert before == after != other, "the run may go on with what the line says, and only with that"
     run()
     assert torch.load(tmp_path / "state.pt")["step"] == 9
 
@@ -125,3 +140,26 @@ def test_a_process_without_memory_says_so_itself_and_does_not_wait_for_the_other
     errors = [line for line in (tmp_path / "log1").read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: process 1: CUDA out of memory: give a lower run.feature_")
     assert torch.load(tmp_path / "state.pt")["step"] == 2
+
+
+def _first_without_room(rank: int, port: int, folder: Path) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    torch.set_num_threads(1)
+    train.features.device_room = lambda *_: 1 << 30 if rank else 0  # type: ignore[assignment]
+    target = make_target()
+    taps = make_drafter(target).config.target_layer_ids
+    with Processes.started("cpu") as processes:
+        mine = range(rank, 10, 2)
+        source = train.features.open_features(config(), target, taps, rows(10), folder, mine, processes)
+        assert processes.gather(rank) == [0, 1]
+        assert len(source.missing(rows(10))) == 10, "auto keeps all or says that it does not"
+
+
+def test_a_process_without_room_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    """Held-out prompts are decoded by the first, whose GPU may have nothing left for features."""
+    port = free_port()
+    running = [CONTEXT.Process(target=_first_without_room, args=(rank, port, tmp_path)) for rank in range(2)]
+    for process in running:
+        process.start()
+    assert ended(running) == [0, 0]

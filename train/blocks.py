@@ -51,6 +51,11 @@ class Blocks:
         return self.inputs.shape[2]
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Host values on `device`. The host does not wait until a GPU, which is busy with the step before, has them."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def sample_blocks(
     features: Features,
     anchors: int,
@@ -72,7 +77,7 @@ def sample_blocks(
     """
     candidates = anchor_candidates(features)
     count = anchors if fixed else min(anchors, int(candidates.sum(1).max()))
-    scores = torch.rand(candidates.shape, generator=generator).to(candidates.device)
+    scores = sent(torch.rand(candidates.shape, generator=generator), candidates.device)
     scores = scores.masked_fill(~candidates, -1.0)
     best, anchor = scores.topk(max(count, 1), dim=1)
     valid = best >= 0

@@ -454,7 +454,7 @@ def _make(folder: Path, asked: str) -> None:
 # `accumulate` changes, only how many micro batches a step takes
 FREE_KNOBS = ("device", "log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
-              "fsdp_reshard_after_forward", "accumulate", "recompute")  # fmt: skip
+              "fsdp_reshard_after_forward", "accumulate", "recompute", "head_rows")  # fmt: skip
 ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
 
 
@@ -489,7 +489,7 @@ def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     # what the files hold is in the hashes; threads change how fast it is
     places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "threads")
     config = {k: v for k, v in record["config"].items() if k not in places}
-    for part in ("run", "optim"):
+    for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_KNOBS, *ENDS)}
     config["answers"] = _asked(config)
     start = {"start": record["start"]["sha256"]} if "start" in record else {}

@@ -4,10 +4,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from dflash_toolkit.drafter import Drafter
 
 from .answers import Row
 from .config import TrainConfig
+from .corpus import lengths_of
 
 GIB = 2**30
 LONG_H = 12.0  # hours, from which on a run is told how it would be shorter
@@ -34,7 +37,7 @@ def before_training(
         features: bytes of the target's hidden states of all rows.
         work: where resume points go.
     """
-    tokens = sum(min(len(row.tokens), config.prompts.max_length) for row in rows)
+    tokens = int(np.minimum(lengths_of(rows), config.prompts.max_length).sum())
     how_long = f"{config.optim.minutes:g} minutes of training"
     if steps:
         how_long = f"{steps} steps, {epochs:.3g} epochs" if epochs >= 0.01 else f"{steps} steps"

@@ -21,8 +21,9 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.target import Target
 
 from .answers import Row
-from .blocks import PADDING, TILE, Features
+from .blocks import PADDING, TILE, Features, sent
 from .config import TrainConfig
+from .corpus import Corpus, lengths_of
 from .feature_store import FP8, GIB, DiskStore, MemoryStore, Stored, row_key
 from .memory import enough_memory, memory_use, room_behind_step
 from .parallel import Processes
@@ -82,10 +83,10 @@ class FeatureSource:
         """Values a token."""
         return (len(self._taps) + self._final) * int(self._target.config.hidden_size)
 
-    def nbytes(self, rows: list[Row]) -> int:
+    def nbytes(self, rows: Sequence[Row]) -> int:
         """What keeping `rows` takes."""
         a_token = self.width * self._dtype.itemsize + (4 if self._dtype == FP8 else 0)
-        return a_token * sum(map(self._length, rows))
+        return a_token * int(np.minimum(lengths_of(rows), self._max_length).sum())
 
     def put_off(self, keep: Callable[[int, Progress | None], None]) -> None:
         """What `settle` has to do."""
@@ -112,9 +113,11 @@ class FeatureSource:
 
     def missing(self, rows: Iterable[Row]) -> list[Row]:
         """Those of `rows` that are not kept; of rows with the same tokens the first."""
+        return self._missing((self._key(row), row) for row in rows)
+
+    def _missing(self, keyed: Iterable[tuple[bytes, Row]]) -> list[Row]:
         found: dict[bytes, Row] = {}
-        for row in rows:
-            key = self._key(row)
+        for key, row in keyed:
             if key not in self.store:
                 found.setdefault(key, row)
         return list(found.values())
@@ -153,8 +156,8 @@ class FeatureSource:
             stacked[at, span] = h
         split = len(self._taps) * self._target.config.hidden_size
         return Features(
-            tokens.to(device), stacked[..., :split], supervised.to(device), document.to(device), positions.to(device),
-            stacked[..., split:] if self._final else None,
+            sent(tokens, device), stacked[..., :split], sent(supervised, device), sent(document, device),
+            sent(positions, device), stacked[..., split:] if self._final else None,
         )  # fmt: skip
 
     def fill(self, rows: Sequence[Row], beside: Progress | None = None) -> None:
@@ -200,7 +203,8 @@ class FeatureSource:
         """The hidden states [n, W] of each row."""
         coming, self._coming = self._coming, {}
         fresh: dict[bytes, Stored] = {}
-        for group in self._together(self.missing(rows)):
+        keys = [self._key(row) for row in rows]
+        for group in self._together(self._missing(zip(keys, rows, strict=True))):
             for key, hidden in self._computed(group).items():
                 fresh[key] = Stored.of(hidden, self._dtype)
                 self.store.add(key, fresh[key])
@@ -210,7 +214,7 @@ class FeatureSource:
                 return fresh[key]
             return coming[key].result() if key in coming else self.store.get(key)
 
-        return [stored(self._key(row)).restore(self._target.device, self._target.dtype) for row in rows]
+        return [stored(key).restore(self._target.device, self._target.dtype) for key in keys]
 
     def _together(self, rows: list[Row]) -> Iterator[list[Row]]:
         """Rows for one forward each."""
@@ -275,7 +279,9 @@ def open_features(
     """
     processes = processes or Processes()
     source = processes.together(_opened, config, target, taps, work, processes)
-    own = [rows[i] for i in (range(len(rows)) if mine is None else mine)]
+    own = rows
+    if mine is not None:
+        own = rows.take(mine) if isinstance(rows, Corpus) else [rows[i] for i in mine]
     with enough_memory(config):
         if not (after_step and isinstance(source.store, MemoryStore) and memory_use(target.device)):
             _keep(config, source, own, processes)
@@ -319,13 +325,15 @@ def _opened(
 
 
 def _keep(
-    config: TrainConfig, source: FeatureSource, own: list[Row], processes: Processes, fill: bool = True,
+    config: TrainConfig, source: FeatureSource, own: Sequence[Row], processes: Processes, fill: bool = True,
     beside: Progress | None = None,
 ) -> None:  # fmt: skip
     """Compute and keep what of this process's `own` rows is kept before training; refuse, or say, what cannot be."""
     run, store = config.run, source.store
-    if run.features == "online" or (run.features == "auto" and (config.optim.steps or not store.room[0])):
-        return  # auto fills memory before a run over all rows only, and only a GPU's
+    if run.features == "online" or (run.features == "auto" and config.optim.steps):
+        return  # auto fills memory before a run over all rows only
+    if run.features == "auto" and not any(processes.gather(store.room[0])):
+        return  # and only a GPU's; one process may have none left where the others have some
     missing = source.missing(own)
     shares = processes.gather((len(missing), source.nbytes(missing), *store.room))
     count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # of all processes together

@@ -24,7 +24,7 @@ from dflash_toolkit.target import Target
 from .answers import Row
 from .blocks import sample_blocks
 from .config import OptimKnobs, TrainConfig
-from .corpus import Corpus
+from .corpus import lengths_of
 from .cost import before_training, once_measured
 from .features import FeatureSource, open_features
 from .flops import drafter_step_flops, visible_pairs
@@ -259,9 +259,9 @@ def train(
     if state:
         history = state.history or [(1, 0 if limit else optim.epochs, state.micro)]
     schedule: Schedule | PackedSchedule
+    lengths = lengths_of(rows)
     if tokens:
-        found = rows.lengths if isinstance(rows, Corpus) else [len(row.tokens) for row in rows]
-        schedule = PackedSchedule(np.minimum(found, tokens), tokens, optim.epochs, limit, run.seed, group, history)
+        schedule = PackedSchedule(np.minimum(lengths, tokens), tokens, optim.epochs, limit, run.seed, group, history)
     else:
         schedule = Schedule(len(rows), optim.batch_size, optim.epochs, limit, run.seed, group, history)
     held = None
@@ -334,6 +334,7 @@ def train(
 
     def save() -> None:
         """A resume point, copied now and written while training goes on."""
+        processes.alone(writer.wait)  # two copies are never held, and of a full disk all learn
         weights, moments, average = learner.snapshot()
         if not processes.main:
             return
@@ -388,7 +389,7 @@ def train(
             if processes.main:
                 steps = 0 if ending else plan.steps
                 epochs = min(schedule.total, plan.end) / schedule.per_epoch
-                tell(before_training(config, drafter, rows, steps, epochs, source.nbytes(list(rows)), work))
+                tell(before_training(config, drafter, rows, steps, epochs, source.nbytes(rows), work))
                 if steps and (warning := plan.too_short(steps)):
                     outcome.warnings.append(warning)
                     tell([f"warning: {warning}"])
@@ -399,8 +400,7 @@ def train(
             if held_out and config.init_from and step == 0:
                 with speed.paused():
                     processes.alone(measure, learner.whole())  # where it starts from, to see what is gained
-            if source.waits:
-                begin_peak(target.device)
+            first = step + 1
             clock.start()
             saved = time.perf_counter()
             share = processes.agree(plan.share(step, clock.seconds))
@@ -425,7 +425,7 @@ def train(
                 evaluates = last or (run.evaluate_every and step % run.evaluate_every == 0)
                 if saves or evaluates or step % run.log_every == 0:
                     _check(norm, step, learner.peak)
-                seen = sum(min(len(rows[i].tokens), config.prompts.max_length) for i in chosen)
+                seen = int(np.minimum(lengths[chosen], config.prompts.max_length).sum())
                 speed.count(seen, len(chosen))
                 if step % run.log_every == 0 or last:
                     processes.alone(log, totals, norm, seen)
@@ -437,16 +437,19 @@ def train(
                     if left > 0:
                         tell(once_measured(config, left, clock.pace, evaluations, speed.memory(), processes.world))
 
-                if source.waits:
+                if source.waits and step == first:
+                    begin_peak(target.device)  # only now there is the optimiser's state
+                elif source.waits:
                     with clock.paused(), speed.paused():  # the drafter is copied where it is measured and exported
                         source.settle(2 * sum(p.numel() * 2 for p in drafter.parameters()), progress)
-                with clock.paused(), speed.paused():
-                    if held_out and evaluates:
-                        processes.alone(measure, learner.whole())
-                    if saves:
-                        saved = time.perf_counter()
-                        save()
-                        processes.together(source.check)  # of one process; behind the save, so that no step is lost
+                if saves or (held_out and evaluates):  # a pause waits for the device, which no other step does
+                    with clock.paused(), speed.paused():
+                        if held_out and evaluates:
+                            processes.alone(measure, learner.whole())
+                        if saves:
+                            saved = time.perf_counter()
+                            save()
+                            processes.together(source.check)  # of one process; behind the save, so no step is lost
             if processes.agree(bool(held_out) and (latest is None or latest.step != step)):
                 processes.alone(measure, learner.whole())
         if ending and processes.main and (warning := plan.too_short(step)):

@@ -63,7 +63,8 @@ def enough_memory(config: TrainConfig) -> Iterator[None]:
         optim, run, loss = config.optim, config.run, config.loss
         packed = optim.pack_tokens if optim.pack_tokens is not None else "the default"
         raise OutOfMemory(
-            f"{said}: give a lower run.feature_gpu_share ({run.feature_gpu_share:g} now) or optim.recompute=true "
-            f"({str(optim.recompute).lower()} now) and run again, which goes on from the last resume point; in a new "
-            f"run a lower optim.pack_tokens ({packed} now) or loss.head_rows ({loss.head_rows} now) needs less too"
+            f"{said}: give a lower run.feature_gpu_share ({run.feature_gpu_share:g} now), optim.recompute=true "
+            f"({str(optim.recompute).lower()} now) or a lower loss.head_rows ({loss.head_rows} now) and run again, "
+            f"which goes on from the last resume point; in a new run a lower optim.pack_tokens ({packed} now) needs "
+            f"less too"
         ) from error
