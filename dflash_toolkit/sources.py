@@ -172,8 +172,10 @@ class Source:
         elif self.form == BY_NAME and begins:
             text = f"no benchmark form is applied to the name {self.label!r}; {begins}={self.place} applies that one"
         elif self.form == BY_NAME and like:
-            ways = "gsm8k=FILE, math500=FILE" if like == "gsm8k" else f"{like}=FILE"
-            text = f"asked as its rows are; {ways} or form={like} asks as the benchmark does"
+            ways = " or ".join(
+                f"{name}={self.place}" for name in (("gsm8k", "math500") if like == "gsm8k" else (like,))
+            )
+            text = f"asked as its rows are; {ways} asks as the benchmark does"
         else:
             return
         line = f"{self.short}: {text}"

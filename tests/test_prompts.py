@@ -135,6 +135,8 @@ def test_a_benchmark_is_asked_in_its_form_only_by_its_name_or_by_request(
     assert f"{form}_2: no benchmark form is applied to the name '{form}_2'; {form}={path} applies that one\n" in said
     if form != "mt_bench":
         assert said.count("shop: asked as its rows are; ") == 1
+        (way,) = re.findall(rf"shop: asked as its rows are; .*?(\w+={re.escape(str(path))}) .*benchmark does\n", said)
+        assert ask(way) == expected  # what the line offers does as it says
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def once_measured(
         memory: what was used at most, in words.
     """
     hours = steps * seconds / 3600
-    beside = f", beside {evaluations} evaluations of held-out prompts" if evaluations else ""
+    beside = f", beside {evaluations} evaluation{'s' * (evaluations > 1)} of held-out prompts" if evaluations else ""
     lines = [f"about {duration(3600 * hours)} of training left: {steps} steps of {seconds:.3g} s{beside}; {memory}"]
     if hours > LONG_H and not config.optim.minutes:
         ways = [f"optim.epochs below {config.optim.epochs}"] if not config.optim.steps else ["fewer optim.steps"]
