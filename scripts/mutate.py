@@ -1,9 +1,10 @@
 """Plant faults in the core modules, one at a time, and see which of them the modules' tests catch (`make mutate`).
 
 A fault is one changed operator, constant, condition, return value or a statement left out. Every worker has a copy of
-the project, imports torch and the other packages once, and forks for every fault: that process imports the changed
-module and runs its tests up to the first failure. One that is not caught in five times the processor time of the
-tests (at least twenty seconds) loops, and counts as caught. The sample depends on --seed and on the module.
+the project, imports torch and the other packages once, and traces which lines of the module each test runs. For every
+fault it forks: that process imports the changed module and runs the tests that come to the fault's statement, the
+quickest of a file first, up to the first failure. One that is not caught in five times their processor time (at least
+ten seconds) loops, and counts as caught. The sample depends on --seed and on the module.
 
 What was found stands in --journal, one JSON line a fault. A later call goes on where one was interrupted; it tries what
 survived again once the tests have changed, and everything once the module has.
@@ -18,17 +19,21 @@ import importlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.progress import Progress
@@ -73,11 +78,13 @@ class Fault:
     before: str
     after: str
     source: str  # of the whole module with it
+    lines: range  # of its statement; the head of it, if it has a body
 
 
 def faults(source: str) -> list[Fault]:
     """Every fault of a module, in the order of its lines."""
     tree = ast.parse(source)
+    statements = [_head(node) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     found = []
     for holder, key, node, changed in _changes(tree):
         before = ast.unparse(node)
@@ -85,8 +92,19 @@ def faults(source: str) -> list[Fault]:
         ast.fix_missing_locations(tree)
         after, whole = ast.unparse(changed), ast.unparse(tree)
         _put(holder, key, node)
-        found.append(Fault(node.lineno, _line(before), _line(after), whole))
+        lines = min((lines for lines in statements if node.lineno in lines), key=len)
+        found.append(Fault(node.lineno, _line(before), _line(after), whole, lines))
     return sorted(found, key=lambda fault: fault.line)
+
+
+def _head(node: ast.stmt) -> range:
+    body = getattr(node, "body", None) or getattr(node, "cases", None)
+    last = max(node.lineno, _first_line(body[0]) - 1) if body else node.end_lineno or node.lineno
+    return range(node.lineno, last + 1)
+
+
+def _first_line(node: Any) -> int:
+    return node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
 
 
 def _put(holder: Any, key: str | int, value: ast.AST) -> None:
@@ -209,10 +227,31 @@ class Job:
     faults: tuple[Fault, ...]
 
 
-class _FirstFailure:
-    """A plugin of pytest."""
+@dataclass(frozen=True)
+class Test:
+    """What a test does with a module that has no fault."""
 
-    by = ""
+    name: str  # pytest's
+    seconds: float  # of the processor
+    lines: frozenset[int]  # of the module, its fixtures' among them
+
+    @property
+    def file(self) -> str:
+        return Path(self.name.partition("::")[0]).name
+
+
+class _Chosen:
+    """A plugin of pytest: of all collected tests those of `order`, and which of them fails first."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = {name: place for place, name in enumerate(order)}
+        self.by = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        chosen = [item for item in items if item.nodeid in self._order]
+        if chosen:  # else the fault has changed their names
+            items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -223,8 +262,60 @@ class _FirstFailure:
             self.by = self.by or f"{report.nodeid} (not collected)"
 
 
-def _tested(job: Job, seconds: int, seed: int) -> tuple[str, str, list[str], float]:
-    """Outcome, first failure, imported modules and processor time of the tests, run in a fork of this process."""
+class _Traced(_Chosen):
+    """A plugin of pytest that runs all tests and notes which lines of a module each of them comes to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__([])
+        self._path = str(path)
+        self.always = self._lines = set[int]()  # when it is imported
+        self._fixtures = dict[str, set[int]]()
+        self.tests: list[Test] = []
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+
+    def _call(self, frame: Any, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename == self._path else None
+
+    def _line(self, frame: Any, event: str, argument: object) -> Any:
+        self._lines.add(frame.f_lineno)
+        return self._line
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        outside, self._lines = self._lines, self._fixtures.setdefault(fixturedef.argname, set())
+        yield
+        outside |= self._lines
+        self._lines = outside
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        lines = self._lines = set()
+        began = time.process_time()
+        yield
+        for name in item.fixturenames:
+            lines |= self._fixtures.get(name, set())
+        self.tests.append(Test(item.nodeid, time.process_time() - began, frozenset(lines)))
+        self._lines = set()
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """What is known of the tests of a module without a fault."""
+
+    always: frozenset[int]  # lines that run when it is imported
+    tests: tuple[Test, ...]
+    modules: tuple[str, ...]  # that they import
+
+    def reaching(self, lines: range) -> list[Test]:
+        """The tests that come to any of these lines, the quickest of a file first; all, where importing does."""
+        files = list(dict.fromkeys(test.file for test in self.tests))
+        found = [test for test in self.tests if self.always.intersection(lines) or test.lines.intersection(lines)]
+        return sorted(found, key=lambda test: (files.index(test.file), test.seconds))
+
+
+def _forked(work: Callable[[], object], seconds: int) -> tuple[Any, int]:
+    """What `work` says in a fork of this process, and its wait status; None when it ends before it says anything."""
     reader, writer = os.pipe()
     Path("tmp").mkdir()
     child = os.fork()
@@ -238,37 +329,70 @@ def _tested(job: Job, seconds: int, seed: int) -> tuple[str, str, list[str], flo
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
-        import pytest
-
-        plugin = _FirstFailure()
-        options = ["-x", "-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", "--basetemp=tmp/pytest"]
-        try:
-            code = int(pytest.main([*options, *(f"tests/{name}" for name in job.tests)], plugins=[plugin]))
-        except BaseException as error:
-            code, plugin.by = 1, repr(error)
-        module = sys.modules.get(job.module.removesuffix(".py").replace("/", "."))
-        ours = bool(module and Path(str(module.__file__)).resolve().is_relative_to(Path.cwd().resolve()))
-        told = {"code": code, "by": plugin.by, "ours": ours, "modules": [] if seconds else sorted(sys.modules)}
-        with os.fdopen(writer, "w") as pipe:
-            json.dump(told, pipe)
+        told = pickle.dumps(work())
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(told)
             pipe.flush()
             os._exit(0)
-    signal.signal(signal.SIGTERM, lambda *_: (os.killpg(child, signal.SIGKILL), os._exit(1)))
+
+    def end(*_: object) -> None:
+        for kill in (os.killpg, os.kill):  # it may not lead a group yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(child, signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
     os.close(writer)
-    with os.fdopen(reader) as pipe:
+    with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()
-    _, status, usage = os.wait4(child, 0)
+    _, status = os.waitpid(child, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # what its tests have started
     shutil.rmtree("tmp", ignore_errors=True)
-    spent = usage.ru_utime + usage.ru_stime
-    if not answer:
-        return ("loops" if os.WIFSIGNALED(status) else "caught"), f"status {status}", [], spent
-    told = json.loads(answer)
-    outcome = "survived" if told["code"] == 0 else "caught"
-    if not seconds and (told["code"] or not told["ours"]):
-        outcome = "broken"
-    return outcome, told["by"], told["modules"], spent
+    return pickle.loads(answer) if answer else None, status
+
+
+def _pytest(files: list[str], plugin: _Chosen, seed: int) -> bool:
+    """Whether the tests pass."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", "--basetemp=tmp/pytest"]
+    try:
+        return pytest.main([*options, *(f"tests/{name}" for name in files)], plugins=[plugin]) == 0
+    except BaseException as error:
+        plugin.by = repr(error)
+        return False
+
+
+def _without_fault(job: Job, seed: int) -> Unchanged:
+    path = Path.cwd() / job.module
+
+    def work() -> Unchanged | str:
+        plugin = _Traced(path)
+        passed = _pytest(list(job.tests), plugin, seed)
+        sys.settrace(None)
+        if not passed:
+            return plugin.by
+        if not plugin.always:
+            return "another copy is tested"
+        return Unchanged(frozenset(plugin.always), tuple(plugin.tests), tuple(sorted(sys.modules)))
+
+    found, status = _forked(work, 0)
+    if isinstance(found, Unchanged):
+        return found
+    raise UserError(f"{job.module}: its tests fail without any fault ({found or f'status {status}'})")
+
+
+def _with_fault(tests: list[Test], seed: int, least_s: int) -> tuple[str, str]:
+    """Outcome and first failure."""
+    if not tests:
+        return "survived", "no test comes to it"
+
+    def work() -> tuple[str, str]:
+        plugin = _Chosen([test.name for test in tests])
+        passed = _pytest(list(dict.fromkeys(test.file for test in tests)), plugin, seed)
+        return ("survived", "") if passed else ("caught", plugin.by)
+
+    found, status = _forked(work, max(least_s, round(5 * sum(test.seconds for test in tests))))
+    return found or ("loops" if os.WIFSIGNALED(status) else "caught", f"status {status}")
 
 
 def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: int, queue: Any) -> None:
@@ -285,22 +409,22 @@ def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: int, que
     own = {path.name.removesuffix(".py") for path in [*place.iterdir(), *(place / "tests").glob("*")]}
     _forget_own(own)
     for job in jobs:
-        outcome, by, modules, spent = _tested(job, 0, seed)
-        if outcome != "survived":
-            queue.put(UserError(f"{job.module}: its tests fail without any fault ({by or 'another copy is tested'})"))
+        try:
+            known = _without_fault(job, seed)
+        except UserError as error:
+            queue.put(error)
             return
-        for name in modules:  # what every fork would import again
+        for name in known.modules:  # what every fork would import again
             top = name.partition(".")[0]
             if top not in own and name not in sys.modules and not top.startswith(("_", "test")):
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
         _forget_own(own)
-        limit = max(least_s, round(5 * spent))
         path = place / job.module
         unchanged = path.read_text()
         for fault in job.faults:
             path.write_text(fault.source)
-            outcome, by, _, _ = _tested(job, limit, seed)
+            outcome, by = _with_fault(known.reaching(fault.lines), seed, least_s)
             queue.put((job.module, fault, outcome, by))
         path.write_text(unchanged)
     queue.put(None)
@@ -316,7 +440,7 @@ def _forget_own(own: set[str]) -> None:
 
 
 def run(
-    root: Path, table: dict[str, list[str]], journal: Path, limit: int, seed: int, processes: int, least_s: int = 20
+    root: Path, table: dict[str, list[str]], journal: Path, limit: int, seed: int, processes: int, least_s: int = 10
 ) -> list[Result]:
     """Results of the sampled faults of all modules. Raises UserError where tests fail without any fault."""
     known = _read(journal)

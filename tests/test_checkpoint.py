@@ -238,6 +238,24 @@ def test_a_config_of_another_network_is_refused(copy: Path, change: Changes, nam
     assert named in refusal(copy)
 
 
+@pytest.mark.parametrize("rows", [-1, 1, 100, VOCAB - 1, VOCAB + 1])
+def test_a_reduced_vocabulary_is_part_of_the_target_s(copy: Path, rows: int) -> None:
+    change_config(copy, lambda config: config.update(draft_vocab_size=rows))
+    if 0 < rows < VOCAB:
+        assert read_config(copy, layers_only=True).vocab_size == VOCAB
+    else:
+        with pytest.raises(UserError, match=f"'draft_vocab_size' is {rows}, 'vocab_size' {VOCAB}"):
+            read_config(copy, layers_only=True)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.rope_type)
+def test_the_scaling_of_rope_is_said_in_both_generations_of_the_form(drafter: Drafter, scaling: RopeScaling) -> None:
+    values = config_json(replace(drafter.config, rope_scaling=scaling))
+    assert values["rope_parameters"] == values["rope_scaling"] | {"rope_theta": drafter.config.rope_theta}
+    assert values["rope_scaling"]["rope_type"] == scaling.rope_type
+    assert "rope_scaling" not in config_json(drafter.config)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_no_value_in_a_config_leads_to_anything_but_a_drafter_or_a_user_error(

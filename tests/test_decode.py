@@ -5,10 +5,11 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EOS, PAD, VOCAB, make_drafter, make_target
+from conftest import EOS, PAD, VOCAB, Clock, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -257,6 +258,10 @@ def test_a_prompt_token_outside_the_vocabulary_is_refused(token: int) -> None:
         generate(pair()[0], None, [1, token, 2])
 
 
+def test_the_first_and_the_last_token_of_the_vocabulary_may_stand_in_a_prompt() -> None:
+    decode.check_prompt([VOCAB - 1, 0], 3, VOCAB)
+
+
 # ---- streaming and bookkeeping -------------------------------------------------------------------------
 
 
@@ -270,6 +275,16 @@ def test_streaming_yields_growing_prefixes_of_the_answer() -> None:
         assert reason is None and len(shorter) < len(longer) and longer[: len(shorter)] == shorter
     assert seen[-1][0] == list(answer()[:30]) and seen[-1][1] == "length"
     assert [steps for _, _, steps in seen] == list(range(len(seen))), "one yield for the prefill, one a step"
+
+
+def test_time_is_counted_from_where_the_prefill_or_the_step_began(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = pair()
+    monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(target, "forward", clock.costs(3, target.forward))
+    found = generate(target, None, PROMPT, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert (found.prefill_s, found.decode_s) == (3, 3 * 4)
 
 
 def test_the_acceptance_length_of_an_answer_without_steps_is_nan() -> None:
@@ -288,6 +303,16 @@ def test_the_acceptance_length_of_an_answer_without_steps_is_nan() -> None:
 def test_sampling_params_refuse_values_out_of_range(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"^{min(values)} is "):
         SamplingParams(**values)
+
+
+def test_who_gives_no_seed_gives_0() -> None:
+    assert SamplingParams(temperature=1.0) == SamplingParams(temperature=1.0, seed=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, -1, -(1 << 63)])
+def test_any_seed_is_a_signed_integer_of_64_bits_with_its_low_bits(seed: int) -> None:
+    found = decode.int64_seed(seed)
+    assert -(1 << 63) <= found < 1 << 63 and (found - seed) % (1 << 64) == 0
 
 
 # ---- sampling ------------------------------------------------------------------------------------------

@@ -228,6 +228,54 @@ def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
     assert told[0] == (1, True) and told[1][0] > 40
 
 
+def turns(requests: list[Request], device: TableDevice, *, block: int = 1, chunk: int = 64) -> Scheduler:
+    scheduler = Scheduler(
+        device, PagePool(200, SIZE), lambda running: block, max_batch=8, prefill_chunk=chunk, max_block=BLOCK,
+        prefix_cache=False,
+    )  # fmt: skip
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def test_prompts_fill_a_chunk_to_its_last_token() -> None:
+    requests = [Request([i], SamplingParams(), frozenset(), 9) for i in range(4)]
+    scheduler = turns(requests, TableDevice(1, random.Random(0)), chunk=4)
+    scheduler.advance()
+    assert [request.prefilled for request in requests] == [1] * 4
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(1, 0), (2, 1), (5, 4)])
+def test_no_step_is_launched_for_who_surely_ends_without_it(limit: int, steps: int) -> None:
+    launched = []
+
+    class Counts(TableDevice):
+        def decode(self, requests: Sequence[Request], block: int) -> Any:
+            launched.append(len(requests))
+            return super().decode(requests, block)
+
+    scheduler = turns(
+        [Request([i, 1], SamplingParams(), frozenset(), limit) for i in range(2)], Counts(2, random.Random(0))
+    )
+    while not scheduler.idle:
+        scheduler.advance()
+    assert launched == [2] * steps
+
+
+def test_the_page_table_changes_once_in_four_pages() -> None:
+    changed = []
+
+    class Counts(TableDevice):
+        def set_pages(self, row: int, pages: Sequence[int]) -> None:
+            changed.append(len(pages))
+            super().set_pages(row, pages)
+
+    scheduler = turns([Request([1, 2], SamplingParams(), frozenset(), 60)], Counts(0, random.Random(0)))
+    while not scheduler.idle:
+        scheduler.advance()
+    assert changed == [7, 11, 15, 19], "a page and three in advance, each time"
+
+
 def test_a_row_is_moved_only_for_a_request_that_stays() -> None:
     """Copies of a row's state are a dozen launches: many rows that end together would make the next step wait."""
     moved = []

@@ -188,7 +188,7 @@ class Scheduler:
     # ---- decode ----------------------------------------------------------------------------------------
 
     def _decode(self) -> bool:
-        if not self.running or all(request.surely_ends for request in self.running):
+        if all(request.surely_ends for request in self.running):
             return False
         block = self.choose_block(self.running)
         for request in list(self.running):
