@@ -3,8 +3,8 @@
 A fault is one changed operator, constant, condition, return value or a statement left out. Every worker has a copy of
 the project, imports torch and the other packages once, and traces which lines of the module each test runs. For every
 fault it forks: that process imports the changed module and runs the tests that come to the fault's statement, the
-quickest of a file first, up to the first failure. One that is not caught in five times their processor time (at least
-ten seconds) loops, and counts as caught. The sample depends on --seed and on the module.
+quickest of a file first, up to the first failure. Where a test takes five times its processor time (at least ten
+seconds) the fault loops, and counts as caught. The sample depends on --seed and on the module.
 
 What was found stands in --journal, one JSON line a fault. A later call goes on where one was interrupted; it tries what
 survived again once the tests have changed, and everything once the module has.
@@ -17,6 +17,7 @@ import copy
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -240,18 +241,10 @@ class Test:
         return Path(self.name.partition("::")[0]).name
 
 
-class _Chosen:
-    """A plugin of pytest: of all collected tests those of `order`, and which of them fails first."""
+class _FirstFailure:
+    """A plugin of pytest."""
 
-    def __init__(self, order: list[str]) -> None:
-        self._order = {name: place for place, name in enumerate(order)}
-        self.by = ""
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        chosen = [item for item in items if item.nodeid in self._order]
-        if chosen:  # else the fault has changed their names
-            items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
+    by = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -262,11 +255,35 @@ class _Chosen:
             self.by = self.by or f"{report.nodeid} (not collected)"
 
 
-class _Traced(_Chosen):
+class _Chosen(_FirstFailure):
+    """A plugin of pytest: of all collected tests those of `tests`, and which of them fails first; none may loop."""
+
+    def __init__(self, tests: list[Test], least_s: int) -> None:
+        self._order = {test.name: place for place, test in enumerate(tests)}
+        self._tests, self._least_s = tests, least_s
+        self._allow(2 * least_s)  # to import what is tested
+
+    def _allow(self, seconds: float) -> None:
+        most = math.ceil(time.process_time() + seconds)  # not by the clock: others compute, too
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        signal.alarm(math.ceil(30 * seconds))  # a fault that waits for ever takes no processor
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        place = self._order.get(item.nodeid)
+        self._allow(max(self._least_s, 5 * self._tests[place].seconds if place is not None else 300))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        chosen = [item for item in items if item.nodeid in self._order]
+        if chosen:  # else the fault has changed their names
+            items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
+
+
+class _Traced(_FirstFailure):
     """A plugin of pytest that runs all tests and notes which lines of a module each of them comes to."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__([])
         self._path = str(path)
         self.always = self._lines = set[int]()  # when it is imported
         self._fixtures = dict[str, set[int]]()
@@ -314,7 +331,7 @@ class Unchanged:
         return sorted(found, key=lambda test: (files.index(test.file), test.seconds))
 
 
-def _forked(work: Callable[[], object], seconds: int) -> tuple[Any, int]:
+def _forked(work: Callable[[], object]) -> tuple[Any, int]:
     """What `work` says in a fork of this process, and its wait status; None when it ends before it says anything."""
     reader, writer = os.pipe()
     Path("tmp").mkdir()
@@ -323,9 +340,6 @@ def _forked(work: Callable[[], object], seconds: int) -> tuple[Any, int]:
         os.close(reader)
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if seconds:
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))  # not by the clock: others compute, too
-            signal.alarm(30 * seconds)  # a fault that waits for ever takes no processor
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
@@ -352,7 +366,7 @@ def _forked(work: Callable[[], object], seconds: int) -> tuple[Any, int]:
     return pickle.loads(answer) if answer else None, status
 
 
-def _pytest(files: list[str], plugin: _Chosen, seed: int) -> bool:
+def _pytest(files: list[str], plugin: _FirstFailure, seed: int) -> bool:
     """Whether the tests pass."""
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", "--basetemp=tmp/pytest"]
     try:
@@ -375,7 +389,7 @@ def _without_fault(job: Job, seed: int) -> Unchanged:
             return "another copy is tested"
         return Unchanged(frozenset(plugin.always), tuple(plugin.tests), tuple(sorted(sys.modules)))
 
-    found, status = _forked(work, 0)
+    found, status = _forked(work)
     if isinstance(found, Unchanged):
         return found
     raise UserError(f"{job.module}: its tests fail without any fault ({found or f'status {status}'})")
@@ -387,11 +401,11 @@ def _with_fault(tests: list[Test], seed: int, least_s: int) -> tuple[str, str]:
         return "survived", "no test comes to it"
 
     def work() -> tuple[str, str]:
-        plugin = _Chosen([test.name for test in tests])
+        plugin = _Chosen(tests, least_s)
         passed = _pytest(list(dict.fromkeys(test.file for test in tests)), plugin, seed)
         return ("survived", "") if passed else ("caught", plugin.by)
 
-    found, status = _forked(work, max(least_s, round(5 * sum(test.seconds for test in tests))))
+    found, status = _forked(work)
     return found or ("loops" if os.WIFSIGNALED(status) else "caught", f"status {status}")
 
 

@@ -74,6 +74,7 @@ def test_a_row_with_fewer_candidates_than_its_neighbour_is_filled_with_blocks_wi
     assert blocks.valid.sum(1).tolist() == [6, 2, 0]
     assert blocks.valid[1].tolist() == [True, True, False, False, False, False], "fillers go last"
     assert not blocks.supervised[~blocks.valid].any() and not blocks.labels[~blocks.valid].any()
+    assert not blocks.anchor[~blocks.valid].any(), "an index that every row has"
 
 
 def test_without_a_candidate_no_block_is_valid() -> None:
