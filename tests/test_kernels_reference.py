@@ -329,3 +329,11 @@ def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_tok
     assert accepted.sum() == 400
     rejected = choice[~accepted, 0].bincount(minlength=4) / (~accepted).sum()
     torch.testing.assert_close(rejected, torch.tensor([0.1, 0.0, 0.3, 0.2]) / 0.6)
+
+
+def test_rows_may_stand_in_any_shape() -> None:
+    logits = torch.randn(6, 50)
+    how = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.02}
+    flat = filtered_probabilities(logits, **how)
+    assert torch.equal(filtered_probabilities(logits.view(2, 3, 50), **how), flat.view(2, 3, 50))
+    assert torch.equal(filtered_probabilities(logits[4], **how), flat[4])
