@@ -76,6 +76,7 @@ class Fault:
     """One change of a module."""
 
     line: int
+    column: int
     before: str
     after: str
     source: str  # of the whole module with it
@@ -94,7 +95,7 @@ def faults(source: str) -> list[Fault]:
         after, whole = ast.unparse(changed), ast.unparse(tree)
         _put(holder, key, node)
         lines = min((lines for lines in statements if node.lineno in lines), key=len)
-        found.append(Fault(node.lineno, _line(before), _line(after), whole, lines))
+        found.append(Fault(node.lineno, node.col_offset, _line(before), _line(after), whole, lines))
     return sorted(found, key=lambda fault: fault.line)
 
 
@@ -206,6 +207,7 @@ class Result:
 
     module: str
     line: int
+    column: int  # of several alike in a line
     before: str
     after: str
     outcome: str  # caught, loops or survived
@@ -214,8 +216,8 @@ class Result:
     tests_hash: str
 
     @property
-    def key(self) -> tuple[str, int, str, str, str]:
-        return self.module, self.line, self.before, self.after, self.source_hash
+    def key(self) -> tuple[str, int, int, str, str, str]:
+        return self.module, self.line, self.column, self.before, self.after, self.source_hash
 
 
 @dataclass(frozen=True)
@@ -465,7 +467,7 @@ def run(
         hashes[module] = _hash(source), _hash(texts)
         missing = []
         for fault in sample(module, source, limit, seed):
-            old = known.get((module, fault.line, fault.before, fault.after, hashes[module][0]))
+            old = known.get((module, fault.line, fault.column, fault.before, fault.after, hashes[module][0]))
             if old and (old.outcome != "survived" or old.tests_hash == hashes[module][1]):
                 found.append(old)
             else:
@@ -495,7 +497,9 @@ def run(
                     working -= 1
                     continue
                 module, fault, outcome, by = told
-                result = Result(module, fault.line, fault.before, fault.after, outcome, by, *hashes[module])
+                result = Result(
+                    module, fault.line, fault.column, fault.before, fault.after, outcome, by, *hashes[module]
+                )
                 with journal.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
                 found.append(result)
