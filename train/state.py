@@ -147,7 +147,7 @@ def read_plan(path: Path) -> dict[str, Any] | None:
     """The plan of the run whose resume point is at `path`; None where that cannot be known."""
     try:
         return RunState(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)).plan
-    except Exception:  # torch.load raises a dozen kinds
+    except Exception:  # torch.load raises a dozen kinds; `load_state` says what is wrong with a file
         return None
 
 
