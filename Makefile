@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (about 8 minutes, CPU)
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python scripts/demo/demo.py
 
 test: $(READY)   ## the whole suite, CPU
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal  # the tests compute in one thread each
@@ -39,7 +39,7 @@ mutate: $(READY) ## plant faults in the core modules: do the tests catch them? (
 	$(BIN)/python scripts/mutate.py
 
 bench: $(READY)  ## time of a training step and of decoding on this machine's device
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python scripts/bench/hf_path.py
 
 # z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
 test-peers: $(READY) ## the demo's checkpoint in z-lab's own client must decode the same (run `make demo` first)

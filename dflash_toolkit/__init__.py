@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from .lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .checkpoint import load_drafter, save_drafter
     from .config import UserError
     from .decode import Generation, generate, stream
-    from .drafter import Drafter, DrafterConfig
+    from .models.dflash.checkpoint import load_drafter, save_drafter
+    from .models.dflash.network import Drafter, DrafterConfig
+    from .models.target import Target
     from .sampling import SamplingParams
-    from .target import Target
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            ".checkpoint": ["load_drafter", "save_drafter"],
+            ".models.dflash.checkpoint": ["load_drafter", "save_drafter"],
             ".config": ["UserError"],
             ".decode": ["Generation", "generate", "stream"],
-            ".drafter": ["Drafter", "DrafterConfig"],
+            ".models.dflash.network": ["Drafter", "DrafterConfig"],
             ".sampling": ["SamplingParams"],
-            ".target": ["Target"],
+            ".models.target": ["Target"],
         },
     )
 

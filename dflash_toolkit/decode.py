@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .config import UserError
-from .drafter import ContextKV, Drafter
 from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
+from .models.dflash.network import ContextKV, Drafter
+from .models.target import Target
 from .sampling import SamplingParams
-from .target import Target
 
 FinishReason = Literal["stop", "length"]
 

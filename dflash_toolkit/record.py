@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .drafter import Drafter, DrafterConfig
-from .target import Target
+from .models.dflash.network import Drafter, DrafterConfig
+from .models.target import Target
 
 RECORD_KEY = "record"  # within the provenance
 SCHEMA = 1

@@ -42,15 +42,19 @@ from dflash_toolkit.progress import Progress
 ROOT = Path(__file__).parents[1]
 TABLE = {  # a module and the tests that answer for it, the quickest first; none of them starts programs
     "dflash_toolkit/decode.py": ["test_decode.py"],
-    "dflash_toolkit/sampling.py": ["test_decode.py", "test_kernels_sample.py"],
+    "dflash_toolkit/sampling.py": ["test_decode.py", "kernels/test_kernels_sample.py"],
     "dflash_toolkit/kernels/reference.py": [
-        "test_kernels_reference.py", "test_kernels_draws.py", "test_runtime_engine.py",
+        "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "runtime/test_runtime_engine.py",
     ],
-    "dflash_toolkit/runtime/pages.py": ["test_runtime_scheduler.py"],
-    "dflash_toolkit/runtime/scheduler.py": ["test_runtime_scheduler.py", "test_runtime_engine.py"],
-    "dflash_toolkit/checkpoint.py": ["test_checkpoint.py", "test_drafter_config.py", "test_speculators.py"],
-    "train/blocks.py": ["test_train_blocks.py"],
-    "train/losses.py": ["test_train_losses.py", "test_train_distribution.py"],
+    "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
+    "dflash_toolkit/runtime/scheduler.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_engine.py"],
+    "dflash_toolkit/models/dflash/checkpoint.py": [
+        "models/test_checkpoint.py", "models/test_drafter_config.py", "checkpoint/test_speculators.py",
+    ],
+    "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
+    "train/objective/losses.py": [
+        "train/objective/test_train_losses.py", "train/objective/test_train_distribution.py",
+    ],
 }  # fmt: skip
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "out", "demo", "build", "dist", "shared", "results")
 
@@ -240,7 +244,7 @@ class Test:
 
     @property
     def file(self) -> str:
-        return Path(self.name.partition("::")[0]).name
+        return self.name.partition("::")[0].removeprefix("tests/")
 
 
 class _FirstFailure:
@@ -422,7 +426,7 @@ def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: int, que
         "TMPDIR": str(place / "tmp"), "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "tmp/hypothesis"),
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    own = {path.name.removesuffix(".py") for path in [*place.iterdir(), *(place / "tests").glob("*")]}
+    own = {path.name.removesuffix(".py") for path in [*place.iterdir(), *(place / "tests").rglob("*.py")]}
     _forget_own(own)
     for job in jobs:
         try:

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.decode import PromptError, SamplingParams, check_prompt
-from dflash_toolkit.prompts import encode_chat
 
 from .answer import Answer, Piece, usage
 from .engine import Engine, EngineClosedError

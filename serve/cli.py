@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, knob, parse_cli, run_command
 from dflash_toolkit.runtime.options import DRAFT_DTYPES, EngineOptions
-from dflash_toolkit.runtime.readahead import read_ahead
 from dflash_toolkit.threads import HELP, check_threads, use_threads
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import math
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.models.target import load_generation_config
 from dflash_toolkit.sampling import COLDEST, LEAST_TOP_P
-from dflash_toolkit.target import load_generation_config
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

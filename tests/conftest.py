@@ -4,7 +4,12 @@ import functools
 import json
 import math
 import os
+import sys
 import tempfile
+
+from paths import FOLDERS
+
+sys.path.extend(map(str, FOLDERS))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, Target
-from dflash_toolkit.drafter import default_target_layer_ids
+from dflash_toolkit.models.dflash.network import default_target_layer_ids
 
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 
@@ -112,12 +117,12 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Training by a clock of the test: a step takes a second, an evaluation 100, the part of a save that is waited
     for 1000.
 
-    The seam is the name `time` in train.loop and train.metrics: all that they know of time is `time.perf_counter()`.
+    The seam is the name `time` in train.loop and train.run.metrics: all they know of time is `time.perf_counter()`.
     """
     import train.loop
-    import train.metrics
+    import train.run.metrics
 
-    for module in (train.loop, train.metrics):
+    for module in (train.loop, train.run.metrics):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(train.loop, "compute_loss", clock.costs(1, train.loop.compute_loss))
     monkeypatch.setattr(train.loop, "host_copy", clock.costs(1000, train.loop.host_copy))
@@ -219,9 +224,9 @@ def check_same(reread: Drafter, drafter: Drafter) -> None:
 
 def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]], list[list[int]]]:
     """What a run of `dflash-train --data` would train on and measure on, in `work`: prompts as they are rendered."""
-    from dflash_toolkit.prompts import encode_chat
-    from train.choosing import chosen
-    from train.data import PROMPTS, Reading, choose_prompts
+    from dflash_toolkit.data.prompts import encode_chat
+    from train.prompts.choosing import chosen
+    from train.run.data import PROMPTS, Reading, choose_prompts
 
     work.mkdir(parents=True, exist_ok=True)
     data = choose_prompts(Reading(config, tokenizer, "prompts.max_length"), work)
@@ -234,11 +239,11 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
 
 def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB) -> tuple[Any, list[list[int]]]:
     """The corpus and the held-out prompts of a run of `dflash-train --answers`, in `work`."""
-    from dflash_toolkit.prompts import template_hash
-    from train.answer_file import Match
-    from train.corpus import Corpus
-    from train.data import PromptData, Reading, write_given
-    from train.identity import target_digest
+    from dflash_toolkit.data.prompts import template_hash
+    from train.responses.corpus import Corpus
+    from train.responses.file import Match
+    from train.run.data import PromptData, Reading, write_given
+    from train.run.identity import target_digest
 
     work.mkdir(parents=True, exist_ok=True)
     digest, template = target_digest(config.target), template_hash(tokenizer)

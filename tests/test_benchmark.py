@@ -31,10 +31,10 @@ def test_folders_of_this_machine_are_not_in_it(given: str, kept: str) -> None:
 
 
 def test_a_result_names_machine_versions_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/home/me/scripts/bench_step.py", "--batch", "8", "--output", "/home/me/x.json"])
-    found = setting("bench_step.py")
-    assert found["command"] == ["python", "scripts/bench_step.py", "--batch", "8"]
+    monkeypatch.setattr(sys, "argv", ["/home/me/scripts/bench/step.py", "--batch", "8", "--output", "/home/me/x.json"])
+    found = setting("bench/step.py")
+    assert found["command"] == ["python", "scripts/bench/step.py", "--batch", "8"]
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["torch"] == torch.__version__ or torch.__version__.startswith(found["versions"]["torch"])
     assert found["gpu"].startswith("cpu, ") or torch.cuda.is_available()
-    assert setting("bench_step.py", ["--shape", "tiny"])["command"][2:] == ["--shape", "tiny"]
+    assert setting("bench/step.py", ["--shape", "tiny"])["command"][2:] == ["--shape", "tiny"]

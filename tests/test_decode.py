@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, stream
 from dflash_toolkit.decode import Generation, propose
-from dflash_toolkit.drafter import ContextKV
 from dflash_toolkit.kernels.reference import filtered_probabilities
+from dflash_toolkit.models.dflash.network import ContextKV
 
 PROMPT = list(b"Speculate, then verify.")
 SAMPLINGS = [

@@ -8,17 +8,17 @@ import torch
 from conftest import MASK, make_drafter, make_target
 
 from dflash_toolkit import SamplingParams, Target, generate
-from dflash_toolkit.drafter import Drafter
 from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LossMix
-from train.answers import Row
-from train.blocks import dense_mask, flex_mask, sample_blocks
+from dflash_toolkit.models.dflash.network import Drafter
 from train.config import LossKnobs, OptimKnobs, RunKnobs, TrainConfig
-from train.features import FeatureSource
+from train.features.source import FeatureSource
 from train.loop import train
-from train.losses import draft_loss
-from train.step import compute_loss
+from train.objective.blocks import dense_mask, flex_mask, sample_blocks
+from train.objective.losses import draft_loss
+from train.objective.step import compute_loss
+from train.responses.rows import Row
 
 pytestmark = pytest.mark.gpu
 

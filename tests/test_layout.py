@@ -8,24 +8,24 @@ import tomllib
 from pathlib import Path, PurePosixPath
 
 import pytest
+from paths import ROOT
 
 import dflash_toolkit
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROGRAMS = ("train", "serve", "scripts")
 SOURCES = sorted(
     path.relative_to(ROOT) for folder in ("dflash_toolkit", *PROGRAMS) for path in (ROOT / folder).rglob("*.py")
 )
 
-# A unit is a module of the library or a whole folder. It imports from the levels below its own only.
+# A unit is a module of the library or a whole folder; the longest name counts. It imports from the levels below its own
+# only, so that a drafter never imports the target, nor the target a drafter.
 LEVELS = [
-    {"benchmark", "config", "kernels", "lazy", "network", "progress", "rope", "threads"},
-    {"packed"},
-    {"conversations", "drafter", "files", "fingerprint", "sampling", "target"},
-    {"decode", "checkpoint", "record", "sources"},
-    {"prompts"},
-    {"acceptance", "runtime", "speculators"},
+    {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
+    {"models.packed"},
+    {"data", "files", "fingerprint", "models", "models.dflash", "models.target", "sampling"},
+    {"checkpoint", "decode", "record"},
+    {"acceptance", "runtime"},
     {"doctor"},
     {"public names"},  # dflash_toolkit/__init__.py
     {"evaluation"},
@@ -74,13 +74,19 @@ def unit_of(dotted: str) -> str | None:
         return first
     if first != "dflash_toolkit":
         return None
-    return rest[0] if rest and rest[0] in LEVEL else "public names"
+    known = [".".join(rest[:end]) for end in range(len(rest), 0, -1)]
+    return next((name for name in known if name in LEVEL), "public names")
 
 
 def unit_of_file(path: PurePosixPath) -> str:
     if path.parts[0] in PROGRAMS:
         return path.parts[0]
-    return "public names" if path.name == "__init__.py" and len(path.parts) == 2 else path.with_suffix("").parts[1]
+    if path.name == "__init__.py" and len(path.parts) == 2:
+        return "public names"
+    parts = path.with_suffix("").parts
+    return next(
+        (name for name in (".".join(parts[1:end]) for end in range(len(parts), 1, -1)) if name in LEVEL), parts[1]
+    )
 
 
 def violations(path: PurePosixPath, source: str) -> list[str]:
@@ -110,20 +116,20 @@ def test_imports_follow_the_arrows(path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("dflash_toolkit/drafter.py", "from .target import Target"),
-        ("dflash_toolkit/target.py", "from dflash_toolkit.drafter import Drafter"),
-        ("dflash_toolkit/drafter.py", "def f():\n    from . import decode"),
-        ("dflash_toolkit/kernels/attention.py", "from ..drafter import Drafter"),
+        ("dflash_toolkit/models/dflash/network.py", "from ..target import Target"),
+        ("dflash_toolkit/models/target.py", "from dflash_toolkit.models.dflash.network import Drafter"),
+        ("dflash_toolkit/models/dflash/network.py", "def f():\n    from ... import decode"),
+        ("dflash_toolkit/kernels/triton/attention.py", "from ...models.dflash.network import Drafter"),
         ("dflash_toolkit/decode.py", "import dflash_toolkit.evaluation"),
         ("dflash_toolkit/decode.py", "from dflash_toolkit import Target"),
         ("dflash_toolkit/decode.py", "import train.loop"),
-        ("dflash_toolkit/checkpoint.py", "from dflash_toolkit.train import loop"),
-        ("dflash_toolkit/checkpoint.py", "from .serve import app"),
+        ("dflash_toolkit/models/dflash/checkpoint.py", "from dflash_toolkit.train import loop"),
+        ("dflash_toolkit/models/dflash/checkpoint.py", "from ...serve import app"),
         ("dflash_toolkit/evaluation/run.py", "from ..train import loop"),
         ("dflash_toolkit/runtime/engine.py", "from ..evaluation import measure"),
         ("train/loop.py", "from dflash_toolkit.serve import app"),
         ("train/loop.py", "from ..serve import app"),
-        ("train/loop.py", "from train.blocks import Blocks"),
+        ("train/loop.py", "from train.objective.blocks import Blocks"),
         ("serve/app.py", "import train"),
         ("serve/app.py", "from dflash_toolkit.evaluation.measure import measure"),
         ("train/loop.py", "import scripts.bench"),
@@ -137,10 +143,13 @@ def test_an_import_against_the_arrows_is_found(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("dflash_toolkit/decode.py", "from .drafter import Drafter\nfrom .kernels.reference import choose"),
+        (
+            "dflash_toolkit/decode.py",
+            "from .models.dflash.network import Drafter\nfrom .kernels.reference import choose",
+        ),
         ("dflash_toolkit/evaluation/run.py", "from .. import __version__\nfrom ..decode import generate"),
-        ("train/loop.py", "from .blocks import Blocks\nfrom dflash_toolkit import Drafter\nimport torch"),
-        ("scripts/bench.py", "from dflash_toolkit.evaluation.measure import measure"),
+        ("train/loop.py", "from .objective.blocks import Blocks\nfrom dflash_toolkit import Drafter\nimport torch"),
+        ("scripts/bench/hf_path.py", "from dflash_toolkit.evaluation.measure import measure"),
     ],
 )
 def test_an_import_along_the_arrows_is_not(path: str, source: str) -> None:
@@ -169,12 +178,12 @@ EXTRAS = declared([r for group in PROJECT["project"]["optional-dependencies"].va
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
     # a script of the peers runs in that project's environment, not in ours
-    peers = {"dflash"} if path.name == "peer_zlab.py" else set()
+    peers = {"dflash"} if path.name == "zlab.py" else set()
     assert third_party(path) - CORE - EXTRAS - peers == set()
 
 
-# how kernels are launched and what several are made of, and attention.py's own for Hopper
-SUPPORT = {"attention_hopper", "best", "fp8", "grid", "launch", "mix", "ring", "scaled"}
+# how kernels are launched and what several are made of, and attention's own for Hopper
+SUPPORT = {"launch", "mix", "scaled", "triton.best", "triton.fp8", "hopper.attention", "hopper.grid", "hopper.ring"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
@@ -184,7 +193,8 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
         ours = {name for name in names if unit_of(name)}
         assert {unit_of(name) for name in ours} <= {"kernels"}, path
         if path.stem not in ("fused", "cublas"):  # they gather them under one name
-            assert {name.split(".")[2] for name in ours} <= SUPPORT, path
+            inner = {name.removeprefix("dflash_toolkit.kernels.") for name in ours}
+            assert {name for name in inner if not any(f"{name}.".startswith(f"{s}.") for s in SUPPORT)} == set(), path
     assert third_party(Path("dflash_toolkit/kernels/reference.py")) == {"torch"}
     assert third_party(Path("dflash_toolkit/kernels/loss.py")) == {"torch"}
     assert third_party(Path("dflash_toolkit/kernels/scaled.py")) == {"torch"}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from paths import ROOT
 
 from dflash_toolkit.network import unreachable
 
-ROOT = Path(__file__).parent.parent
 RUN = """
 import importlib, sys
 for words in sys.stdin.read().splitlines():
@@ -41,7 +41,7 @@ def test_every_command_says_that_the_hub_cannot_be_reached(target_dir: Path, tmp
         f"train.data_cli --target {target_dir} --data no/such --output {tmp_path}/c.jsonl": "dataset no/such cannot be "
         "loaded without a network, and the hub cannot be reached; give --data FILE",
         f"dflash_toolkit.evaluation.cli --target {target_dir} --drafter no/such --prompts "
-        "a=scripts/prompts/count_report.jsonl": "drafter no/such: ",
+        "a=scripts/demo/prompts/count_report.jsonl": "drafter no/such: ",
         f"dflash_toolkit.doctor.cli --target {target_dir} --drafter no/such": "drafter no/such: ",
         "serve.cli --target no/such --port 0": "target no/such: ",
     }

@@ -12,7 +12,7 @@ import torch
 from conftest import CONFIGS, make_drafter, make_target
 
 from dflash_toolkit import Drafter, Target, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import PROVENANCE_KEY, read_config
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_config
 from dflash_toolkit.record import (
     PROJECTIONS,
     RECORD_KEY,

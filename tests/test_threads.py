@@ -3,18 +3,17 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from dflash_toolkit.threads import WAITING
 
-ROOT = Path(__file__).parent.parent
 PROGRAMS = {
     "train.cli": [],
     "train.data_cli": ["--data", "x", "--output", "x.jsonl"],
     "serve.cli": ["--port", "0"],
-    "dflash_toolkit.evaluation.cli": ["--drafter", "./no", "--prompts", "a=scripts/prompts/count_report.jsonl"],
+    "dflash_toolkit.evaluation.cli": ["--drafter", "./no", "--prompts", "a=scripts/demo/prompts/count_report.jsonl"],
     "dflash_toolkit.doctor.cli": ["--drafter", "./no"],
 }
 RUN = f"""

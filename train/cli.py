@@ -19,14 +19,13 @@ import transformers
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
+from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.config import given_values, run_command, to_mapping
-from dflash_toolkit.drafter import default_target_layer_ids, weights_hash
+from dflash_toolkit.data.prompts import encode_chat, template_hash
 from dflash_toolkit.files import finite, locked, read_json, write_json
-from dflash_toolkit.prompts import encode_chat, template_hash
-from dflash_toolkit.record import RECORD_KEY, export_record
-from dflash_toolkit.speculators import save_speculators
-from dflash_toolkit.target import (
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
+from dflash_toolkit.models.dflash.network import default_target_layer_ids, weights_hash
+from dflash_toolkit.models.target import (
     choose_mask_token,
     context_limit,
     declared_stop_ids,
@@ -35,14 +34,20 @@ from dflash_toolkit.target import (
     load_tokenizer,
     resolve_device,
 )
+from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.threads import use_threads
 
-from .answer_file import Match, resume
-from .answering import SAID, Asking, Tally, answer, limit_of, reasons
-from .backends import open_backend
 from .config import TrainConfig, configure
-from .corpus import Corpus
-from .data import (
+from .distributed.parallel import Processes, speaks, without_local_rank
+from .distributed.zero import import_deepspeed
+from .loop import Export, Outcome, plan_of, train
+from .objective.step import use_flex
+from .optim.schedule import packing
+from .responses.backends import open_backend
+from .responses.corpus import Corpus
+from .responses.file import Match, resume
+from .responses.generate import SAID, Asking, Tally, answer, limit_of, reasons
+from .run.data import (
     CORPUS,
     PROMPTS,
     PromptData,
@@ -53,15 +58,10 @@ from .data import (
     write_given,
     write_recorded,
 )
-from .identity import target_digest
-from .loop import Export, Outcome, plan_of, train
-from .metrics import import_wandb, log_in
-from .parallel import Processes, speaks, without_local_rank
-from .schedule import packing
-from .start import Start, knobs_of, load_start
-from .state import first_difference, read_plan
-from .step import use_flex
-from .zero import import_deepspeed
+from .run.identity import target_digest
+from .run.metrics import import_wandb, log_in
+from .run.start import Start, knobs_of, load_start
+from .run.state import first_difference, read_plan
 
 WORK = "work"  # inside the output directory: answers, metrics, resume point
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_toolkit.config import UserError, from_mapping, group, knob
-from dflash_toolkit.conversations import BY_NAME, FORM_CHOICES
+from dflash_toolkit.data.conversations import BY_NAME, FORM_CHOICES
 from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.threads import HELP, check_threads
 

@@ -1,6 +1,6 @@
 """dflash-data: prompts -> the target's own answers, one JSON line each, for `dflash-train --answers`.
 
-Beside FILE.jsonl (its rows: `answer_file.py`) stand FILE.prompts.jsonl, the prompts that were chosen, and
+Beside FILE.jsonl (its rows: `responses/file.py`) stand FILE.prompts.jsonl, the prompts that were chosen, and
 FILE.run.json, what was asked for.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.checkpoint import check_fits, locate, read_config
 from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
-from dflash_toolkit.conversations import BY_NAME, FORM_CHOICES
+from dflash_toolkit.data.conversations import BY_NAME, FORM_CHOICES
+from dflash_toolkit.data.prompts import encode_chat, template_hash
+from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import locked, write_json
-from dflash_toolkit.prompts import encode_chat, template_hash
-from dflash_toolkit.sources import Source
-from dflash_toolkit.target import (
+from dflash_toolkit.models.dflash.checkpoint import check_fits, locate, read_config
+from dflash_toolkit.models.target import (
     context_limit,
     declared_stop_ids,
     load_config,
@@ -29,18 +29,18 @@ from dflash_toolkit.target import (
 )
 from dflash_toolkit.threads import HELP, check_threads, use_threads
 
-from .answer_file import resume
-from .answering import SAID, Asking, Tally, answer, limit_of, reasons
-from .backends import Backend, EngineBackend, open_backend
-from .choosing import Wanted, choose, chosen, left_out
 from .config import RUNTIMES, DrawKnobs
-from .dedup import Duplicates
-from .dialogue import likeliest_end_first
-from .endpoint import APIS, EndpointBackend
-from .identity import target_digest
-from .openai_http import find_models
-from .state import first_difference
-from .vllm_backend import VllmBackend, import_vllm
+from .prompts.choosing import Wanted, choose, chosen, left_out
+from .prompts.dedup import Duplicates
+from .responses.backends import Backend, EngineBackend, open_backend
+from .responses.conversation import likeliest_end_first
+from .responses.endpoint import APIS, EndpointBackend
+from .responses.file import resume
+from .responses.generate import SAID, Asking, Tally, answer, limit_of, reasons
+from .responses.openai_http import find_models
+from .responses.vllm_backend import VllmBackend, import_vllm
+from .run.identity import target_digest
+from .run.state import first_difference
 
 ANSWERING = ("runtime", "model")  # keys of the record that are known once something answers
 WEEK_S = 7 * 24 * 3600  # sockets wait no longer than 24 days

@@ -15,29 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_toolkit.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.config import UserError, to_mapping
-from dflash_toolkit.drafter import Drafter
+from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
+from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.target import Target
 
-from .answers import Row
-from .blocks import sample_blocks
 from .config import OptimKnobs, TrainConfig
-from .corpus import lengths_of
-from .cost import before_training, once_measured
-from .features import FeatureSource, open_features
-from .flops import drafter_step_flops, visible_pairs
-from .held_out import Evaluation, HeldOut, HeldOutPrompt
-from .losses import RECALL, DraftLoss
-from .memory import begin as begin_peak
-from .memory import enough_memory
-from .metrics import MetricsLog, Speed
-from .parallel import Processes
-from .schedule import Joint, PackedSchedule, Part, Schedule, draws, joined_factor, learning_rate_factor, packing
-from .state import RunState, Writer, host_copy, load_state, save_state
-from .step import compute_loss, use_flex
-from .zero import Learner, make_learner
+from .distributed.parallel import Processes
+from .distributed.zero import Learner, make_learner
+from .features.memory import begin as begin_peak
+from .features.memory import enough_memory
+from .features.source import FeatureSource, open_features
+from .objective.blocks import sample_blocks
+from .objective.losses import RECALL, DraftLoss
+from .objective.step import compute_loss, use_flex
+from .optim.schedule import Joint, PackedSchedule, Part, Schedule, draws, joined_factor, learning_rate_factor, packing
+from .responses.corpus import lengths_of
+from .responses.rows import Row
+from .run.cost import before_training, once_measured
+from .run.flops import drafter_step_flops, visible_pairs
+from .run.held_out import Evaluation, HeldOut, HeldOutPrompt
+from .run.metrics import MetricsLog, Speed
+from .run.state import RunState, Writer, host_copy, load_state, save_state
 
 SETTLING_STEPS = 3  # behind which a compiled step has been compiled for every shape
 TIMED_STEPS = 3  # of which the run's cost is told

@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
-from ..conversations import BY_NAME, FORM_CHOICES
+from ..data.conversations import BY_NAME, FORM_CHOICES
+from ..data.prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..files import write_json
 from ..fingerprint import model_digest
+from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from ..progress import Progress
-from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
-from ..target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from ..threads import HELP, check_threads, use_threads
 from .exported import compare, compare_target
 from .files import FILE_CHECKS, Case

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..drafter import DrafterConfig
+from ..models.dflash.network import DrafterConfig
 
 Tensors = Mapping[str, Tensor]
 EVERY_ORDER = 4  # so many things are tried in every order: 23; more in those orders that are likely

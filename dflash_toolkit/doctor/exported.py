@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..drafter import DrafterConfig
+from ..models.dflash.network import DrafterConfig
+from ..models.rope import RopeScaling
+from ..models.target import Target
 from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature, tensor_hash
-from ..rope import RopeScaling
-from ..target import Target
 from .edits import Edit, Tensors, edits, is_norm, plus_one, renamed
 from .files import Case, rope_words, some
 from .finding import Finding

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..checkpoint import PROVENANCE_KEY, check_fits, locate, read_config, read_json, read_tensors, tensor_shapes
 from ..config import UserError
-from ..drafter import Drafter, DrafterConfig
-from ..prompts import template_hash
+from ..data.prompts import template_hash
+from ..models.dflash.checkpoint import (
+    PROVENANCE_KEY,
+    check_fits,
+    locate,
+    read_config,
+    read_json,
+    read_tensors,
+    tensor_shapes,
+)
+from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.rope import RopeScaling
+from ..models.target import declared_stop_ids
 from ..record import RECORD_KEY, SCHEMA, seal
-from ..rope import RopeScaling
-from ..target import declared_stop_ids
 from .finding import Finding
 
 INITIAL_STD = 0.02  # of every matrix before training (Qwen3's, and this project's)

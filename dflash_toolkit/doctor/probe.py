@@ -16,10 +16,10 @@ from torch import Tensor
 from ..acceptance import ratio
 from ..config import UserError
 from ..decode import Generation, SamplingParams, generate
-from ..drafter import Drafter
+from ..models.dflash.network import Drafter
+from ..models.rope import RopeScaling
+from ..models.target import Target
 from ..progress import Progress
-from ..rope import RopeScaling
-from ..target import Target
 from .edits import Edit
 
 NEAR = 16  # recall is counted among so many best tokens

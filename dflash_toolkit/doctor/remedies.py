@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from ..rope import RopeScaling
+from ..models.rope import RopeScaling
 from .files import Case
 
 

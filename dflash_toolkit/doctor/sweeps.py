@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from ..models.target import RESERVED_WORDS
 from ..progress import Progress
-from ..target import RESERVED_WORDS
 from .edits import Edit, edits, likely_orders
 from .exported import Exported
 from .files import Case, rope_of, rope_words

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..acceptance import Acceptance
 from ..config import UserError
+from ..data.prompts import Prompt, encode_chat
 from ..progress import Progress
-from ..prompts import Prompt, encode_chat
 from .exported import Exported
 from .files import Case
 from .finding import Finding, Severity, has_fault

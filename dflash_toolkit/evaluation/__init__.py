@@ -1,6 +1,6 @@
 """Measure a drafter: how much the target accepts, how much faster that is, and whether it is lossless.
 
-`runtimes.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run continue,
+`decoders.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run continue,
 `report.py` holds the results. `tables.py`, `plots.py`, `markdown.py` and `page.py` show them, `files.py`
 writes them; `cli.py` is `dflash-eval`.
 """
@@ -14,11 +14,11 @@ wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
     from ..acceptance import Acceptance
+    from .decoders import EngineRuntime, ReferenceRuntime
     from .files import write_report
     from .measure import EncodedPrompt, held_out_acceptance
     from .report import Report
     from .run import evaluate
-    from .runtimes import EngineRuntime, ReferenceRuntime
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -28,7 +28,7 @@ else:
             ".measure": ["EncodedPrompt", "held_out_acceptance"],
             ".report": ["Report"],
             ".run": ["evaluate"],
-            ".runtimes": ["EngineRuntime", "ReferenceRuntime"],
+            ".decoders": ["EngineRuntime", "ReferenceRuntime"],
         },
     )
 

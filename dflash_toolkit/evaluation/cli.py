@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.readahead import read_ahead
 from ..config import UserError, knob, parse_cli, run_command, to_mapping
-from ..conversations import BY_NAME, FORM_CHOICES
+from ..data.conversations import BY_NAME, FORM_CHOICES
+from ..data.prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..files import locked
-from ..prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
 from ..runtime.options import DRAFT_DTYPES
-from ..runtime.readahead import read_ahead
 from ..sampling import SamplingParams
 from ..threads import HELP, check_threads, use_threads
 
 if TYPE_CHECKING:
-    from .runtimes import Runtime
+    from .decoders import Runtime
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -145,9 +145,9 @@ def _alone(output: Path) -> Iterator[None]:
 
 
 def _load(config: EvalConfig) -> "Runtime":
-    from ..checkpoint import check_fits, load_drafter
-    from ..target import Target, load_config
-    from .runtimes import EngineRuntime, ReferenceRuntime
+    from ..models.dflash.checkpoint import check_fits, load_drafter
+    from ..models.target import Target, load_config
+    from .decoders import EngineRuntime, ReferenceRuntime
 
     drafter = load_drafter(config.drafter)
     check_fits(drafter.config, load_config(config.target))

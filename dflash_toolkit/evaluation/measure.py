@@ -1,6 +1,6 @@
 """Decode prompts with a drafter and without one, and count what was accepted.
 
-Everything here is batch 1, on one of the two runtimes of `runtimes.py`.
+Everything here is batch 1, on one of the two runtimes of `decoders.py`.
 """
 
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ..acceptance import Acceptance
 from ..decode import Generation, SamplingParams, generate
-from ..drafter import Drafter
-from ..target import Target
-from .runtimes import Runtime
+from ..models.dflash.network import Drafter
+from ..models.target import Target
+from .decoders import Runtime
 
 
 @dataclass(frozen=True, slots=True)

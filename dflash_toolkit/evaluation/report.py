@@ -16,8 +16,8 @@ import dflash_toolkit
 
 from ..acceptance import Acceptance
 from ..files import finite
+from .decoders import Runtime
 from .measure import Difference, Measurement
-from .runtimes import Runtime
 
 SCHEMA = 1
 

@@ -11,10 +11,10 @@ from typing import Any
 from ..config import UserError
 from ..decode import Generation, PromptError, SamplingParams, check_prompt
 from ..progress import Progress
+from .decoders import Runtime
 from .journal import Journal, Key
 from .measure import EncodedPrompt, Measurement, measure
 from .report import Environment, Report, SetReport, Summary
-from .runtimes import Runtime
 
 WARM_UP_TOKENS = 8
 

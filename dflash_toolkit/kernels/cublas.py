@@ -1,4 +1,4 @@
-"""The operations of `fused.py` with cuBLAS's products, for GPUs on which these are faster (`runtime/products.py`).
+"""The operations of `fused.py` with cuBLAS's products, for GPUs on which these are faster (`runtime/gemm_choice.py`).
 
 cuBLAS picks its algorithm, and with it the order of a sum, by the number of rows. Up to MAX_ROWS rows are therefore
 padded to MAX_ROWS, so that a row's result does not depend on how many rows run beside it.
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .fused import accept, add_rms_norm, block_attention, chain, context_write, linear_argmax, rope_write, sample
 from .launch import MAX_ROWS
-from .linear import by_cublas, swiglu
 from .scaled import Matrix
+from .triton.linear import by_cublas, swiglu
 
 __all__ = [
     "accept",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import is_hopper
 
-MIN_ROWS = 513  # below, the kernel of `attention_hopper.py` is as fast, and chunks are captured graphs
+MIN_ROWS = 513  # below, the kernel of `hopper/attention.py` is as fast, and chunks are captured graphs
 
 
 @functools.cache

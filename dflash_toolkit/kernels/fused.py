@@ -5,17 +5,17 @@ from collections.abc import Callable
 from torch import Tensor
 
 from . import flash
-from .accept import accept
-from .attention import block_attention as block_attention_by_tiles
-from .head import launch_head
-from .layer import launch_layer
-from .linear import linear, linear_partials, linear_swiglu
-from .linear import linear_argmax as linear_argmax_by_tiles
-from .norm import add_rms_norm
-from .ring import fits
-from .rope import context_write, rope_write
-from .sample import sample
+from .hopper.head import launch_head
+from .hopper.layer import launch_layer
+from .hopper.ring import fits
 from .scaled import Matrix
+from .triton.accept import accept
+from .triton.attention import block_attention as block_attention_by_tiles
+from .triton.linear import linear, linear_partials, linear_swiglu
+from .triton.linear import linear_argmax as linear_argmax_by_tiles
+from .triton.norm import add_rms_norm
+from .triton.rope import context_write, rope_write
+from .triton.sample import sample
 
 __all__ = [
     "accept",

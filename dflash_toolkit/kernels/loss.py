@@ -122,7 +122,7 @@ def _chunks(
     """Fill `terms` and `d_hidden`, a chunk of rows at a time."""
     kernel = row_loss_
     if hidden.is_cuda:
-        kernel = importlib.import_module("dflash_toolkit.kernels.row_loss").row_loss_  # no dependency on a CPU
+        kernel = importlib.import_module("dflash_toolkit.kernels.triton.row_loss").row_loss_  # no dependency on a CPU
     head = _Head(weight, min(chunk, len(hidden)))
     target_head, target, at = head, None, None
     if states is not None:

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncEngine, EngineClosedError, Progress
     from .engine import Engine, EngineStats
-    from .loading import load_engine
+    from .load import load_engine
     from .options import EngineOptions, SyntheticAcceptance
-    from .stream import AsyncEngine, EngineClosedError, Progress
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             ".engine": ["Engine", "EngineStats"],
-            ".loading": ["load_engine"],
+            ".load": ["load_engine"],
             ".options": ["EngineOptions", "SyntheticAcceptance"],
-            ".stream": ["AsyncEngine", "EngineClosedError", "Progress"],
+            ".async_engine": ["AsyncEngine", "EngineClosedError", "Progress"],
         },
     )
 

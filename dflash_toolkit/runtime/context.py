@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .capture import Captures, to_device
-from .decoder import Decoder, Rows
-from .model import DrafterWeights
+from .stack import Decoder, Rows
+from .weights import DrafterWeights
 
 
 class ContextWriter:

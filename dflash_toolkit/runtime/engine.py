@@ -1,4 +1,4 @@
-"""The engine: a target and its drafter, many requests at once. Not thread-safe; `stream.py` gives it a thread."""
+"""The engine: a target and its drafter, many requests at once. Not thread-safe; `async_engine.py` gives it a thread."""
 
 import importlib
 import weakref
@@ -10,18 +10,18 @@ import torch
 
 from ..config import UserError
 from ..decode import Generation, SamplingParams, Step, check_prompt
-from ..drafter import Drafter
 from ..kernels.launch import shared_memory
-from ..target import Target
+from ..models.dflash.network import Drafter
+from ..models.target import Target
+from .draft_length import BlockChooser, block_sizes, measure_steps
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
-from .model import DrafterWeights, ModelSpec, TargetWeights
 from .options import EngineOptions
 from .pages import PagePool
 from .request import Request, RollingAcceptance
+from .runner import StepRunner
 from .scheduler import Scheduler
-from .speed import BlockChooser, block_sizes, measure_steps
-from .step import StepRunner
 from .timing import cached_times, place_of
+from .weights import DrafterWeights, ModelSpec, TargetWeights
 
 SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
 

@@ -8,9 +8,9 @@ import torch
 
 from ..config import UserError
 from .capture import no_collection
-from .model import ModelSpec, TargetWeights
-from .sampling import Mode
-from .step import StepRunner
+from .runner import StepRunner
+from .sampler import Mode
+from .weights import ModelSpec, TargetWeights
 
 if TYPE_CHECKING:
     from .engine import EngineOptions
@@ -133,8 +133,8 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
     """Raises UserError if the kernels do not take attention heads that wide on this GPU."""
     if device.type != "cuda":
         return
-    from ..kernels.attention import cut_for  # needs triton
     from ..kernels.launch import shared_memory
+    from ..kernels.triton.attention import cut_for  # needs triton
 
     def refusal(itemsize: int) -> str:
         try:

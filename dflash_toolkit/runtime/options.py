@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..drafter import DrafterConfig
-    from .model import ModelSpec
+    from ..models.dflash.network import DrafterConfig
+    from .weights import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from .request import Committed, Request
 
 
 class Device(Protocol):
-    """What the scheduler needs of the machine that computes; `step.py` has the real one."""
+    """What the scheduler needs of the machine that computes; `runner.py` has the real one."""
 
     lag: int  # steps that may be in flight when a result is read
     pages_per_request: int  # at most, overshoot included

@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from ..config import UserError
-from ..drafter import Drafter, DrafterConfig, default_target_layer_ids
-from .model import DrafterWeights, ModelSpec, TargetWeights
+from ..models.dflash.network import Drafter, DrafterConfig, default_target_layer_ids
+from .weights import DrafterWeights, ModelSpec, TargetWeights
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:

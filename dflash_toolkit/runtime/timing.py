@@ -13,7 +13,7 @@ import torch
 
 Times = dict[tuple[int, int], float]  # seconds of what two numbers name: a batch and a block, rows and a way
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
-PASSES = [Path(__file__).with_name(name) for name in ("step.py", "decoder.py", "context.py", "sampling.py")]
+PASSES = [Path(__file__).with_name(name) for name in ("runner.py", "stack.py", "context.py", "sampler.py")]
 
 
 def place_of(device: torch.device) -> tuple[str, ...]:
@@ -26,7 +26,7 @@ def place_of(device: torch.device) -> tuple[str, ...]:
 def cached_times(key: object, measure: Callable[[], Times]) -> Times:
     """Times from the user's cache, or measured and put there. `key`: what they depend on besides the code."""
     written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
-    for path in [*sorted(KERNELS.glob("*.py")), *PASSES]:
+    for path in [*sorted(KERNELS.rglob("*.py")), *PASSES]:
         written.update(path.read_bytes())
     digest = written.hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))

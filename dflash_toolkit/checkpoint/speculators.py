@@ -1,0 +1,77 @@
+"""Drafter checkpoints in the speculators form; `checkpoint` reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..config import UserError
+from ..models.dflash.checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, staged
+from ..models.dflash.network import Drafter
+from ..models.rope import tell_of_vllm
+
+
+def save_speculators(
+    drafter: Drafter,
+    path: str | Path,
+    target: PreTrainedConfig,
+    embedding: Tensor,
+    head: Tensor,
+    provenance: dict[str, Any] | None = None,
+) -> None:
+    """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
+
+    A rope that vLLM turns otherwise is told of on stderr.
+
+    Args:
+        embedding: [V, D]; head: [V, D].
+        provenance: as for `save_drafter`.
+
+    Raises:
+        UserError: as `save_drafter`; or causal layers that are not sliding, which this form cannot say, or causal
+            beside bidirectional ones, which vLLM would read as causal throughout.
+    """
+    layers = range(drafter.config.num_layers)
+    causal = {drafter.config.causal_inside_block(layer) for layer in layers}
+    if len(causal) > 1 or (causal == {True} and "full_attention" in drafter.config.layer_types):
+        raise UserError(
+            f"{path}: the speculators form cannot hold causal layers, unless all are and have a sliding window"
+        )
+    flat = config_json(drafter.config)
+    layer_keys = [
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta",
+        "rope_parameters", "rope_scaling", "layer_types", "sliding_window", "attention_bias", "attention_dropout",
+        "model_type", "tie_word_embeddings",
+    ]  # fmt: skip
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.block_size - 1}
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": str(target.name_or_path), "architectures": list(target.architectures or [])},
+        },
+        "transformer_layer_config": {key: flat[key] for key in layer_keys if key in flat},
+        "draft_vocab_size": drafter.config.vocab_size,
+        "block_size": drafter.config.block_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in drafter.config.target_layer_ids],
+        "mask_token_id": drafter.config.mask_token_id,
+        "sliding_window_non_causal": causal == {False},
+        "target_hidden_size": drafter.config.hidden_size,
+        PROVENANCE_KEY: (provenance or {}) | {"num_target_layers": drafter.config.num_target_layers},
+    }
+    tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+    tensors["embed_tokens.weight"] = embedding.detach().to("cpu", torch.bfloat16).clone()
+    tensors["lm_head.weight"] = head.detach().to("cpu", torch.bfloat16).clone()
+    with staged(Path(path)) as stage:
+        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+        (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        load_drafter(str(stage))
+    tell_of_vllm(str(path), drafter.config.rope_scaling)

@@ -1,0 +1,201 @@
+"""Prompts to be answered, and chat templates: rows become messages, messages become token ids."""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..config import UserError
+from .conversations import BY_NAME, Message, Tool, read_chat, split_messages
+from .conversations import MALFORMED as MALFORMED
+from .sources import UNREADABLE as UNREADABLE
+from .sources import Found, Malformed, Source
+from .sources import file_hash as file_hash
+from .sources import open_text as open_text
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked, up to and without the assistant's answer, and what the file has from there on."""
+
+    id: str
+    messages: tuple[Message, ...]
+    rest: tuple[Message, ...] = ()  # from the recorded first answer (a text or tool calls) to the end
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def answer(self) -> str | None:
+        """The text of the recorded first answer."""
+        return self.rest[0]["content"] if self.rest else None
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def read_prompts(
+    source: str | Path | Source, limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
+) -> list[Prompt]:
+    """Read a source of prompts of any kind that `Source` knows, in its order, rows of datasets too.
+
+    A row has any shape that `read_chat` knows, or is a bare text; what precedes the first assistant turn is the prompt.
+    `id` or `task_id` names the row.
+
+    Args:
+        limit: at most so many; rows behind are not read.
+        form: of `FORM_CHOICES`, where `source` is not a `Source` yet.
+        split: of a dataset.
+
+    Raises:
+        UserError: no such source, an empty one, or a malformed row (with its line number).
+    """
+    if not isinstance(source, Source):
+        source = Source(str(source), form)
+    return [_parse(found, source) for found in itertools.islice(source.rows(split), limit)]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Rows of a source of prompts, under a name."""
+
+    name: str
+    source: Source
+
+    def read(self, limit: int | None = None, split: str = "train") -> list[Prompt]:
+        """The prompts, at most `limit` of them. Raises what `read_prompts` raises."""
+        return read_prompts(self.source, limit, split=split)
+
+
+def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptSet]:
+    """Items NAME=SOURCE, or NAME=SOURCE[START:STOP], which takes rows START..STOP - 1 of it, counted from 0.
+
+    Args:
+        form: of `FORM_CHOICES`: how all sets are asked; `auto` goes by each NAME.
+
+    Raises:
+        ValueError: another form, a range without rows, or a name used twice.
+    """
+    sets: dict[str, PromptSet] = {}
+    for item in items:
+        name, _, source = item.partition("=")
+        if not name or not source:
+            raise ValueError(f"prompts {item!r}: expected NAME=SOURCE or NAME=SOURCE[START:STOP]")
+        if name in sets:
+            raise ValueError(f"prompts {item!r}: the name {name!r} is used twice")
+        try:
+            sets[name] = PromptSet(name, Source(source, form, label=name))
+        except UserError as error:
+            raise ValueError(f"prompts {item!r}: {str(error).partition(': ')[2]}") from error
+    return list(sets.values())
+
+
+def read_prompt_sets(
+    items: Sequence[str], limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
+) -> dict[str, list[Prompt]]:
+    """Prompts by name, of items that `parse_prompt_sets` knows.
+
+    Args:
+        limit: at most so many of each.
+        form: of `FORM_CHOICES`.
+        split: of datasets.
+
+    Raises:
+        UserError: what `parse_prompt_sets` finds wrong, no such rows, and what `read_prompts` raises.
+    """
+    try:
+        found = parse_prompt_sets(items, form)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return {each.name: each.read(limit, split) for each in found}
+
+
+def _parse(found: Found, source: Source) -> Prompt:
+    place = f"{source.place}, {found.unit} {found.number}"
+    row = {"prompt": found.value} if isinstance(found.value, str) else found.value
+    if isinstance(row, Malformed):
+        raise UserError(f"{place}: {row.reason}")
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
+    try:
+        messages, tools = read_chat(row, source.applied)
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise TypeError("prompt and answer must be text")
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{place}: malformed row ({error!r})") from error
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from error
+    asked, rest = split_messages(messages)
+    if not asked or not all(m["content"].strip() for m in asked if m["role"] == "user"):
+        raise UserError(f"{place}: the prompt is empty")
+    default_id = f"{Path(source.place).name if source.is_file else source.place}/{found.number}"
+    names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
+    return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools)
+
+
+# ---- chat templates ------------------------------------------------------------------------------------------
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    thinking: bool | None = None,
+    tools: Sequence[Tool] = (),
+    *,
+    ask: bool = True,
+) -> list[int]:
+    """Token ids of the rendered chat, ready for the assistant's first token.
+
+    Args:
+        thinking: passed to templates that know `enable_thinking`; None leaves it to the template.
+        tools: passed to the template, which must show them.
+        ask: False for a chat that ends with what it says.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template refuses these messages or leaves their tools out.
+    """
+    return list(apply_template(tokenizer, messages, thinking, tools, add_generation_prompt=ask, return_dict=False))
+
+
+def apply_template(
+    tokenizer: Any, messages: Sequence[Message], thinking: bool | None, tools: Sequence[Tool], **options: Any
+) -> Any:
+    """`tokenizer.apply_chat_template`. Raises as `encode_chat` does."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("the target's tokenizer has no chat template; use an instruction-tuned target")
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+
+    def render(messages: list[Message], tools: list[Tool], **options: Any) -> Any:
+        return tokenizer.apply_chat_template(messages, tools=tools or None, **options, **extra)
+
+    try:
+        if lost := _lost(partial(render, tokenize=False), list(messages), list(tools)):
+            raise ValueError(f"it leaves out {lost}")
+        return render(list(messages), list(tools), **options)
+    except Exception as error:  # jinja's own errors and whatever a template raises
+        raise UserError(f"the chat template refuses these messages: {error}") from error
+
+
+def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool]) -> str | None:
+    """What a template does not show: one that was written without tools passes over them in silence."""
+    if not tools and not any("tool_calls" in message or message["role"] == "tool" for message in messages):
+        return None
+    whole = render(messages, tools)
+    uncalled = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
+    untold = [message for message in messages if message["role"] != "tool"]
+    without = {"tools": (messages, []), "tool calls": (uncalled, tools), "tool results": (untold, tools)}
+    for part, (fewer, fewer_tools) in without.items():
+        if (fewer, fewer_tools) == (messages, tools):
+            continue
+        try:
+            if render(fewer, fewer_tools) == whole:
+                return part
+        except Exception:  # the template needs them: it knows them
+            continue
+    return None
+
+
+def template_hash(tokenizer: Any) -> str:
+    """sha256 of the chat template: a drafter is only as good as the match between training and serving."""
+    return hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()

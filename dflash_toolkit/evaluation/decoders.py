@@ -1,0 +1,235 @@
+"""What decodes for a report: the engine that `dflash-serve` runs, or the readable definition in `decode.py`."""
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import UserError
+from ..data.prompts import template_hash
+from ..decode import Generation, SamplingParams, stream
+from ..models.dflash.network import Drafter, weights_hash
+from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
+from ..runtime import Engine, EngineOptions
+from ..runtime.engine import operations, resolve_draft_dtype
+from ..runtime.load import load_target
+from ..runtime.memory import check_heads, for_the_drafter
+from ..runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+
+CERTAIN = 1e6  # a bias that no logit outweighs
+
+
+class Runtime(Protocol):
+    """A target and its drafter, ready to decode one prompt at a time."""
+
+    name: str
+    tokenizer: Any  # the target's
+    device: torch.device
+    dtype: torch.dtype
+    context_limit: int  # of the target: prompt and answer together, in tokens
+    vocabulary: int  # prompt ids must be below this
+    block_size: int  # S; every step drafts S - 1 tokens
+    facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
+
+    def make_room(self, tokens: int) -> None:
+        """From now on a prompt and its answer have at most so many tokens together."""
+
+    def decode(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        draft: bool,
+        on_step: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Decode one prompt to its end; `on_step` gets the growing answer. Raises UserError."""
+
+    def gap(self, ids: list[int], plain: int, drafted: int) -> float:
+        """p(plain) - p(drafted) behind `ids`: the target's softmax in fp32, unfiltered."""
+
+
+class ReferenceRuntime:
+    """`decode.py` on plain Hugging Face modules."""
+
+    name = "reference"
+
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self._target, self._drafter = target, drafter.to(target.device, target.dtype)
+        self.tokenizer, self.device, self.dtype = target.tokenizer, target.device, target.dtype
+        self.context_limit, self.block_size = target.context_limit, drafter.config.block_size
+        self.vocabulary = target.embedding.num_embeddings
+        tensors = target.model.named_parameters()
+        facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
+        self.facts = {**facts, "draft_dtype": "full"}  # the only one it has
+
+    def make_room(self, tokens: int) -> None:
+        """Its caches grow by themselves."""
+
+    def decode(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        draft: bool,
+        on_step: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        for generation in stream(self._target, self._drafter if draft else None, prompt_ids, params):
+            if on_step:
+                on_step(generation)
+        return generation
+
+    def gap(self, ids: list[int], plain: int, drafted: int) -> float:
+        logits = self._target.forward(torch.tensor([ids], device=self.device), logits="last").logits
+        assert logits is not None
+        p = logits[0, -1].float().softmax(-1)
+        return float(p[plain] - p[drafted])
+
+
+class EngineRuntime:
+    """Two engines over the same target weights: one drafts a full block every step, one has no drafter.
+
+    Each is made when it is first needed, with room for one prompt and its answer.
+
+    Raises:
+        ValueError: a `draft_dtype` that the engine does not know.
+    """
+
+    name = "engine"
+
+    def __init__(
+        self,
+        target: TargetWeights,
+        drafter: DrafterWeights,
+        stop_ids: Sequence[int],
+        tokenizer: Any,
+        facts: dict[str, Any],
+        draft_dtype: str = "auto",
+    ) -> None:
+        self._target, self._drafter, self._stop_ids = target, drafter, stop_ids
+        self.device, self.dtype = target.embedding.device, target.embedding.dtype
+        options = EngineOptions(max_batch=1, prefix_cache=False, draft_dtype=draft_dtype)
+        self._options = replace(options, draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype))
+        self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": self._options.draft_dtype}
+        self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
+        self.vocabulary = target.spec.vocab_size
+        self._context = self.context_limit
+        self._engines: dict[bool, Engine] = {}  # by whether it drafts
+
+    @classmethod
+    def load(
+        cls, target: str, drafter: Drafter, device: str = "auto", dtype: str = "auto", draft_dtype: str = "auto"
+    ) -> "EngineRuntime":
+        """Load a target's safetensors straight to the device; `drafter` must fit it, and moves there too.
+
+        Raises:
+            UserError: no such device, missing or broken weights, or something that the engine does not support.
+        """
+        config = load_config(target)
+        where = use_device(device)
+        precision = resolve_dtype(dtype, where)
+        with _way_out():
+            spec = ModelSpec.of_target(config)
+            operations(where)
+            check_heads(ModelSpec.of_drafter(drafter.config), where, precision)
+        tokenizer = load_tokenizer(target)
+        with _way_out():
+            weights, stop_ids = load_target(target, config, spec, where, precision)
+        facts = _facts(target, config, tokenizer, weights.places().items(), drafter)
+        with for_the_drafter(where):
+            draft = DrafterWeights.of_module(drafter.to(where, precision))
+        return cls(weights, draft, stop_ids, tokenizer, facts, draft_dtype)
+
+    @classmethod
+    def of_modules(cls, target: Target, drafter: Drafter, draft_dtype: str = "auto") -> "EngineRuntime":
+        """Copy the weights of loaded modules, on the target's device and in its dtype. Raises UserError."""
+        with _way_out():
+            weights = TargetWeights.of_module(target.model, ModelSpec.of_target(target.config))
+        facts = _facts(target.name, target.config, target.tokenizer, weights.places().items(), drafter)
+        draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype))
+        return cls(weights, draft, target.stop_token_ids, target.tokenizer, facts, draft_dtype)
+
+    def make_room(self, tokens: int) -> None:
+        self._context = min(tokens, self.context_limit)
+        self._engines.clear()
+
+    def decode(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        draft: bool,
+        on_step: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        engine = self._engine(draft)
+        progress = (lambda request, step: on_step(request.generation)) if on_step else None
+        request = engine.submit(prompt_ids, params, progress)
+        while engine.step():
+            pass  # until nothing is in flight: a step behind the answer's end would delay the next prompt
+        return request.generation
+
+    def gap(self, ids: list[int], plain: int, drafted: int) -> float:
+        # log-probabilities are those of the unbiased logits, whatever a bias makes the engine choose
+        wanted = [
+            SamplingParams(logit_bias=((token, CERTAIN),), logprobs=0, max_new_tokens=1) for token in (plain, drafted)
+        ]
+        of_plain, of_drafted = self._engine(draft=False).generate([ids, ids], wanted)
+        return math.exp(of_plain.logprobs[0].chosen) - math.exp(of_drafted.logprobs[0].chosen)
+
+    def _engine(self, draft: bool) -> Engine:
+        if draft not in self._engines:
+            options = replace(
+                self._options,
+                max_context=self._context,
+                block_size=self.block_size if draft else 1,  # a report is about whole blocks: nothing is chosen
+            )
+            try:
+                engine = Engine(self._target, self._drafter if draft else None, self._stop_ids, options)
+            except UserError as error:
+                # the reference does not draft in fp8; and without its copy of the head there is more room
+                way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
+                raise UserError(
+                    f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
+                    f"lower max_new_tokens or use {way}"
+                ) from error
+            self._engines[draft] = engine
+        return self._engines[draft]
+
+
+@contextlib.contextmanager
+def _way_out() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; --runtime reference decodes without the engine") from error
+
+
+# ---- what was decoded with -----------------------------------------------------------------------------------
+
+
+def _facts(
+    name: str, config: Any, tokenizer: Any, tensors: Iterable[tuple[str, Tensor]], drafter: Drafter
+) -> dict[str, Any]:
+    return {
+        "target": name,
+        "target_num_layers": config.num_hidden_layers,
+        "target_sample_sha256": sample_hash(tensors),
+        "chat_template_sha256": template_hash(tokenizer),
+        "drafter_sha256": weights_hash(drafter),
+        "block_size": drafter.config.block_size,
+        "target_layer_ids": list(drafter.config.target_layer_ids),
+        "mask_token_id": drafter.config.mask_token_id,
+    }
+
+
+def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over the first values of every tensor, by name: tells checkpoints apart without reading it all."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(name.encode())
+        digest.update(tensor.detach()[:64].flatten()[:64].cpu().float().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,355 @@
+"""The attention kernel of `attention.py` in Gluon for sm_90, for bf16 heads of 64 or 128 and pages of whole tiles.
+
+The same tiles, the same cuts along the keys and the same partial results. Keys and values come into shared memory by
+TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the tile after it and add up the
+values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
+
+The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
+before it has waited itself. What is asked for before the wait has to be older than the launch before `rope_write`:
+lengths, pages, and the keys and values of the context, all of earlier passes. Nothing of those can be under way still,
+as every layer has launches that let others start only behind their own wait.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+
+from ..launch import LOG2_E, is_hopper
+from .grid import grid_launch, grid_wait
+
+ROWS = gl.constexpr(64)  # of a tile: the matrix instruction's
+KEYS = gl.constexpr(64)
+STAGES = gl.constexpr(3)  # tiles of keys and of values in shared memory: two programs still fit a multiprocessor
+
+
+@gluon.jit
+def _split_start(i_s, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr):
+    return gl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
+
+
+@gluon.jit
+def _prefetch_descriptor():
+    """Fetch the kernel's first argument, `cache_d`, which the first load would else wait for."""
+    gl.inline_asm_elementwise(
+        "prefetch.param.tensormap [hopper_attention_kernel_param_0]; mov.u32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _expect(bar, i, wanted, HEAD: gl.constexpr):
+    mbarrier.expect(bar.index(i % STAGES), KEYS * HEAD * 2, pred=wanted)
+
+
+@gluon.jit
+def _load(cache_d, ring, bar, i, slot, column, wanted):
+    """Ask for the program's tile i of keys or of values: KEYS slots of a KV head."""
+    tma.async_copy_global_to_shared(cache_d, [slot, column], bar.index(i % STAGES), ring.index(i % STAGES), pred=wanted)
+
+
+@gluon.jit
+def _wait(bar, before, i, tiles):
+    """Until a split's tile i has come; or its last one, if that is before it. `before`: tiles of splits before it."""
+    i = before + gl.minimum(i, tiles - 1)
+    mbarrier.wait(bar.index(i % STAGES), i // STAGES % 2)
+
+
+@gluon.jit
+def _slot(p_pages, position, columns, PAGE: gl.constexpr):
+    """Where in the cache a position is; for one that is in no page of the table, somewhere."""
+    return gl.load(p_pages + gl.minimum(position // PAGE, columns - 1)) * PAGE + position % PAGE
+
+
+@gluon.jit
+def _tiles(start, stop, end):
+    """Tiles of the split start..stop before `end`; none where it begins behind that."""
+    return gl.maximum(gl.minimum(stop, end) - start + KEYS - 1, 0) // KEYS
+
+
+@gluon.jit
+def _softmax(b_s, b_m, b_l, o_pos, first, end, full, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """A tile's probabilities, the state of its rows and what the sums so far are to be multiplied by.
+
+    The fused multiplications are spelt out: this is compiled several times, and all have to round alike.
+    """
+    if WINDOW > 0 or first + KEYS > full:
+        o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
+        visible = (o_t < end)[None, :]
+        if CAUSAL:
+            visible = visible & (o_t[None, :] <= o_pos[:, None])
+        if WINDOW > 0:
+            visible = visible & (gl.abs(o_pos[:, None] - o_t[None, :]) < WINDOW)
+        b_s = gl.where(visible, b_s, -float("inf"))
+    top = gl.maximum(b_m, gl.max(b_s, axis=1) * scale)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    b_p = gl.exp2(gl.fma(b_s, scale, -base[:, None]))
+    old = gl.exp2(b_m - base)
+    return b_p, top, gl.fma(b_l, old, gl.sum(b_p, axis=1)), old
+
+
+@gluon.jit
+def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
+    """Expect the first of so many tiles; then they can be asked for."""
+    for i in gl.static_range(STAGES):
+        _expect(k_bar, i, i < tiles, HEAD)
+        _expect(v_bar, i, i < tiles, HEAD)
+    debug_barrier()
+
+
+@gluon.jit
+def _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, first, tiles):
+    """Ask for those of the STAGES first tiles, which are at `places`, that are among first..tiles - 1."""
+    for i in gl.static_range(STAGES):
+        wanted = (first <= i) & (i < tiles)
+        _load(cache_d, k_s, k_bar, i, places[i], column, wanted)
+        _load(cache_d, v_s, v_bar, i, slots + places[i], column, wanted)
+
+
+@gluon.jit
+def _state(
+    cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+    start, before, tiles, asked, values, slot, next_slot, o_pos, end, full, scale,
+    HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The softmax state of a tile's rows over a split's keys, whose first tiles have been asked for.
+
+    Args:
+        before: tiles of the program's split before it.
+        asked: tiles to ask for, those of the split behind it included if the program has that too; 0 if all have been.
+        values, slot, next_slot: where the tiles 2, 3 and 4 are, if they are to be asked for.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    b_m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    b_out = gl.zeros([ROWS, HEAD], gl.float32, o_layout)
+    b_p = gl.zeros([ROWS, KEYS], gl.bfloat16, p_layout)
+    _wait(k_bar, before, 0, tiles)
+    b_k = k_s.index(before % STAGES)
+    b_s = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_s = warpgroup_mma_wait(0, [b_s])
+    debug_barrier()  # all warps have read the keys of tile 0
+    _expect(k_bar, before + 3, asked > 3, HEAD)
+    debug_barrier()
+    _load(cache_d, k_s, k_bar, before + 3, slot, column, asked > 3)
+    _wait(k_bar, before, 1, tiles)
+    for i in range(0, tiles - 1):
+        b_k = k_s.index((before + i + 1) % STAGES)
+        b_next = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        done = gl.maximum(i - 1, 0)  # the probabilities of tile -1 are zero
+        _wait(v_bar, before, done, tiles)
+        b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
+        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
+        _wait(k_bar, before, i + 2, tiles)  # here: it keeps the compiler from moving the next line above the softmax
+        b_s, b_out = warpgroup_mma_wait(0, [b_next, b_acc])
+        b_out = b_out * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
+        b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
+        debug_barrier()  # all warps have read keys i + 1 and values i - 1
+        k_wanted, v_wanted = i + 4 < asked, (i > 0) & (i + 2 < asked)
+        _expect(k_bar, before + i + 4, k_wanted, HEAD)
+        _expect(v_bar, before + i + 2, v_wanted, HEAD)
+        debug_barrier()
+        _load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k_wanted)
+        _load(cache_d, v_s, v_bar, before + i + 2, slots + values, column, v_wanted)
+        values, slot, next_slot = slot, next_slot, _slot(p_pages, start + (i + 5) * KEYS, columns, PAGE)
+    i = tiles - 1
+    b_v = v_s.index((before + i) % STAGES)
+    _wait(v_bar, before, i, tiles)
+    if start + tiles * KEYS > end:  # unwritten slots may hold NaN, which a probability of zero does not hide
+        o_t = start + i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
+        b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))
+        fence_async_shared()
+        debug_barrier()
+    done = gl.maximum(i - 1, 0)
+    _wait(v_bar, before, done, tiles)  # loads may come in another order than they were asked for
+    b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
+    b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
+    _wait(v_bar, before, i, tiles)  # for the compiler again
+    b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
+    b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
+    b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
+    return b_m, b_l, warpgroup_mma_wait(0, [b_acc])
+
+
+@gluon.jit
+def _fold(m_0, l_0, m_1, l_1):
+    """Two states as one, as the merge kernel makes it, bit for bit: what to multiply their sums by, m and l."""
+    top = gl.maximum(m_0, m_1)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    e_0, e_1 = gl.exp2(m_0 - base), gl.exp2(m_1 - base)
+    return e_0, e_1, top, gl.fma(l_1, e_1, l_0 * e_0)
+
+
+@gluon.jit(do_not_specialize=["S", "columns", "SPLITS"])
+def hopper_attention_kernel(
+    cache_d, q_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
+    S, columns, stride_pages, slots, scale, SPLITS,
+    G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
+    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Program (tile, request * G + KV head, split); the rest as `_attention_kernel`.
+
+    PAIRS: a program has two short splits, of up to two tiles each, and their state is that of the first.
+    cache_d: boxes [KEYS, HEAD] of the cache seen as [2 slots, G HEAD]: all keys, then all values.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], cache_d.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    k_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_bar.index(i), count=1)
+        mbarrier.init(v_bar.index(i), count=1)
+    fence_async_shared()  # loads come sooner behind this than it may take to be seen
+    debug_barrier()
+    _prefetch_descriptor()
+
+    i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    i_b, i_g = (i_x // G).to(gl.int64), i_x % G
+    column = i_g * HEAD
+    p_pages = pages_p + i_b * stride_pages
+    start, stop = 0, 0x7FFFFFFF
+    if not WHOLE:
+        if PAIRS:
+            i_s = i_s + gl.minimum(i_s, SHORT_SPLITS // 2)
+        start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+        stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
+    grid_launch()
+    length = gl.load(lengths_p + i_b)
+    slot_0 = _slot(p_pages, start, columns, PAGE)  # asked for before the length is known
+    slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
+    slot_2 = _slot(p_pages, start + 2 * KEYS, columns, PAGE)
+    slot_3 = _slot(p_pages, start + 3 * KEYS, columns, PAGE)
+    slot_4 = _slot(p_pages, start + 4 * KEYS, columns, PAGE)
+    end = length + S
+    if CAUSAL:
+        end = gl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
+    tiles = _tiles(start, stop, end)
+    if tiles == 0:
+        return
+    behind = 0  # tiles of the second split
+    if PAIRS:
+        behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+    asked = tiles + behind
+    full = end  # a tile that ends by this position needs no mask
+    if CAUSAL:
+        full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
+    old = gl.minimum(gl.maximum(length - start, 0) // KEYS, asked)  # tiles of the context alone
+    _expect_first(k_bar, v_bar, asked, HEAD)
+    places = (slot_0, slot_1, slot_2)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, 0, old)
+    grid_wait()
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, old, asked)
+
+    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
+    o_slot = o_row // GROUP
+    o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + o_row % GROUP
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
+    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < S)[:, None], other=0.0))
+    fence_async_shared()
+    debug_barrier()
+
+    o_pos = length + (i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))) // GROUP
+    rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    o_tile = gl.arange(0, ROWS, rows)
+    o_slot = (i_r * ROWS + o_tile) // GROUP
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
+    m_row = o_slot < S
+    b_m, b_l, b_out = _state(
+        cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+    )  # fmt: skip
+    if behind > 0:
+        debug_barrier()  # all warps have read the values of tile 0
+        _expect(v_bar, 3, asked > 3, HEAD)
+        debug_barrier()
+        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
+        m_1, l_1, b_1 = _state(
+            cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+        )  # fmt: skip
+        e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
+        e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
+        b_out = gl.fma(b_1, e_1, b_out * e_0)
+    b_m, b_l = gl.convert_layout(b_m, rows), gl.convert_layout(b_l, rows)
+    if WHOLE:
+        o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
+        b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
+        gl.store(out_p + o_q[:, None] * HEAD + o_h[None, :], b_out.to(gl.bfloat16), mask=m_row[:, None])
+    else:
+        o_part = ((i_x * gl.num_programs(0) + i_r) * SPLITS + i_s).to(gl.int64) * ROWS + o_tile
+        gl.store(m_p + o_part, b_m, mask=m_row)
+        gl.store(l_p + o_part, b_l, mask=m_row)
+        gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_row[:, None])
+
+
+def fits(q: Tensor, cache: Tensor, page_size: int) -> bool:
+    """Whether the kernel can run this: a Hopper GPU, bf16, a head width of 64 or 128, pages of whole tiles."""
+    return (
+        q.is_cuda
+        and is_hopper(q.device.index)
+        and q.dtype == cache.dtype == torch.bfloat16
+        and q.shape[2] in (64, 128)
+        and page_size % KEYS.value == 0
+        and q.is_contiguous()
+        and cache.is_contiguous()
+        and cache.data_ptr() % 16 == 0
+    )
+
+
+def launch(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    out: Tensor,
+    partials: tuple[Tensor, Tensor, Tensor],
+    splits: int,
+    cuts: dict[str, int],
+    *,
+    causal: bool,
+    window: int,
+    whole: bool,
+    pairs: bool,
+) -> None:
+    """Attention into `out`, or (not `whole`) each split's state into `partials` for the merge; what `fits`.
+
+    Args:
+        partials: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32.
+        cuts: SHORT, SHORT_SPLITS and LONG, where the keys are cut.
+        pairs: a program has two short splits, whose state stands in the place of the first.
+    """
+    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
+    batch, group = len(lengths), heads // groups
+    block = m // batch
+    assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
+    programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
+    box = [KEYS.value, width]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, programs)](
+        TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
+        q, lengths, page_table, out, *partials,
+        block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
+        G=groups, GROUP=group, HEAD=width, PAGE=page_size,
+        WHOLE=whole, PAIRS=pairs, CAUSAL=causal, WINDOW=window, **cuts, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

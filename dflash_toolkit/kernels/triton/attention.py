@@ -1,0 +1,298 @@
+"""Attention of a block over its request's pages, split along the keys, in Triton.
+
+One kernel serves causal verification and non-causal drafting. The query heads of a KV head and the slots of the block
+form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
+its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
+What a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
+On a Hopper GPU `hopper/attention.py` takes the place of the first kernel where it fits.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..hopper import attention as attention_hopper
+from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
+
+ROWS = 64  # of a tile: the smallest that the Hopper instructions take
+# keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
+CUTS = ((64, 3), (64, 2), (32, 2))
+# the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
+SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
+MERGE_SPLITS = 16  # at once
+FEW = 4  # splits of every tile: where those fill the device, a program takes two
+
+
+def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
+    """Shared memory that the first kernel takes at most: what Triton 3.7 makes of it for sm_80 and sm_90."""
+    head = padded(width)
+    loads, queries = 2 * keys * head * itemsize, ROWS * head * itemsize
+    if itemsize == 2:
+        return stages * loads + queries
+    return (stages - 1) * loads + queries + ROWS * keys * itemsize + 1024
+
+
+def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Keys at a time and loads ahead for heads of `width`, on a GPU with so many bytes of shared memory.
+
+    Raises:
+        ValueError: none fits.
+    """
+    needed = {cut: shared_bytes(width, itemsize, *cut) for cut in CUTS}
+    for cut, size in needed.items():
+        if size <= shared:
+            return cut
+    raise ValueError(f"{min(needed.values()) >> 10} KiB of shared memory for a thread block, and it has {shared >> 10}")
+
+
+def splits_of(reach: int) -> int:
+    """How many splits cover `reach` positions."""
+    short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
+    return min(-(-reach // short), count) + max(0, -(-(reach - short * count) // long))
+
+
+@triton.jit
+def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
+    return tl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
+
+
+@triton.jit
+def _split_state(
+    b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
+):  # fmt: skip
+    """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist."""
+    o_h = tl.arange(0, HEAD)
+    p_v = slots.to(tl.int64) * G * H
+    b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros([ROWS], dtype=tl.float32)
+    b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
+    page = tl.load(p_pages + start // PAGE)
+    for first in range(start, tl.minimum(stop, end), KEYS):
+        o_t = first + tl.arange(0, KEYS)
+        m_t = o_t < end
+        slot = page.to(tl.int64) * PAGE + first % PAGE
+        page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next round
+        p_kv = cache_p + ((slot + tl.arange(0, KEYS)) * G + i_g) * H
+        if EVEN_H:
+            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
+            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
+        else:
+            m_h = o_h < H
+            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
+            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: for fp32 only, which is not to become tf32
+        distance = o_pos[:, None] - o_t[None, :]
+        visible = m_t[None, :]
+        if CAUSAL:
+            visible = visible & (distance >= 0)
+        if WINDOW > 0:
+            visible = visible & (tl.abs(distance) < WINDOW)
+        b_s = tl.where(visible, b_s, -float("inf"))
+        top = tl.maximum(b_m, tl.max(b_s, axis=1))
+        base = tl.where(top == -float("inf"), 0.0, top)
+        b_p = tl.exp2(b_s - base[:, None])
+        old = tl.exp2(b_m - base)
+        b_l = b_l * old + tl.sum(b_p, axis=1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None], input_precision="ieee")
+        b_m = top
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys that any row of the tile may see are before this position."""
+    end = length + S
+    if CAUSAL:
+        end = tl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
+    return end
+
+
+@triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
+def _attention_kernel(
+    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
+    S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`."""
+    i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
+    i_r, i_g = i_x % TILES, (i_x // TILES) % G
+    i_b = (i_x // TILES // G).to(tl.int64)
+    o_row = i_r * ROWS + tl.arange(0, ROWS)  # slot-major: the heads of a slot are neighbours
+    o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
+    m_row = o_slot < S
+    o_h = tl.arange(0, HEAD)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    length = tl.load(lengths_p + i_b)
+    end = _end(length, S, i_r, GROUP, ROWS, CAUSAL)
+    start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    if start >= end:
+        return
+    o_out = ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
+    m_out = m_row[:, None] & (o_h < H)[None, :]
+    b_q = tl.load(q_p + o_out, mask=m_out, other=0.0)
+    o_pos = length + o_slot
+    p_pages = pages_p + i_b * width
+    if WHOLE:
+        b_m, b_l, b_acc = _split_state(
+            b_q, o_pos, cache_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
+            HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
+        )  # fmt: skip
+        b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
+        tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
+    else:
+        b_m, b_l, b_acc = _split_state(
+            b_q, o_pos, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
+            end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
+        )  # fmt: skip
+        o_part = (i_x * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
+        tl.store(m_p + o_part + i_s * ROWS, b_m, mask=m_row)
+        tl.store(l_p + o_part + i_s * ROWS, b_l, mask=m_row)
+        tl.store(p_acc + i_s * ROWS * HEAD, b_acc, mask=m_row[:, None])
+
+
+@triton.jit
+def _load_state(m_p, l_p, acc_p, o_part, o_h, m_part, HEAD: tl.constexpr):
+    """Of some splits; where there is none, what changes nothing."""
+    part_m = tl.load(m_p + o_part, mask=m_part, other=-float("inf"))
+    part_l = tl.load(l_p + o_part, mask=m_part, other=0.0)
+    return part_m, part_l, tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_part[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["S", "TILES", "SPLITS", "paired"])
+def _merge_kernel(
+    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one row of a tile, first two and two, then MERGE_SPLITS at once.
+
+    paired: of the short ones the first of two already stands for both.
+    """
+    i_x, i_row = tl.program_id(0), tl.program_id(1)
+    i_r, i_g = i_x % TILES, (i_x // TILES) % G
+    i_b = (i_x // TILES // G).to(tl.int64)
+    slot = (i_r * ROWS + i_row) // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if slot >= S:
+        return
+    o_h, o_s = tl.arange(0, HEAD), 2 * tl.arange(0, MERGE_SPLITS // 2)
+    end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
+    top = -float("inf")
+    b_l = 0.0
+    b_acc = tl.zeros([HEAD], dtype=tl.float32)
+    first = 0
+    while _split_start(first, SHORT, SHORT_SPLITS, LONG) < end:
+        m_0 = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
+        m_1 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG) < end
+        if paired:
+            m_1 = m_1 & (first + o_s >= SHORT_SPLITS)
+        o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
+        top_0, l_0, acc_0 = _load_state(m_p, l_p, acc_p, o_part, o_h, m_0, HEAD)
+        top_1, l_1, acc_1 = _load_state(m_p, l_p, acc_p, o_part + ROWS, o_h, m_1, HEAD)
+        part_m = tl.maximum(top_0, top_1)
+        base = tl.where(part_m == -float("inf"), 0.0, part_m)
+        e_0, e_1 = tl.exp2(top_0 - base), tl.exp2(top_1 - base)
+        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # spelt out: a program that has both rounds alike
+        part_acc = tl.fma(acc_1, tl.broadcast_to(e_1[:, None], acc_1.shape), acc_0 * e_0[:, None])
+        higher = tl.maximum(top, tl.max(part_m, axis=0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        old, new = tl.exp2(top - base), tl.exp2(part_m - base)
+        b_l = b_l * old + tl.sum(part_l * new, axis=0)
+        b_acc = b_acc * old + tl.sum(part_acc * new[:, None], axis=0)
+        top = higher
+        first += MERGE_SPLITS
+    head = i_g * GROUP + (i_r * ROWS + i_row) % GROUP
+    p_out = out_p + ((i_b * S + slot) * G * GROUP + head) * H + o_h
+    tl.store(p_out, (b_acc / b_l).to(out_p.dtype.element_ty), mask=o_h < H)
+
+
+def block_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> Tensor:
+    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
+
+    On a GPU `lengths`, `page_table` and the context in the pages are read while the launch before still runs.
+    """
+    whole = not keys_are_split(len(q), len(lengths))
+    pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
+    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs)
+
+
+def _tiles(q: Tensor, cache: Tensor, lengths: Tensor) -> int:
+    """How many there are: each is up to ROWS of the queries of a request that share a KV head."""
+    batch, groups = len(lengths), cache.shape[2]
+    return batch * groups * -(-len(q) * q.shape[1] // (batch * groups * ROWS))
+
+
+def _attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    causal: bool,
+    window: int,
+    whole: bool,
+    pairs: bool = False,
+) -> Tensor:
+    """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
+
+    `pairs`, where the kernel for Hopper GPUs runs unless `whole`: two short splits each, merged before they are stored;
+    the same bits.
+    """
+    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
+    batch, block, group = len(lengths), m // len(lengths), heads // groups
+    programs = _tiles(q, cache, lengths)
+    tiles = programs // (batch * groups)
+    splits = 1 if whole else splits_of(page_table.shape[1] * page_size)
+    head = padded(width)
+    out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
+
+    def scratch(*shape: int) -> Tensor:
+        return out if whole else torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
+    b_acc = scratch(programs, splits, ROWS, head)
+    cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
+    shared = {"HEAD": head, "ROWS": ROWS, **cuts}
+    hopper = attention_hopper.fits(q, cache, page_size)
+    pairs = pairs and hopper and not whole
+    if hopper:
+        attention_hopper.launch(
+            q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
+            causal=causal, window=window, whole=whole, pairs=pairs,
+        )  # fmt: skip
+    else:
+        keys, stages = CUTS[0]
+        if q.is_cuda:
+            keys, stages = cut_for(width, q.element_size(), shared_memory(q.device))
+        _attention_kernel[(programs, splits)](
+            q, cache, lengths, page_table, out, b_m, b_l, b_acc,
+            block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
+            KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+            num_warps=4, num_stages=stages, **shared, **pdl(q),
+        )  # fmt: skip
+    if not whole:
+        _merge_kernel[(programs, min(ROWS, block * group))](
+            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
+            MERGE_SPLITS=MERGE_SPLITS, CAUSAL=causal, num_warps=1, **shared, **pdl(q),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,60 @@
+"""Products in fp8, for more rows than the kernels here take: a kernel rounds the rows and cuBLAS multiplies.
+
+Half the bytes and twice the rate of bf16, for what need not be exact: a draft.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import next_power_of_two, pdl
+from ..scaled import FP8_MAX, ScaledMatrix
+
+MAX_WIDTH = 32768  # of a row, which one program holds
+
+
+@triton.jit(do_not_specialize=["M"])
+def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i_m = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BLOCK)
+    mask = o_k < K
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_x = tl.load(x_p + i_m * K + o_k, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-12) / FP8_MAX
+    # a quotient that rounds up must not leave the format, whose next value is NaN
+    b_y = tl.clamp(b_x / scale, -FP8_MAX, FP8_MAX)
+    tl.store(data_p + i_m * K + o_k, b_y.to(tl.float8e4nv), mask=mask)
+    tl.store(scale_p + i_m, scale)
+
+
+def rounded_rows(x: Tensor) -> ScaledMatrix:
+    """Rows [M, K] in fp8, each by its own largest value: `ScaledMatrix.of` in one pass over memory."""
+    m, k = x.shape
+    data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(m, dtype=torch.float32, device=x.device)
+    _round_kernel[(m,)](
+        x, data, scale, m, k, FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x)
+    )
+    return ScaledMatrix(data, scale)
+
+
+def multiplies(x: Tensor, weight: ScaledMatrix) -> bool:
+    """Whether `scaled_linear` takes these: bf16 of sizes that cuBLAS has fp8 products for, on a GPU from sm_90 on."""
+    aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
+    known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.dtype == torch.bfloat16 and aligned and known
+
+
+def scaled_linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None = None) -> Tensor:
+    """x [M, K], rounded to fp8, times weight [N, K] transposed, plus bias [N]: bf16 [M, N]."""
+    rows, each = rounded_rows(x), F.ScalingType.RowWise
+    return F.scaled_mm(
+        rows.data, weight.data.t(), rows.scale[:, None], each, weight.scale[None], each,
+        bias=bias, output_dtype=x.dtype, use_fast_accum=True,
+    )  # fmt: skip

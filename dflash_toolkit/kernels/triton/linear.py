@@ -1,0 +1,288 @@
+"""y = x W^T for 1 to 128 rows of x, in Triton: the weight is the stream, so everything serves reading it once, fast.
+
+The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
+side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
+alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. More than 128
+rows are compute-bound and go to cuBLAS; where the matrix is in fp8, the rows are rounded to it too. A head in fp8 has
+its rows rounded always, and no logits.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import MAX_ROWS, padded, pdl, shared_memory
+from ..scaled import Matrix, ScaledMatrix, dense
+from .best import reduce_best
+from .fp8 import multiplies, rounded_rows, scaled_linear
+
+SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
+ROOM_BYTES = 7 * 1024  # for what the compiler adds
+MULTIPROCESSORS = 132  # of an H200
+ROUNDED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
+LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
+SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut. Splits are part of the result's rounding; the rest is speed."""
+
+    block_n: int  # weight rows a program; at least 64, so that every tile uses the same matrix instruction
+    block_k: int
+    stages: int
+    warps: int
+    splits: int = 1
+
+
+def tile_for(
+    kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp32: bool = False, shared: int = SHARED_BYTES
+) -> Tile:
+    """The tile for [rows, K] times [N, K], of 16 bits unless said; `kind` is linear, partials, swiglu or argmax.
+
+    `shared` bytes are what a thread block may take; they decide about speed alone.
+
+    From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
+    H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
+    """
+    block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
+    block_k = min(64 if fp32 else 128, padded(k))  # two stages fit into shared memory
+    splits = 1
+    if kind == "partials":
+        # by (N, K) only: a program for every multiprocessor, but no short split
+        splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // 512))
+    stages = {"linear": 6, "partials": 5, "swiglu": 3, "argmax": 4}[kind]
+    if eight_bits:  # half the bytes, so more programs and less ahead
+        stages, warps = 3, 4
+        if splits > 1 and k >= 8 * splits * block_k:
+            splits *= 2
+    while stages > 2 and stages * (block_n + padded(rows)) * block_k * (4 if fp32 else 2) > shared - ROOM_BYTES:
+        stages -= 1
+    return Tile(block_n, block_k, stages, warps, splits)
+
+
+def tile_of_rounded(rows: int) -> Tile:
+    """The tile for the head with rows in fp8: of a sweep with heads of 4096 and 896 columns the best or next to it."""
+    return Tile(128, 128, 3 if 16 < rows <= MAX_ROWS else 4, 4 if rows <= MAX_ROWS else 8)
+
+
+@triton.jit
+def _accumulate(
+    x_p, w_p, o_n, o_m, m_m, N, K, first, last,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The product [BLOCK_N, T] over K columns first..last. WIDEN: eight bits against sixteen."""
+    o_k = first + tl.arange(0, BLOCK_K)
+    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
+    p_x = x_p + o_m[None, :] * K + o_k[:, None]
+    b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
+    for k in range(first, last, BLOCK_K):
+        if EVEN_K and EVEN_N:
+            b_w = tl.load(p_w, eviction_policy="evict_first")
+            b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        else:
+            m_k = k + tl.arange(0, BLOCK_K) < last
+            b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
+            b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
+        if WIDEN:  # exact in fp16, which one instruction makes of two values; bf16 takes several
+            b_w, b_x = b_w.to(tl.float16), b_x.to(tl.float16)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # for fp32 only, which is not to become tf32
+        p_w += BLOCK_K
+        p_x += BLOCK_K
+    return b_acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(
+    x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr,
+    BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN..."""
+    i_n, i_s = tl.program_id(0), tl.program_id(1)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, T)
+    m_m = o_m < M
+    first = i_s * SPAN
+    last = tl.minimum(first + SPAN, K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SCALED:
+        b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(b_acc, (BLOCK_N // 2, 2, T)), (0, 2, 1)))
+        # rounded as separate products would be
+        gate = gate.to(out_p.dtype.element_ty).to(tl.float32)
+        up = up.to(out_p.dtype.element_ty).to(tl.float32)
+        b_out = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32) * up
+        o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        p_out = out_p + o_m[None, :] * (N // 2) + o_h[:, None]
+        tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_h < N // 2)[:, None])
+    else:
+        if BIAS:
+            b_bias = tl.load(bias_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+            b_acc += tl.where(i_s == 0, b_bias, 0.0)[:, None]
+        p_out = out_p + i_s.to(tl.int64) * M * N + o_m[None, :].to(tl.int64) * N + o_n[:, None]
+        tl.store(p_out, b_acc.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _argmax_kernel(
+    x_p, w_p, scale_p, best_p, index_p, M, N, K,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit and its column among BLOCK_N columns: best, index [tiles, M].
+
+    SCALED: the weights are in fp8; ROUNDED: so are the rows, whose scales change no argmax.
+    """
+    i_n = tl.program_id(0)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, T)
+    m_m = o_m < M
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    widen: tl.constexpr = SCALED and not ROUNDED
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SCALED:
+        b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
+    if not ROUNDED:  # as stored logits would be, so that ties are those of every other sampler
+        b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
+    b_acc = tl.where((o_n < N)[:, None], b_acc, -float("inf"))
+    b_best = tl.max(b_acc, axis=0)
+    b_index = tl.minimum(tl.min(tl.where(b_acc == b_best[None, :], o_n[:, None], N), axis=0), N - 1)
+    tl.store(best_p + i_n * M + o_m, b_best, mask=m_m)
+    tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
+
+
+@triton.jit
+def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [M, width] of x [M, 2 * width] with gates and ups alternating; for products that cuBLAS made."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_n < width
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    gate, up = tl.split(
+        tl.reshape(
+            tl.load(
+                x_p + i_m * 2 * width + tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK),
+                mask=tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK) < 2 * width,
+                other=0.0,
+            ),
+            (BLOCK, 2),
+        )
+    )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = gate.to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32)
+    tl.store(out_p + i_m * width + o_n, (silu * up.to(tl.float32)).to(out_p.dtype.element_ty), mask=mask)
+
+
+def launch_linear(
+    x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+) -> None:
+    """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    (m, k), n = x.shape, len(weight)
+    span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
+    data, scale = _parts(weight)
+    _linear_kernel[(-(-n // tile.block_n), tile.splits)](
+        x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
+        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None, SWIGLU=swiglu,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+    )  # fmt: skip
+
+
+def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
+    rounded, fp32 = isinstance(weight, ScaledMatrix), x.dtype == torch.float32
+    shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
+    return tile_for(kind, len(weight), x.shape[1], len(x), rounded, fp32, shared)
+
+
+def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+    return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
+
+
+def by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` of any number of rows, which cuBLAS's choice of an algorithm depends on."""
+    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+        return scaled_linear(x, weight, bias)
+    return F.linear(x, dense(weight, x.dtype), bias)
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    if len(x) > MAX_ROWS:
+        return by_cublas(x, weight, bias)
+    out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
+    launch_linear(x, weight, bias, out, _tile("linear", x, weight))
+    return out[0]
+
+
+def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
+    if len(x) > MAX_ROWS:
+        return by_cublas(x, weight, bias)[None]
+    tile = _tile("partials", x, weight)
+    out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
+    launch_linear(x, weight, bias, out, tile)
+    return out
+
+
+def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    if len(x) > MAX_ROWS:
+        return swiglu(by_cublas(x, weight))
+    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+    launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
+    return out
+
+
+def swiglu(product: Tensor) -> Tensor:
+    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] whose columns are gate 0, up 0, gate 1, up 1, ..."""
+    rows, width = len(product), product.shape[1] // 2
+    out = torch.empty(rows, width, dtype=product.dtype, device=product.device)
+    _swiglu_kernel[(rows, -(-width // SWIGLU_BLOCK))](product, out, width, BLOCK=SWIGLU_BLOCK, **pdl(product))
+    return out
+
+
+def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+        most = ROUNDED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
+        tile = tile_of_rounded(min(len(x), most))
+        found = [launch_argmax(rounded_rows(part), weight, tile) for part in x.split(most)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+    if len(x) > MAX_ROWS:
+        return by_cublas(x, weight).argmax(-1)
+    return launch_argmax(x, weight, _tile("argmax", x, weight))
+
+
+def launch_argmax(x: Matrix, weight: Matrix, tile: Tile) -> Tensor:
+    """`linear_argmax` with a given tile; rows in fp8 go with weights in fp8."""
+    rows, (data, scale) = _parts(x)[0], _parts(weight)
+    (m, k), n = rows.shape, len(weight)
+    tiles = -(-n // tile.block_n)
+    best = torch.empty(tiles, m, dtype=torch.float32, device=rows.device)
+    index = torch.empty(tiles, m, dtype=torch.int32, device=rows.device)
+    _argmax_kernel[(tiles,)](
+        rows, data, data if scale is None else scale, best, index, m, n, k,
+        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=isinstance(x, ScaledMatrix),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
+    )  # fmt: skip
+    return reduce_best(best, index)

@@ -1,0 +1,54 @@
+"""Residual add and RMSNorm of one row a program, in Triton; also sums the partial products of a split GEMM."""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import next_power_of_two, pdl
+
+
+@triton.jit(do_not_specialize=["M", "stride_tap", "PARTS"])
+def _add_rms_norm_kernel(
+    x_p, part_p, w_p, sum_p, h_p, tap_p, M, D, eps, stride_tap, PARTS,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_m = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    mask = o_d < D
+    b_w = tl.load(w_p + o_d, mask=mask, other=0.0)  # a weight: it depends on no kernel
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_x = tl.load(x_p + i_m * D + o_d, mask=mask, other=0.0)
+    if ADD:
+        b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+        for i in range(PARTS):  # in order: the result may not depend on scheduling
+            b_sum += tl.load(part_p + (i * M + i_m) * D + o_d, mask=mask, other=0.0).to(tl.float32)
+        b_x = (b_x.to(tl.float32) + b_sum).to(b_x.dtype)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if ADD:
+        tl.store(sum_p + i_m * D + o_d, b_x, mask=mask)
+    if TAP:
+        tl.store(tap_p + i_m * stride_tap + o_d, b_x, mask=mask)
+    b_wide = b_x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
+    b_h = (b_wide * scale).to(b_x.dtype) * b_w
+    tl.store(h_p + i_m * D + o_d, b_h.to(b_x.dtype), mask=mask)
+
+
+def add_rms_norm(
+    x: Tensor, partials: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [M, D] plus the sum of partials [P, M, D], and its RMSNorm; `tap` [M, D] receives the sum too."""
+    m, d = x.shape
+    total = x if partials is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    _add_rms_norm_kernel[(m,)](
+        x, x if partials is None else partials, weight, total, normed, x if tap is None else tap,
+        m, d, eps, 0 if tap is None else tap.stride(0), 0 if partials is None else len(partials),
+        BLOCK=next_power_of_two(d), ADD=partials is not None, TAP=tap is not None,
+        num_warps=4 if d <= 2048 else 8, **pdl(x),
+    )  # fmt: skip
+    return total, normed

@@ -1,0 +1,1 @@
+"""The DFlash drafter: its network and its checkpoint."""

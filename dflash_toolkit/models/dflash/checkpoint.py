@@ -1,0 +1,402 @@
+"""Drafter checkpoints on disk, in the form that z-lab's client, vLLM and SGLang load; the speculators form is read too.
+
+Reading is strict: every tensor must have a known name and the right shape, none may be missing. Writing goes to a
+temporary folder inside the checkpoint's, whose files then take their places one by one, config.json last: no file is
+ever half there, and a first export is complete once it has a config.json.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ...config import UserError
+from ...network import unreachable
+from ..rope import read_rope, tell_of_vllm
+from .network import Drafter, DrafterConfig
+
+PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
+WEIGHTS = "model.safetensors"
+STALE_S = 3600.0  # no export takes so long
+DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
+# of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
+SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+SPECULATORS_MAPS = {"d2t", "t2d"}
+REDUCED = "a reduced vocabulary, which is not drafted with; dflash-train --init-from starts from its layers"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The contract's `config.json`; `block_size` and the rope stand twice because loaders disagree on where to look."""
+    scaling = config.rope_scaling.parameters if config.rope_scaling else None
+    values: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": "sliding_attention" in config.layer_types,
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "target_layer_ids": list(config.target_layer_ids),
+            "mask_token_id": config.mask_token_id,
+            "block_size": config.block_size,
+        },
+    }
+    if scaling:
+        values["rope_scaling"] = scaling  # transformers 4 knows no rope_parameters
+    if config.is_causal is not None:
+        values["is_causal"] = config.is_causal
+    if provenance is not None:
+        values[PROVENANCE_KEY] = provenance
+    return values
+
+
+def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint and its shape: the whitelist for reading and writing."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+
+
+def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None) -> None:
+    """Write `config.json` and bf16 weights to the directory `path`, then read them back and compare.
+
+    Files of an earlier export are replaced together; others in `path` (metrics, state) stay. A rope that vLLM turns
+    otherwise is told of on stderr.
+
+    Raises:
+        UserError: a weight, or what they compute, is no finite number, the disk is full or `path` cannot be written;
+            nothing is half-written.
+        RuntimeError: what was read back is not what was written.
+    """
+    tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+    if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
+        raise UserError(f"drafter {path}: not written, for {diverged} holds values that are no numbers; {DIVERGED}")
+    with staged(Path(path)) as stage:
+        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+        (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")
+        reread = load_drafter(str(stage))
+        if reread.config != drafter.config:
+            raise RuntimeError(f"{path}: the configuration read back differs from the one written")
+        for name, value in reread.named_parameters():
+            if not torch.equal(value, tensors[name]):
+                raise RuntimeError(f"{path}: tensor {name} read back differs from the one written")
+        _compare_hidden(drafter, reread)
+    tell_of_vllm(str(path), drafter.config.rope_scaling)
+
+
+@torch.no_grad()
+def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
+    """One block through both modules, in fp32 with bf16-rounded weights; catches a network built differently."""
+    config = drafter.config
+    twin = Drafter.of_tensors(
+        config, {n: p.detach().to("cpu", torch.bfloat16).float() for n, p in drafter.named_parameters()}
+    )
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 5, config.feature_size, generator=generator)
+    block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
+    positions = torch.arange(5 + config.block_size)[None]
+    before, after = (
+        m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())
+    )
+    if not before.isfinite().all():  # weights so large that no product of theirs is a number
+        raise UserError(f"the drafter is not written, for its hidden states are no numbers; {DIVERGED}")
+    if not torch.allclose(before, after, rtol=1e-5, atol=1e-5):
+        raise RuntimeError("the exported drafter computes other hidden states than the trained one")
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A temporary folder in `path` whose files are moved up into it when the block ends well."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for left in path.glob(".partial-*"):  # by a kill
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+        stage = Path(tempfile.mkdtemp(dir=path, prefix=".partial-"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    try:
+        yield stage
+        for file in sorted(stage.iterdir(), key=lambda f: f.name == "config.json"):  # config last: it marks completion
+            file.chmod((stage / "config.json").stat().st_mode)  # safetensors keeps its own from other users
+            os.replace(file, path / file.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot write the checkpoint ({error}); free some space and run again") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def load_drafter(
+    name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, layers_only: bool = False
+) -> Drafter:
+    """Load a drafter directory or Hugging Face id, in z-lab's form or the speculators form.
+
+    Args:
+        layers_only: of a drafter with a reduced vocabulary leave out its head and what maps it to the target's.
+
+    Raises:
+        UserError: missing or corrupt files, an unknown, missing or misshapen tensor (named), a network that this
+            project does not implement (named).
+    """
+    path = locate(name)
+    config = read_config(path, layers_only=layers_only)
+    tensors = read_tensors(path, layers_only=layers_only)
+    expected = tensor_shapes(config)
+    for tensor in tensors:
+        if tensor not in expected:
+            raise UserError(f"drafter {name}: unknown tensor {tensor!r}; this checkpoint is not plain DFlash")
+    for tensor, shape in expected.items():
+        if tensor not in tensors:
+            raise UserError(f"drafter {name}: tensor {tensor!r} is missing from the weights")
+        if tuple(tensors[tensor].shape) != shape:
+            raise UserError(f"drafter {name}: tensor {tensor!r} has shape {tuple(tensors[tensor].shape)}, not {shape}")
+    drafter = Drafter.of_tensors(config, {n: t.to(device, dtype or torch.bfloat16) for n, t in tensors.items()})
+    return drafter.eval().requires_grad_(False)
+
+
+def locate(name: str) -> Path:
+    """The directory of a drafter, downloaded if `name` is a Hugging Face id. Raises UserError."""
+    if os.path.isdir(name):  # unlike Path's it answers for names of any length
+        return Path(name)
+    if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise UserError(f"drafter {name}: no such directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if unreachable(error):
+            said = f"drafter {name}: no such directory, and the hub cannot be reached; give the directory of a drafter"
+            raise UserError(said) from error
+        raise UserError(f"drafter {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a drafter's directory. Raises UserError."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"drafter {path.parent}: cannot read {path.name} ({error})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"drafter {path.parent}: {path.name} is not a JSON object")
+    return values
+
+
+def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
+    """Every tensor on disk, but for those of the speculators form that only repeat the target's.
+
+    Raises:
+        UserError: no or corrupt files; a map of a reduced vocabulary, unless only the layers are asked for.
+    """
+    raw = read_json(path / "config.json")
+    speculators = "speculators_model_type" in raw
+    left_out = set(SPECULATORS_COPIES if speculators else ())
+    if layers_only and (speculators or reduced_vocabulary(raw) is not None):
+        left_out |= SPECULATORS_COPIES | SPECULATORS_MAPS
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"drafter {path}: no *.safetensors file in this directory")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for stored in set(handle.keys()):
+                    name = stored.removeprefix("model.")  # some trainers save their module one level up
+                    if name in left_out:
+                        continue
+                    if speculators and name in SPECULATORS_MAPS:
+                        raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
+                    tensors[name] = handle.get_tensor(stored)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"drafter {path}: {file.name} is corrupt ({error})") from error
+    return tensors
+
+
+def reduced_vocabulary(raw: dict[str, Any]) -> Any:
+    """`draft_vocab_size` of a config.json, the rows of the drafter's own head; None where they are the target's."""
+    body, key = raw.get("transformer_layer_config") or raw, "draft_vocab_size"
+    parts = (raw.get("dflash_config") or {}, raw, body)
+    found = next((part[key] for part in parts if part.get(key)), None)
+    return None if found == body.get("vocab_size") else found
+
+
+def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
+    """Read either form's `config.json`, nested or flat, as it is published; the vocabulary is the target's.
+
+    Raises:
+        UserError: a key is missing, wrong or of a network that this project does not implement; a reduced vocabulary,
+            unless only the layers are asked for.
+    """
+    raw = read_json(path / "config.json")
+
+    def group(parent: dict[str, Any], key: str) -> dict[str, Any]:
+        if not isinstance(parent.get(key) or {}, dict):
+            raise UserError(f"drafter {path}: config.json: {key!r} is {parent[key]!r}, not a group of keys")
+        return parent.get(key) or {}
+
+    body = group(raw, "transformer_layer_config") or raw
+    nested, provenance = group(raw, "dflash_config"), group(raw, PROVENANCE_KEY)
+    rope, scaling = group(body, "rope_parameters"), group(body, "rope_scaling")
+
+    def find(key: str, default: Any = None) -> Any:
+        parts = (nested, raw, body, provenance)
+        return next((part[key] for part in parts if part.get(key) is not None), default)
+
+    def get(key: str, default: Any = None, kind: Any = int) -> Any:
+        return checked(key, find(key, default), kind)
+
+    def checked(key: str, found: Any, kind: Any) -> Any:
+        if found is None:
+            raise UserError(f"drafter {path}: config.json has no {key!r}")
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise UserError(f"drafter {path}: config.json: {key!r} is {found!r}, of the wrong type")
+        if isinstance(found, int) and not -(2**63) <= found < 2**63:
+            raise UserError(f"drafter {path}: config.json: {key!r} is {found}, which no field holds")
+        return found
+
+    speculators = "speculators_model_type" in raw
+    projector = find("projector_type", "dflash")
+    plain = speculators and raw["speculators_model_type"] == projector == "dflash"
+    # that library writes the keys of every variant, whichever it is
+    for key in ("markov_rank", "selector_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
+        if find(key) not in (None, 0, False):
+            raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
+    vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also beside a reduced one
+    if (rows := reduced_vocabulary(raw)) is not None:
+        if not 0 < checked("draft_vocab_size", rows, int) < vocabulary:
+            raise UserError(f"drafter {path}: config.json: 'draft_vocab_size' is {rows}, 'vocab_size' {vocabulary}")
+        if not layers_only:
+            raise UserError(f"drafter {path}: 'draft_vocab_size' is {rows}, {REDUCED}")
+    if find("sample_from_anchor") or find("shift_label"):
+        raise UserError(f"drafter {path}: its slots predict the token behind them; this is not plain DFlash")
+    if find("hidden_act", "silu") != "silu":
+        raise UserError(f"drafter {path}: hidden_act {find('hidden_act')!r} is not supported; only silu is")
+    key = "partial_rotary_factor"  # the groups' before the one beside them; null says nothing
+    part = next((keys[key] for keys in (scaling, rope) if keys.get(key) is not None), find(key, 1.0))
+    if part != 1.0:
+        raise UserError(f"drafter {path}: {key} is {part!r}; only 1.0 is supported: drafters turn whole heads")
+
+    causal = _read_causality(raw, nested, speculators)
+    if causal not in (None, True, False):
+        raise UserError(f"drafter {path}: config.json: is_causal is {causal!r}; expected true or false")
+    shift, key = (1, "aux_hidden_state_layer_ids") if speculators else (0, "target_layer_ids")
+    ids = get(key, kind=list)
+    if not ids or not all(type(i) is int for i in ids):
+        raise UserError(f"drafter {path}: config.json: {key!r} is {ids!r}; expected layer ids")
+    ids = [i - shift for i in ids]
+    layer_types = get("layer_types", [], kind=list)
+    try:
+        theta, rope_scaling = read_rope(rope, scaling, body)
+        return DrafterConfig(
+            hidden_size=get("hidden_size"),
+            num_layers=get("num_hidden_layers"),
+            num_heads=get("num_attention_heads"),
+            num_kv_heads=get("num_key_value_heads"),
+            head_dim=get("head_dim", get("hidden_size") // max(1, get("num_attention_heads"))),
+            intermediate_size=get("intermediate_size"),
+            vocab_size=vocabulary,
+            num_target_layers=get("num_target_layers", _least_layers(ids)),
+            target_layer_ids=tuple(ids),
+            mask_token_id=get("mask_token_id"),
+            block_size=get("block_size", 16),
+            rms_norm_eps=float(get("rms_norm_eps", 1e-6, kind=int | float)),
+            rope_theta=float(checked("rope_theta", find("rope_theta") if theta is None else theta, int | float)),
+            max_position_embeddings=get("max_position_embeddings", 32768),
+            layer_types=tuple(layer_types),
+            sliding_window=None if body.get("sliding_window") is None else get("sliding_window"),
+            is_causal=causal,
+            attention_bias=find("attention_bias", False) is True,
+            rope_scaling=rope_scaling,
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"drafter {path}: config.json: {error}") from error
+
+
+def _least_layers(ids: Sequence[int]) -> int:
+    # what a checkpoint that does not record its target's depth is taken to need: no tap on the last layer
+    return max(ids) + 2
+
+
+def _read_causality(raw: dict[str, Any], nested: dict[str, Any], speculators: bool) -> bool | None:
+    # the speculators library: the key is about sliding layers, full ones are bidirectional whatever it says (vLLM 0.26
+    # takes false for all layers); without the key, which is younger than the form, all are
+    if speculators:
+        return False if raw.get("sliding_window_non_causal", True) else None
+    # vLLM's precedence: top-level is_causal, then dflash_config.causal, then the layer's type
+    return nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
+
+
+# ---- fitting a target ------------------------------------------------------------------------------------------
+
+
+def check_fits(drafter: DrafterConfig, target: PreTrainedConfig, embedding_rows: int | None = None) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        UserError: hidden size, number of layers, layer ids, vocabulary or mask id do not fit; names both values.
+    """
+    rows = embedding_rows or int(target.vocab_size)
+    layers = int(target.num_hidden_layers)
+    if drafter.hidden_size != target.hidden_size:
+        raise UserError(
+            f"the drafter's hidden size is {drafter.hidden_size}, the target's {target.hidden_size}: "
+            f"this drafter was made for another target"
+        )
+    if max(drafter.target_layer_ids) >= layers - 1:
+        raise UserError(
+            f"the drafter taps layer {max(drafter.target_layer_ids)}; this target of {layers} layers has "
+            f"tappable layers 0..{layers - 2}"
+        )
+    if drafter.num_target_layers not in (layers, _least_layers(drafter.target_layer_ids)):
+        raise UserError(
+            f"the drafter was made for a target of {drafter.num_target_layers} layers; this one has {layers}"
+        )
+    if drafter.mask_token_id >= rows:
+        raise UserError(f"the drafter's mask id {drafter.mask_token_id} is not a row of the target's {rows}")
+    if drafter.vocab_size != target.vocab_size:
+        raise UserError(f"the drafter's vocabulary is {drafter.vocab_size}, the target's {target.vocab_size}")
+
+
+def serving_commands(target: str, drafter: str, block_size: int) -> str:
+    """The exact lines that serve this pair with vLLM and SGLang."""
+    speculative = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1})
+    return (
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}\n"
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block_size}"
+    )

@@ -1,0 +1,388 @@
+"""The DFlash network: a few Qwen3-style layers that read the target's hidden states and fill a whole block at once.
+
+It owns no embedding and no LM head; it receives tensors and never sees the target. Training and decoding use the
+same two calls: `context_kv` turns tapped features into every layer's context keys and values (once per token), and
+`forward` runs blocks against them. Contract: DFlash (arXiv 2602.06036) section 4.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from ..rope import RopeScaling
+
+LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Everything that fixes the network, its place on the target and the shapes of its checkpoint.
+
+    Raises:
+        ValueError: a combination that cannot work; the message names the numbers.
+    """
+
+    hidden_size: int  # D, the target's
+    num_layers: int  # L
+    num_heads: int  # N
+    num_kv_heads: int  # G
+    head_dim: int  # H
+    intermediate_size: int
+    vocab_size: int  # V, the target's
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]  # 0-based; the feature is that layer's output
+    mask_token_id: int
+    block_size: int = 16  # S: one anchor and S - 1 drafted tokens
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 32768
+    layer_types: tuple[str, ...] = ()  # empty: full attention on every layer
+    sliding_window: int | None = None
+    is_causal: bool | None = False  # None: sliding layers are causal inside the block, full ones are not
+    attention_bias: bool = False
+    rope_scaling: RopeScaling | None = None  # None: plain RoPE
+    rope_factor: float = field(default=1.0, init=False, repr=False, compare=False)  # on cosines and sines
+    scaled_frequencies: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)  # [H / 2] or none
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE turns pairs, so it must be even")
+        if not 2 <= self.block_size <= LONGEST_BLOCK:
+            raise ValueError(
+                f"block_size is {self.block_size}: a block needs an anchor and at least one mask (2..{LONGEST_BLOCK})"
+            )
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number > 0")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}: a drafter needs at least one layer")
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty: a drafter needs at least one tapped layer")
+        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} names a layer twice")
+        last = self.num_target_layers - 1
+        for layer in self.target_layer_ids:
+            if layer == last:
+                raise ValueError(
+                    f"target_layer_ids names layer {layer}, the target's last: its output comes already normed; "
+                    f"use ids 0..{last - 1}"
+                )
+            if not 0 <= layer < last:
+                raise ValueError(f"target layer id {layer} is out of range for a target of {last + 1} layers")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not a row of the target's embedding (0..{self.vocab_size - 1})"
+            )
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_layers)
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
+        unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ValueError(f"layer_types holds {sorted(unknown)}; known: full_attention, sliding_attention")
+        if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
+            raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
+        if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile has to read
+            frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
+            object.__setattr__(self, "scaled_frequencies", frequencies)
+            object.__setattr__(self, "rope_factor", factor)
+
+    @property
+    def feature_size(self) -> int:
+        """K * D, the width of the concatenated taps."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def causal_inside_block(self, layer: int) -> bool:
+        """Whether block slots of this layer see only earlier slots (the rule of vLLM and z-lab 0.1.0)."""
+        return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
+
+    def rope_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Radians per position, fp32 [H / 2]."""
+        if self.rope_scaling is not None:
+            return torch.tensor(self.scaled_frequencies, device=device, dtype=torch.float32)
+        half = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        return self.rope_theta ** (-half / self.head_dim)
+
+    def with_block_size(self, block_size: int) -> "DrafterConfig":
+        """The same drafter run with another block size (shorter than it was trained with works well)."""
+        return replace(self, block_size=block_size)
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
+
+    Raises:
+        ValueError: the target is too shallow for that many distinct taps.
+    """
+    if num_taps < 1:
+        raise ValueError(f"{num_taps} taps: a drafter needs at least one")
+    if num_taps == 1:
+        ids: tuple[int, ...] = (num_target_layers // 2,)
+    else:
+        span = num_target_layers - 4
+        ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+    if list(ids) != sorted(set(ids)) or max(ids) > num_target_layers - 2:
+        raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap")
+    return ids
+
+
+@dataclass(slots=True)
+class ContextKV:
+    """Every draft layer's keys (normed, rotated) and values of the context, and the positions they stand at."""
+
+    keys: list[Tensor]  # L x [B, G, T, H]
+    values: list[Tensor]  # L x [B, G, T, H]
+    positions: Tensor  # [B, T]
+
+    @property
+    def length(self) -> int:
+        return self.positions.shape[1]
+
+    def append(self, other: "ContextKV") -> "ContextKV":
+        """The concatenation along T; nothing computed before is computed again."""
+        return ContextKV(
+            [torch.cat(pair, dim=2) for pair in zip(self.keys, other.keys, strict=True)],
+            [torch.cat(pair, dim=2) for pair in zip(self.values, other.values, strict=True)],
+            torch.cat([self.positions, other.positions], dim=1),
+        )
+
+
+class RMSNorm(nn.Module):
+    """Qwen3's: the mean square in fp32, rounded to the input's dtype before the weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Qwen3's, with SiLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        d, ffn = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, ffn, bias=False)
+        self.up_proj = nn.Linear(d, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (i, i + H / 2) of x [B, heads, T, H] by the angles whose cos and sin [B, T, H] are given."""
+    cos, sin = (part[:, None] for part in rope)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class DraftAttention(nn.Module):
+    """Queries from the block; keys and values from context and block through the same projections."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        d, h, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = h
+        self.q_proj = nn.Linear(d, config.num_heads * h, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_kv_heads * h, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_kv_heads * h, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * h, d, bias=bias)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps)
+        self.k_norm = RMSNorm(h, config.rms_norm_eps)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))  # [B, T, heads, H]
+
+    def keys_values(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys (normed, then rotated) and values (untouched) [B, G, T, H] of `hidden` [B, T, D]."""
+        k = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
+        v = self._heads(self.v_proj(hidden)).transpose(1, 2)
+        return rotate(k, rope).to(v.dtype), v  # under autocast the fp32 norm weight promotes k
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # [B, N, Q, H]
+        q = rotate(q, rope).to(context[1].dtype)
+        k_block, v_block = self.keys_values(x, rope)
+        k = torch.cat([context[0], k_block], dim=2)
+        v = torch.cat([context[1], v_block], dim=2)
+        grouped = k.shape[1] != q.shape[1]
+        if isinstance(mask, BlockMask):
+            out = _flex(q, k, v, mask, grouped)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+# blocks of 16 slots and their contexts leave tiles half empty: small ones lose less (an H200, heads of 64: 5.3 instead
+# of 7.2 ms for forward and backward of 37 thousand slots)
+FLEX_OPTIONS = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
+    attention: Any = _compiled_flex_attention() if q.is_cuda else flex_attention
+    options = FLEX_OPTIONS if q.is_cuda and q.shape[-1] <= 64 else None
+    return attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)  # eager, it materialises the scores
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer; the context enters only as keys and values, without input_layernorm or FFN."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """The whole drafter. Parameter names are those of the checkpoint (`fc`, `hidden_norm`, `layers.i...`, `norm`)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
+
+    @classmethod
+    def of_tensors(cls, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> "Drafter":
+        """The network around its weights, by name, which are kept and not copied.
+
+        `Drafter(config)` first draws random weights, which takes seconds for a target of 8B.
+
+        Raises:
+            RuntimeError: a tensor is missing, unknown or misshapen.
+        """
+        with torch.device("meta"):
+            drafter = cls(config)
+        drafter.load_state_dict(tensors, assign=True)
+        return drafter
+
+    @classmethod
+    def fresh(cls, config: DrafterConfig, seed: int) -> "Drafter":
+        """The network in fp32 on the CPU with weights drawn from `seed`, see `init_weights`."""
+        with torch.device("meta"):
+            drafter = cls(config)
+        drafter.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(seed))
+        return drafter
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        """Fresh weights: normal(0, 0.02) matrices, unit norms, zero biases (Qwen3's own initialisation)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
+        """Project tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
+        ctx = self.hidden_norm(self.fc(features))  # [B, T, D], the same for every layer
+        rope = self.rope(positions)
+        pairs = [layer.self_attn.keys_values(ctx, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
+        return ContextKV([k for k, _ in pairs], [v for _, v in pairs], positions)
+
+    def forward(
+        self, block: Tensor, positions: Tensor, context: ContextKV, mask: Tensor | BlockMask | None = None
+    ) -> Tensor:
+        """Run block embeddings against the context.
+
+        Args:
+            block: target embeddings of `[anchor, MASK, ...]` of one or more blocks, [B, Q, D].
+            positions: position of every slot, [B, Q].
+            context: keys and values of T context tokens.
+            mask: who sees whom, bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes; None is for a single
+                block in decoding, which sees the whole context and, by the layer's own rule, itself.
+
+        Returns:
+            Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits.
+        """
+        rope = self.rope(positions)
+        x = block
+        for i, layer in enumerate(self.layers):
+            layer_mask = self.own_mask(i, positions, context.positions) if mask is None else mask
+            pair = (context.keys[i], context.values[i])
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rope, pair, layer_mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, rope, pair, layer_mask)
+        return self.norm(x)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, T, H] of neox RoPE, in fp32 and then rounded to the drafter's dtype.
+
+        The frequencies are no buffer: `module.to(bfloat16)` would round them and shift every far position.
+        """
+        frequencies = self.config.rope_frequencies(positions.device)
+        angles = (positions[..., None].float() * frequencies).repeat(1, 1, 2)
+        cos, sin = (part * self.config.rope_factor for part in (angles.cos(), angles.sin()))
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def own_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
+        """Who sees whom by the rule of `layer`, bool [B, 1, Q, T + Q] from positions [B, Q], [B, T]; None: everyone."""
+        causal = self.config.causal_inside_block(layer)
+        sliding = self.config.layer_types[layer] == "sliding_attention"
+        if not (causal or sliding):
+            return None
+        distance = block[:, :, None] - torch.cat([context, block], dim=1)[:, None, :]  # query minus key position
+        mask = torch.ones_like(distance, dtype=torch.bool)
+        if causal:
+            mask &= distance >= 0
+        if sliding:
+            assert self.config.sliding_window is not None
+            mask &= distance.abs() < self.config.sliding_window
+        return mask[:, None]
+
+
+def weights_hash(drafter: Drafter) -> str:
+    """sha256 over names and bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
+    digest = hashlib.sha256()
+    for name, parameter in drafter.named_parameters():
+        digest.update(name.encode())
+        weights = parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        digest.update(weights.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

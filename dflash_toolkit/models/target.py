@@ -1,0 +1,372 @@
+"""The frozen target: load it, tap the outputs of chosen layers, lend its embedding and head.
+
+Taps are forward hooks on exactly the chosen layers (and the final norm), so memory holds K hidden states and never all
+of them. When nobody needs logits the forward stops after the highest tapped layer.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+
+from ..config import UserError
+from ..network import unreachable
+from . import packed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """What one forward of the target leaves behind."""
+
+    features: Tensor | None  # [B, T, K*D] in tap order, None without taps
+    logits: Tensor | None  # [B, T, V] ("all"), [B, 1, V] ("last"), None ("none")
+    final: Tensor | None = None  # [B, T, D] after the final norm: what the head makes logits of; None unless asked for
+
+
+class _EnoughLayers(Exception):
+    """Leaves the forward after the highest tapped layer."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is cuda when there is one, else cpu. Raises UserError for a device this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {device!r}: not a torch device; use auto, cpu or cuda") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise UserError(f"device {device!r} is not supported; use auto, cpu or cuda")
+    if resolved.type == "cuda" and (
+        not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count()
+    ):
+        raise UserError(
+            f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
+    return resolved
+
+
+def use_device(device: str) -> torch.device:
+    """`resolve_device`, and the current device of this thread from now on: kernels are launched there."""
+    resolved = resolve_device(device)
+    if resolved.type == "cuda" and resolved.index is not None:
+        torch.cuda.set_device(resolved)
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU (where most have no bf16 units). Raises UserError."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in known:
+        raise UserError(f"dtype {dtype!r} is not one of auto, {', '.join(known)}")
+    return known[dtype]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The target's configuration, without weights. Raises UserError naming what is missing or not supported."""
+    if not os.path.isdir(name) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise UserError(f"target {name}: no such directory")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # transformers checks little of what a file holds, and then trips over it
+        if not os.path.isdir(name) and unreachable(error):
+            raise UserError(
+                f"target {name}: no such directory, and the hub cannot be reached; give the directory of a model"
+            ) from error
+        raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"target {name}: architecture {config.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return config
+
+
+def context_limit(config: PreTrainedConfig) -> int:
+    """Tokens of prompt and answer that a model was made for.
+
+    YaRN stretches `original_max_position_embeddings` by its factor; model cards add it to a config.json whose
+    `max_position_embeddings` stays what it was.
+    """
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if limit < 1:
+        raise UserError(f"target {config.name_or_path}: max_position_embeddings is {limit}; no token has room")
+    return limit
+
+
+def load_tokenizer(name: str) -> Any:
+    """The target's tokenizer. Raises UserError."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # as above; of a bad tokenizer.json the tokenizers library raises no class of its own
+        raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
+
+
+def load_generation_config(name: str | Path) -> GenerationConfig | None:
+    """A checkpoint's generation_config.json; None if it has none. Raises UserError for one that cannot be read."""
+    local = os.path.isdir(name)
+    if local and not (Path(name) / "generation_config.json").exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except Exception as error:
+        if isinstance(error, OSError) and not local:
+            return None  # the Hub's answer for a checkpoint without one
+        raise UserError(f"target {name}: cannot read its generation_config.json ({_one_line(error)})") from error
+
+
+def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
+    """Every end-of-sequence id that a checkpoint's two configurations declare. Raises UserError for what is no id."""
+    found: list[int] = []
+    for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
+        ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        if any(type(token) is not int for token in ids):
+            raise UserError(f"target {config.name_or_path}: eos_token_id {eos!r} is no token id and no list of them")
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
+def _dequantise_fp8(config: PreTrainedConfig, name: str) -> None:
+    """Have the weights of an FP8 checkpoint dequantised when they are loaded, also where there is a GPU beside the CPU.
+
+    Raises:
+        UserError: blocks that do not divide the matrices; transformers takes their scales for those of smaller blocks.
+    """
+    asked = config.quantization_config
+    if not isinstance(asked, dict) or asked.get("quant_method") != "fp8":
+        return
+    config.quantization_config = asked | {"dequantize": True}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_attention_heads x head_dim": config.num_attention_heads * head_dim,
+        "num_key_value_heads x head_dim": config.num_key_value_heads * head_dim,
+    }  # fmt: skip
+    for what, size in sizes.items():
+        if uneven := next(
+            (block for block in asked.get("weight_block_size") or () if size > block and size % block), 0
+        ):
+            raise UserError(
+                f"target {name}: its {what} {size} is no multiple of its FP8 blocks of {uneven}, which cannot be "
+                f"dequantised on a CPU; use --device cuda or the unquantised checkpoint"
+            )
+
+
+RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
+
+
+def choose_mask_token(tokenizer: Any, embedding_rows: int) -> int:
+    """An id that no text produces, to stand for masked slots.
+
+    The first row of the embedding that the tokenizer does not use (Qwen3: 151669); failing that, the last special
+    token with a name like `reserved` or `unused` that is not the bos, eos, pad or unk token.
+
+    Raises:
+        UserError: there is neither; the drafter needs `drafter.mask_token_id`.
+    """
+    if len(tokenizer) < embedding_rows:
+        return len(tokenizer)
+    taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    reserved = [
+        token
+        for text, token in tokenizer.get_added_vocab().items()
+        if token not in taken and any(word in text.lower() for word in RESERVED_WORDS)
+    ]
+    if not reserved:
+        raise UserError("the target has no unused embedding row for the mask; give one as drafter.mask_token_id=ID")
+    return max(reserved)
+
+
+class Target:
+    """A frozen causal LM with its tokenizer. Every method runs without gradients unless noted."""
+
+    def __init__(self, model: "PreTrainedModel", tokenizer: Any = None, name: str = "") -> None:
+        if model.config.model_type not in ARCHITECTURES:
+            raise UserError(f"architecture {model.config.model_type!r} is not supported: {', '.join(ARCHITECTURES)}")
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name or str(model.config.name_or_path)
+        for what, module in (
+            ("embedding", model.get_input_embeddings()),
+            ("LM head", model.get_output_embeddings()),
+        ):
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (model.config.hidden_size,):
+                raise UserError(
+                    f"target {self.name}: its {what} is quantised, and a drafter needs it dense; "
+                    f"quantise the target without it (it is left out by default in bitsandbytes and llm-compressor)"
+                )
+
+    @classmethod
+    def load(cls, name: str, device: str = "auto", dtype: str = "auto") -> "Target":
+        """Load a Hugging Face id or directory.
+
+        A checkpoint with a `quantization_config` is loaded as transformers does, quantised where its library is there;
+        what is computed between the matrices is in `dtype`. One in FP8 is dequantised on a CPU, which has no such
+        products: its weights are the same numbers, and activations are not rounded to FP8.
+
+        Raises:
+            UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
+                quantised checkpoint whose library is not installed or that has no dense embedding and head.
+        """
+        config = load_config(name)
+        declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
+        where = use_device(device)
+        quantised = getattr(config, "quantization_config", None) is not None
+        if quantised and where.type == "cpu":
+            _dequantise_fp8(config, name)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=resolve_dtype(dtype, where),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                # quantised tensors cannot be moved, or only be made on their device; others load faster without
+                device_map={"": where} if quantised else None,
+            )
+            model, info = loaded
+        except (ImportError, OSError, SafetensorError, RuntimeError, ValueError) as error:
+            raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
+        # transformers would fill the tensors named here with random numbers and go on
+        if mismatched := sorted(info["mismatched_keys"]):
+            tensor, stored, wanted = mismatched[0]
+            raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
+        return cls(model if quantised else model.to(where), load_tokenizer(name), name)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.model.layers
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The LM head's matrix [V, D]: the embedding's own when they are tied."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def context_limit(self) -> int:
+        """Prompt and answer together, in tokens."""
+        return context_limit(self.config)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every end-of-sequence id the checkpoint declares. Raises UserError for what is no id."""
+        return declared_stop_ids(self.config, getattr(self.model, "generation_config", None))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids."""
+        return self.embedding(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states; no norm is applied here."""
+        return F.linear(hidden, self.head_weight)
+
+    def new_cache(self) -> DynamicCache:
+        cache = DynamicCache(config=self.config)
+        cache.activate_past_recording()  # sliding-window layers must be able to roll back rejected tokens
+        return cache
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        taps: Sequence[int] = (),
+        cache: DynamicCache | None = None,
+        logits: Literal["all", "last", "none"] = "none",
+        final: bool = False,
+        lengths: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        """Run the target on `ids` [B, T], after whatever `cache` holds.
+
+        Args:
+            taps: 0-based layer ids; the feature of id l is the output of layer l, HF `hidden_states[l + 1]`.
+            cache: extended in place by T tokens. With early exit only the layers that ran are extended.
+            logits: which positions' logits to return; "none" with taps stops after the highest tapped layer.
+            final: also return the last hidden state after the final norm; every layer runs then, the head does not.
+            lengths: ids are one row [1, T], documents of so many tokens one behind the other; each sees itself alone,
+                from position 0 on. Without a cache only.
+        """
+        if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
+            raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
+        tapped, norm = [self.layers[layer] for layer in taps], self.model.model.norm
+        leave = None
+        if logits == "none" and (final or taps):
+            leave = norm if final else self.layers[max(taps)]
+        documents: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        if lengths is not None:
+            documents = packed.alone(self.model, lengths)
+        with _outputs([*tapped, norm] if final else tapped, leave) as found, documents as extra:
+            try:
+                keep = {"all": 0, "last": 1, "none": 1}[logits]
+                out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **extra)
+            except _EnoughLayers:
+                out = None
+        features = torch.cat([found[layer] for layer in tapped], dim=-1) if taps else None
+        shown = None if out is None or logits == "none" else out.logits
+        return TargetOutput(features, shown, found[norm] if final else None)
+
+
+@contextlib.contextmanager
+def _outputs(modules: Sequence[nn.Module], leave: nn.Module | None) -> Iterator[dict[nn.Module, Tensor]]:
+    """Catch the outputs of `modules` during a forward, which is left behind the module `leave`."""
+    found: dict[nn.Module, Tensor] = {}
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found[module] = output if isinstance(output, Tensor) else output[0]
+        if module is leave:
+            raise _EnoughLayers
+
+    handles = [module.register_forward_hook(hook) for module in dict.fromkeys(modules)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

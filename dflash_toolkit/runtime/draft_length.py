@@ -1,0 +1,83 @@
+"""How long a block to draft: measured step times, each request's recent acceptance, and the better of the products."""
+
+from collections.abc import Callable, Sequence
+
+from .request import Request
+from .runner import StepRunner, buckets_up_to
+from .timing import Times, median_seconds
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def block_sizes(longest: int) -> tuple[int, ...]:
+    """The block lengths to choose from: 1 is plain decoding, the drafter's own is the longest."""
+    return (*(s for s in SIZES if s < longest), longest)
+
+
+class BlockChooser:
+    """Picks the block length that promises the batch the most tokens per second.
+
+    A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
+    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain. A batch that decodes
+    plainly drafts one short block now and then to see whether drafting pays again: soon at first, as the start of an
+    answer says little about the rest, and ever more seldom; sooner again the more of its requests were never tried.
+    What is drafted before anything was judged is such a try, and awaited before the next.
+    """
+
+    GAIN = 1.02
+    PROBE = 4  # tokens of the block that is tried, at most where there are shorter ones
+    DOUBTFUL = 0.3  # an acceptance at which drafts begin to pay: a try is as long as it would be best then
+    FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
+
+    def __init__(self, sizes: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
+        self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
+        self._current = self._sizes[-1]
+        short = [size for size in self._sizes if 1 < size <= self.PROBE]
+        self._probes = short or [size for size in self._sizes if size > 1][:1]
+        self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
+
+    def __call__(self, requests: Sequence[Request]) -> int:
+        bucket = self._bucket(len(requests))
+        rates = [request.acceptance.rate for request in requests]
+
+        def promise(size: int, rates: Sequence[float]) -> float:
+            """Tokens a second."""
+            return sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size]
+
+        promised = {size: promise(size, rates) for size in self._sizes}
+        best = max(self._sizes, key=promised.__getitem__)
+        if promised[best] > self.GAIN * promised[self._current]:
+            self._current = best
+        if self._current > 1:
+            self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
+            if any(request.acceptance.known for request in requests):
+                return self._current
+            awaited = any(block > 1 for request in requests for block in request.blocks_in_flight)
+            return 1 if awaited else self._try(promise)
+        self._plain_steps += 1
+        untried = sum(not request.acceptance.tried for request in requests)
+        soon = self.FIRST_PROBE * len(requests) // untried if untried else self._next_probe
+        if self._plain_steps < min(soon, self._next_probe) or len(self._sizes) == 1:
+            return 1
+        self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
+        return self._try(promise)
+
+    def _try(self, promise: Callable[[int, Sequence[float]], float]) -> int:
+        return max(self._probes, key=lambda size: promise(size, [self.DOUBTFUL]))
+
+
+def expected_tokens(rate: float, block: int) -> float:
+    """Tokens that a block commits on average, the bonus token included."""
+    rate = min(max(rate, 0.0), 1.0)
+    return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
+
+
+def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> Times:
+    """Seconds of every (bucket, block), once, on an empty batch; captures the graphs on the way."""
+    times: Times = {}
+    for bucket in buckets_up_to(max_batch):
+        for size in sizes:
+            step = runner.launcher(bucket, size)
+            step()
+            times[bucket, size] = median_seconds(step, runner.device, 5 if runner.device.type == "cuda" else 1)
+    return times

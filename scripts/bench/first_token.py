@@ -1,0 +1,69 @@
+"""Time the way to the first token, by the length of the prompt: chunks as captured graphs, and launched one by one.
+
+    python scripts/bench/first_token.py --shape qwen3-8b --output first_token.json
+
+For each length: milliseconds from a request to its token when nothing else runs (the median), and prompts a second when
+many wait. Random weights, a drafter of the usual size, nothing cached.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.weights import ModelSpec
+
+LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
+REPEATS, MANY = 15, 64
+ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+
+
+def seconds(engine: Engine, prompts: Sequence[list[int]]) -> float:
+    began = time.perf_counter()
+    engine.generate(prompts, ONE)
+    return time.perf_counter() - began
+
+
+def measure(engine: Engine, length: int) -> dict[str, float]:
+    """Milliseconds to the first token of a lone prompt, and prompts a second of many."""
+    dice = torch.Generator().manual_seed(length)
+    prompts = torch.randint(0, engine.vocabulary, (MANY, length), generator=dice).tolist()
+    engine.generate(prompts[:2], ONE)  # compiles and captures
+    alone = [seconds(engine, [prompt]) for prompt in prompts[:REPEATS]]
+    return {"ms": 1e3 * statistics.median(alone), "prompts_per_second": MANY / seconds(engine, prompts)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--length", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device, dtype, config = torch.device("cuda"), torch.bfloat16, named_shape(args.shape)
+    target = random_target(ModelSpec.of_target(config), device, dtype)
+    drafter = random_drafter(drafter_for(config), device, dtype)
+    engine = Engine(target, drafter, (), EngineOptions(block_size=16, prefix_cache=False))
+    result: dict[str, Any] = {**setting("bench/first_token.py"), "shape": args.shape, "rows": []}
+    for length in args.length:
+        with patch.object(engine.runner, "prefill", engine.runner.prefill_eagerly):
+            eager = measure(engine, length)
+        row = {"length": length, "captured": measure(engine, length), "launched": eager}
+        result["rows"].append(row)
+        print(json.dumps(row), flush=True)
+    if args.output:
+        write_json(args.output, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Time how long the engine takes from nothing to its first answer, from a random checkpoint of a named shape on disk.
+
+    python scripts/bench/start.py --shape qwen3-8b --folder /tmp/start --output start.json
+
+Writes the checkpoint once (an 8B target in bf16 is 16 GB), then starts a fresh process for each case: the first
+compiles every kernel, the second finds them compiled; the third also has to read the files from the disk instead of
+the system's file cache, and so does the fourth, without reading ahead. That goes on while load_engine imports torch and
+transformers; so `load_s` has the imports in it. `cached_gb` is what the file cache held before the start.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerFast
+
+from dflash_toolkit import Drafter, save_drafter
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.checkpoint.readahead import cached
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.target import use_device
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
+from dflash_toolkit.runtime.weights import ModelSpec
+
+SHARD = 4 << 30  # bytes
+FIRST = ("nothing compiled", True)
+NOT_CACHED = "compiled, files not cached"
+OTHERS = [("compiled", True), (NOT_CACHED, True), (NOT_CACHED, False)]
+CHILD = """
+import json, sys, time
+began = time.perf_counter()
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.runtime import load, load_engine
+if sys.argv[3] == "not ahead":
+    load.read_ahead = lambda *checkpoints: None
+engine, _ = load_engine(sys.argv[1], sys.argv[2])
+loaded = time.perf_counter()
+answer, = engine.generate([list(range(100, 164))], SamplingParams(max_new_tokens=16, ignore_eos=True))
+ended = time.perf_counter()
+print(json.dumps({"load_s": loaded - began, "first_answer_s": ended - loaded, "total_s": ended - began,
+                  "tokens": len(answer.tokens)}))
+"""
+
+
+def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
+    """A random target and drafter as Hugging Face directories."""
+    config = named_shape(shape)
+    target, drafter = folder / "target", folder / "drafter"
+    target.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(target)
+    words = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}}
+    (target / "tokenizer.json").write_text(json.dumps(words))
+    PreTrainedTokenizerFast(tokenizer_file=str(target / "tokenizer.json"), unk_token="?").save_pretrained(target)
+    weights = random_target(ModelSpec.of_target(config), use_device("auto"), torch.bfloat16)
+    shard: dict[str, torch.Tensor] = {}
+    files: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(files.values())):05d}.safetensors"
+        files.update(dict.fromkeys(shard, name))
+        save_file(shard, target / name)
+        shard.clear()
+
+    for name, tensor in weights.places().items():
+        shard[name] = tensor.cpu().contiguous()
+        if sum(t.nbytes for t in shard.values()) > SHARD:
+            flush()
+    flush()
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    save_drafter(Drafter.fresh(drafter_for(config), 0), drafter)
+    return target, drafter
+
+
+def forget(folder: Path) -> None:
+    """Drop the folder's files from the system's file cache."""
+    for path in folder.rglob("*.safetensors"):
+        with open(path, "rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_gb(folder: Path) -> float:
+    """What the system's file cache holds of the checkpoints, by parts of 64 MiB; to ask does not change it."""
+    found, part = 0, 64 << 20
+    for path in folder.rglob("*.safetensors"):
+        with open(path, "rb") as handle:
+            size = path.stat().st_size
+            found += sum(
+                min(part, size - at) for at in range(0, size, part) if cached(handle.fileno(), at, min(part, size - at))
+            )
+    return found / 1e9
+
+
+def start(target: Path, drafter: Path, caches: Path, ahead: bool) -> dict[str, Any]:
+    """Seconds of a process that keeps what it compiles and measures in `caches`."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(caches / "triton"), "XDG_CACHE_HOME": str(caches)}
+    command = [sys.executable, "-c", CHILD, str(target), str(drafter), "ahead" if ahead else "not ahead"]
+    found = {"cached_gb": cached_gb(target.parent)}
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return found | {"process_s": time.perf_counter() - began} | json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint goes")
+    parser.add_argument("--repeats", type=int, default=1, help="of all starts but the first")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    target, drafter = write_checkpoint(args.shape, args.folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    size = sum(path.stat().st_size for path in args.folder.rglob("*.safetensors"))
+    print(f"{size / 1e9:.1f} GB written in {time.perf_counter() - began:.0f} s", flush=True)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    caches = Path(tempfile.mkdtemp(dir=args.folder))
+    for case, ahead in [FIRST, *OTHERS * args.repeats]:
+        if case == NOT_CACHED:
+            forget(args.folder)
+        name = case if ahead else f"{case}, not read ahead"
+        found = start(target, drafter, caches, ahead)
+        rows.setdefault(name, []).append(found)
+        print(name, {k: round(v, 2) for k, v in found.items()}, flush=True)
+    if args.output:
+        result = {
+            **setting("bench/start.py", ["--shape", args.shape, "--repeats", str(args.repeats)]),
+            "checkpoint_gb": size / 1e9,
+            "starts": rows,
+        }
+        write_json(args.output, result)
+
+
+if __name__ == "__main__":
+    main()

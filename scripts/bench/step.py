@@ -1,0 +1,337 @@
+"""Time the runtime's decoding step on random weights of a named shape, plain and with a drafter.
+
+    python scripts/bench/step.py --shape qwen3-8b --batch 1 8 32 --accept 0.865 --output step.json
+
+Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
+long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
+Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
+work is not. With `--useless N` nothing that is drafted for N requests of every batch is accepted; how long a token of
+theirs and of the others takes is told apart.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.config import run_command
+from dflash_toolkit.decode import Generation, SamplingParams
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.target import use_device
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.engine import resolve_draft_dtype
+from dflash_toolkit.runtime.options import DRAFT_DTYPES
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from dflash_toolkit.sampling import MAX_LOGPROBS
+
+ACCEPT = 0.865
+READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
+
+
+class Run(NamedTuple):
+    """What one batch of requests took."""
+
+    seconds: float
+    answers: list[Generation]
+    full: list[float]  # seconds of every step that all requests took part in
+    ends: list[float]  # seconds until each request had its answer
+
+
+def run(
+    engine: Engine, prompt: int, tokens: int, batch: int, seed: int, first: bool = False, logprobs: int | None = None
+) -> Run:
+    """Decode `batch` requests.
+
+    Args:
+        first: they are the first ones of an engine, as far as it knows.
+    """
+    if first:
+        engine.forget_acceptance()
+    dice = random.Random(f"{seed} {tokens}")  # no prompt twice, for a prefix cache would know it
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, logprobs=logprobs)
+    prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    requests = [engine.submit(ids, params) for ids in prompts]
+    full: list[float] = []
+    ends = [0.0] * batch
+    before = None
+    while not all(request.finished for request in requests):
+        engine.step()
+        now = time.perf_counter()
+        ends = [end or request.finished * (now - began) for end, request in zip(ends, requests, strict=True)]
+        if before is not None and len(engine.scheduler.running) == batch:
+            full.append(now - before)
+        before = now if len(engine.scheduler.running) == batch else None
+    torch.cuda.synchronize()
+    return Run(time.perf_counter() - began, [request.generation for request in requests], full, ends)
+
+
+def measure(
+    engine: Engine,
+    prompt: int,
+    batch: int,
+    short: int,
+    long: int,
+    repeats: int,
+    first: bool = False,
+    useless: int = 0,
+    logprobs: int | None = None,
+) -> dict[str, Any]:
+    """Milliseconds a step and tokens a second of `batch` equal requests, of which the first `useless` are so."""
+    # captures graphs, compiles kernels; batches that only the long answers come through too
+    for tokens in (short, long):
+        run(engine, prompt, tokens, batch, 0, first, logprobs)
+    runs = {
+        tokens: [run(engine, prompt, tokens, batch, i + 1, first, logprobs) for i in range(repeats)]
+        for tokens in (short, long)
+    }
+    found: dict[int, tuple[float, float, float]] = {}
+    for tokens, each in runs.items():
+        steps = statistics.mean(len(answer.steps) for one in each for answer in one.answers)
+        committed = statistics.mean(sum(len(answer.tokens) for answer in one.answers) for one in each)
+        found[tokens] = (statistics.median(one.seconds for one in each), steps, committed)
+    every = [one.seconds for one in runs[long]]
+    full = [seconds for each in runs.values() for one in each for seconds in one.full]
+    seconds, steps, tokens = (b - a for a, b in zip(found[short], found[long], strict=True))
+
+    def ms_per_token(requests: slice) -> float:
+        ends = {n: statistics.mean(end for one in each for end in one.ends[requests]) for n, each in runs.items()}
+        return 1e3 * (ends[long] - ends[short]) / (long - short)
+
+    row = {
+        "ms_per_step": 1e3 * seconds / steps,
+        "ms_of_a_full_step": 1e3 * statistics.median(full),  # without the tail, when few requests are left
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_step": tokens / steps / batch,
+        "spread": (max(every) - min(every)) / statistics.median(every),
+        # near the end blocks are cut to what still fits, so the middle one says what was chosen
+        "median_block": statistics.median(
+            step.drafted + 1 for answer in runs[long][-1].answers for step in answer.steps
+        ),
+    }
+    if useless:
+        row["ms_per_token_useless"] = ms_per_token(slice(useless))
+        row["ms_per_token_others"] = ms_per_token(slice(useless, None)) if useless < batch else None
+    return row
+
+
+def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
+    """Weights that one step must read."""
+    layers = sum(t.nbytes for layer in target.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    total = layers + target.head.nbytes
+    if drafter is not None and block > 1:  # plain steps leave the context for later
+        total += drafter.fc.nbytes + drafter.context_kv.nbytes
+        total += sum(t.nbytes for layer in drafter.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        total += (drafter.head if drafter.head is not None else target.head).nbytes
+    return total
+
+
+GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
+PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the products
+    "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
+    "products": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
+}
+END, CONTEXT, ARGMAX = "_accept_kernel", "_context_write_kernel", "reduce_kernel"  # ours and PyTorch's
+
+
+def _part(name: str) -> str:
+    return next((part for part, keys in PARTS.items() if any(key in name for key in keys)), "rest")
+
+
+def _head_start(kernels: list[tuple[float, str]], argmax: int, before: int) -> int:
+    """The first kernel of the head that ends with an argmax, in a step that begins behind `before`."""
+    names = [name for _, name in kernels]
+    parted = (i for i in range(argmax - 1, before, -1) if _part(names[i]) != "rest" and "splitKreduce" not in names[i])
+    last = next(parted, before)  # of a part: a layer's norm, or the head's own GEMM
+    return last if any(key in names[last] for key in GEMM) else last + 1
+
+
+def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
+    """Microseconds of a step by part, from (end in us, name) of the kernels of several steps, in the order of ends.
+
+    Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
+    end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
+    and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
+    A head is what comes behind the last layer, up to an argmax: our own kernels, or a GEMM and PyTorch's argmax of it.
+    """
+    ends = [i for i, (_, name) in enumerate(kernels) if END in name]
+    found: dict[str, float] = {}
+    for before, end in itertools.pairwise(ends):
+        step = range(before + 1, end + 1)
+        chosen = [i for i in step if ARGMAX in kernels[i][1] and "splitK" not in kernels[i][1]]
+        written = next((i for i in step if CONTEXT in kernels[i][1]), before)
+        heads = {j for i in chosen for j in range(_head_start(kernels, i, before), i + 1)}
+        drafted = chosen[0] if len(chosen) > 1 else before
+        for i in step:
+            part = _part(kernels[i][1])
+            if i in heads:
+                part = "head"
+            elif i <= written:
+                part = "context"
+            elif i < drafted:
+                part = "draft"
+            found[part] = found.get(part, 0.0) + (kernels[i][0] - kernels[i - 1][0]) / (len(ends) - 1)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str, float]:
+    """Microseconds of a step by part; they add up to the step."""
+    step = engine.runner.launcher(rows, block)
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return attribute(
+        sorted((e.time_range.end, e.name) for e in profile.events() if e.time_range.end > e.time_range.start)
+    )
+
+
+def fill(engine: Engine, rows: int, context: int) -> None:
+    """Pretend that every row has a context of its own, for timing; nothing is active, so nothing advances."""
+    runner = engine.runner
+    pages = runner.pages_per_request
+    room = engine.runner._verifier.cache.shape[2] // runner.page_size - 1
+    with torch.inference_mode():
+        table = 1 + torch.arange(rows * pages, device=runner.device, dtype=torch.int32) % room
+        runner.page_table[:rows].copy_(table.view(rows, pages))
+        runner.lengths[:rows] = context
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, SyntheticAcceptance]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--block", type=int, nargs="+", default=[1, 16], help="1 is plain; 0 lets the engine choose")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512])
+    acceptance = parser.add_mutually_exclusive_group()
+    acceptance.add_argument("--accept", type=float, help=f"conditional probability of every position ({ACCEPT})")
+    acceptance.add_argument("--mean-length", type=float, help="instead: tokens of a step on average, bonus included")
+    parser.add_argument("--useless", type=int, default=0, metavar="N", help="requests of a batch that accept nothing")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="every request asks for so many best tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic acceptance")
+    parser.add_argument("--short", type=int, default=64)
+    parser.add_argument("--long", type=int, default=384)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--first", action="store_true", help="an engine's first requests, all of them")
+    parser.add_argument("--prefix-cache", action="store_true", help="keep what requests leave behind, as when serving")
+    parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
+    parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
+    parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
+    parser.add_argument("--breakdown", action="store_true")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(argv)
+    numbers = {"batch": min(args.batch), "prompt": min(args.prompt), "repeats": args.repeats, "short": args.short}
+    for name, least in numbers.items():
+        if least < 1:
+            parser.error(f"--{name} is {least}; it must be >= 1")
+    if args.short >= args.long:
+        parser.error(f"--short is {args.short}; it must be less than --long")
+    if max(args.prompt) + args.long > args.max_context:
+        parser.error(f"--prompt and --long are {max(args.prompt) + args.long} tokens; raise --max-context")
+    if not 0 <= args.useless <= min(args.batch):
+        parser.error(f"--useless is {args.useless}; every --batch has {min(args.batch)} requests at least")
+    if args.logprobs is not None and not 0 <= args.logprobs <= MAX_LOGPROBS:
+        parser.error(f"--logprobs is {args.logprobs}; it must be in 0..{MAX_LOGPROBS}")
+    if args.accept is None and args.mean_length is None:
+        args.accept = ACCEPT
+    try:
+        return args, SyntheticAcceptance(rate=args.accept, mean_length=args.mean_length, seed=args.seed)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
+    device, dtype = use_device("cuda"), torch.bfloat16
+    config = named_shape(args.shape)
+    began = time.perf_counter()
+    target = random_target(ModelSpec.of_target(config), device, dtype)
+    drafter = None if args.no_drafter else random_drafter(drafter_for(config), device, dtype)
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {
+        **setting("bench/step.py"),
+        "shape": args.shape,
+        "accept": args.accept,
+        "mean_length": args.mean_length,
+        "seed": args.seed,
+        "useless": args.useless,
+        "logprobs": args.logprobs,
+        "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
+        "weights_s": time.perf_counter() - began,
+        "rows": [],
+    }
+    for block in args.block:
+        for batch in args.batch:
+            began = time.perf_counter()
+            options = EngineOptions(
+                max_batch=batch,
+                max_context=args.max_context,
+                block_size=block or None,
+                draft_dtype=args.draft_dtype,
+                prefix_cache=args.prefix_cache,
+                synthetic=synthetic,
+            )
+            engine = Engine(target, drafter, (), options)
+            if args.useless:  # the first requests get the first rows, and stay there until they end
+                engine.runner._forced[:, : args.useless] = 0
+            start_s = time.perf_counter() - began
+            for prompt in args.prompt:
+                row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
+                row |= measure(
+                    engine, prompt, batch, args.short, args.long, args.repeats, args.first, args.useless, args.logprobs
+                )
+                if block:
+                    floor = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
+                    row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}
+                if args.breakdown and block:
+                    fill(engine, batch, prompt)
+                    row["graph_ms"] = graph_ms(engine, batch, block)
+                    row["of_floor_graph"] = row["floor_ms"] / row["graph_ms"]
+                    row["parts_us"] = breakdown(engine, batch, block)
+                result["rows"].append(row)
+                shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "parts_us"}
+                print(json.dumps(shown), flush=True)
+                print("    " + ", ".join(f"{name} {us:.0f} us" for name, us in row.get("parts_us", {}).items()))
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+    if args.output:
+        write_json(args.output, result)
+
+
+def graph_ms(engine: Engine, rows: int, block: int) -> float:
+    """The captured step alone, back to back."""
+    step = engine.runner.launcher(rows, block)
+    times = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(20):
+            step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 20)
+    return min(times)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line)."""
+    args, synthetic = parse(argv)
+    return run_command(lambda: bench(args, synthetic))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,402 @@
+"""From prompts to measured drafters: a real target answers, drafters learn for some minutes each, all are decoded.
+
+    python scripts/bench/train_real.py --target DIR --minutes 2 4 8 --output OUT --samples 2 \
+        --prompts-train gsm8k=gsm8k_train.jsonl mbpp='mbpp.jsonl[:800]' \
+        --prompts gsm8k=gsm8k_test.jsonl mbpp='mbpp.jsonl[800:]' humaneval=humaneval.jsonl.gz --baseline
+
+Every number of minutes is a run of its own, with a learning-rate schedule of that length. `--variant NAME key=value
+...`, again and again, trains each variant so instead, and measures a teacher-forced length on held-out answers: an
+ablation. Runs share the target, the answers, the compiled step and, where they tap the same layers, the features.
+
+The toolkit's engine answers, as `dflash-data` does (`--samples`: the first greedy, the others drawn), or answers are
+given (`--answers`: files of dflash-data, or JSONL with `prompt_ids` and `output_ids`). The drafters are decoded
+greedily on that engine, one prompt at a time, as `dflash-eval` does. The same command goes on behind the last training
+or decoding that ended.
+
+Writes OUT/answers.jsonl, OUT/drafter-NAME, OUT/report-NAME and OUT/result.json. The minutes are of training alone: the
+features and compiling are timed by themselves, and the total covers all parts. Training knobs may follow: key=value.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import math
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.acceptance import Acceptance
+from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.config import from_mapping, given_values, run_command
+from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets, template_hash
+from dflash_toolkit.evaluation.decoders import EngineRuntime
+from dflash_toolkit.evaluation.files import write_report
+from dflash_toolkit.evaluation.markdown import render_table
+from dflash_toolkit.evaluation.measure import EncodedPrompt
+from dflash_toolkit.evaluation.run import evaluate
+from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
+from dflash_toolkit.record import RECORD_KEY, export_record
+from dflash_toolkit.train.cli import drafter_config
+from dflash_toolkit.train.config import TrainConfig, configure
+from dflash_toolkit.train.data_cli import DataConfig
+from dflash_toolkit.train.data_cli import run as answer
+from dflash_toolkit.train.features.source import FeatureSource, features_key, open_features
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.optim.schedule import packing
+from dflash_toolkit.train.responses.file import Match, read_training_rows
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.data import hold_out, usable
+from dflash_toolkit.train.run.estimate import teacher_forced_length
+from dflash_toolkit.train.run.identity import target_digest
+
+# a 0.5B target on one large GPU; what is given on the command line comes later and wins
+SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
+            "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
+KNOBS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, this program sees to itself
+WARM_UP_STEPS = 3  # compile what the run needs
+Sets = dict[str, list[EncodedPrompt]]
+CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
+
+
+class Job(NamedTuple):
+    """One training."""
+
+    name: str
+    minutes: float
+    overrides: list[str]
+    config: TrainConfig
+
+
+class Journal:
+    """Figures of the stages that are done: the same command goes on behind them, as after a kill.
+
+    Raises:
+        UserError: the file is of another command.
+    """
+
+    def __init__(self, path: Path, command: list[str]) -> None:
+        self._path = path
+        self._kept: dict[str, Any] = {"command": command}
+        if path.exists():
+            self._kept = json.loads(path.read_text())
+            if self._kept["command"] != command:
+                raise UserError(f"{path.parent} is of another command; choose another --output or remove it")
+
+    def stage(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `work` finds out, with its seconds; from before if it was done."""
+        if name not in self._kept:
+            began = time.perf_counter()
+            figures = work()
+            self._kept[name] = figures | {"seconds": round(time.perf_counter() - began, 1)}
+            write_json(self._path, self._kept)
+        return self._kept[name]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--answers", nargs="+", metavar="FILE", help="answers of the target that are there already")
+    source.add_argument(
+        "--prompts-train", nargs="+", metavar="NAME=FILE", help="answered first; FILE[a:b] is rows a..b-1"
+    )
+    add("--samples", type=int, default=1, help="answers to every prompt: one greedy, the others drawn")
+    add("--temperature", type=float, default=1.0, help="of the answers that are drawn")
+    add("--answer-tokens", type=int, default=512, help="longest answer to train on")
+    add("--batch", type=int, default=128, help="answers written at a time")
+    add("--minutes", type=float, nargs="+", default=[8.0], help="of training, a run each")
+    add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]")
+    add("--held-out", type=int, help="prompts kept out of training (default: 256 with variants, else 0)")
+    add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="sets to decode; FILE[a:b] as above")
+    add("--limit", type=int, default=80, help="prompts of each of these sets")
+    add("--tokens", type=int, default=512, help="longest answer there")
+    add("--pool", nargs="+", metavar="NAME", help="sets whose steps are pooled (default: all)")
+    add("--baseline", nargs="*", metavar="NAME", help="sets the last run also decodes plainly (default: all)")
+    add("--output", type=Path, required=True)
+    add("overrides", nargs="*", metavar="key=value", help="training knobs")
+    return parser.parse_intermixed_args(argv)
+
+
+def jobs_of(args: argparse.Namespace) -> list[Job]:
+    """Every training that is asked for. Raises UserError for a wrong knob."""
+    jobs = []
+    for name, *overrides in args.variant or [[""]]:
+        for minutes in args.minutes:
+            budget = f"{minutes:g}m" if not name or len(args.minutes) > 1 else ""
+            own = [*SETTINGS, f"optim.minutes={minutes}", *args.overrides, *overrides]
+            if foreign := [word for word in own if re.split("[=.]", word)[0] not in KNOBS]:
+                raise UserError(f"{foreign[0]}: only knobs of {', '.join(KNOBS)} may be given here")
+            values, source = given_values(TrainConfig, ["--target", args.target, *own], "train_real", "")
+            config = configure(values, source)
+            jobs.append(Job("-".join(filter(None, (name, budget))), minutes, overrides, config))
+    names = [job.name for job in jobs]
+    if len(set(names)) < len(names):
+        raise UserError(f"two runs have one name: {', '.join(names)}")
+    return jobs
+
+
+# ---- prompts and answers -----------------------------------------------------------------------------------------
+
+
+def regenerated(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+    """Let the target answer the training prompts; goes on where an earlier call stopped. Raises UserError."""
+    prompts, answers = args.output / "prompts.jsonl", args.output / "answers.jsonl"
+    with open(prompts, "w", encoding="utf-8") as handle:
+        for name, rows in read_prompt_sets(args.prompts_train).items():
+            for place, row in enumerate(rows):
+                handle.write(json.dumps({"id": f"{name}/{place}", "messages": row.messages, "tools": row.tools}) + "\n")
+    several = args.samples > 1
+    sampler = {"samples": args.samples, "greedy_first": several, "temperature": args.temperature if several else 0.0}
+    asked = {
+        "target": args.target, "data": [str(prompts)], "output": str(answers), "batch": args.batch,
+        "device": config.run.device, "dtype": config.run.dtype,
+        "prompts": {"max_length": config.prompts.max_length, "similarity": 1.0},
+        "sampler": sampler | {"max_new_tokens": args.answer_tokens},
+    }  # fmt: skip
+    answer(from_mapping(DataConfig, asked))
+    return [str(answers)]
+
+
+def read_rows(files: Sequence[str], target: Target) -> list[Row]:
+    """The rows of answers files, of either form. Raises UserError."""
+    rows: list[Row] = []
+    for file in files:
+        try:
+            with open_text(Path(file)) as lines:
+                first = json.loads(next(lines))
+                if "prompt_ids" in first:
+                    for r in [first, *map(json.loads, lines)]:
+                        ids = np.array(r["prompt_ids"] + r["output_ids"], np.int32)
+                        rows.append(Row(len(rows), len(r["prompt_ids"]), ids))
+                    continue
+        except (OSError, ValueError, LookupError, StopIteration) as error:
+            raise UserError(f"{file}: holds no answers ({error!r})") from error
+        digest, words = target_digest(target.name), target.config.vocab_size
+        found = read_training_rows([file], Match(target.name, digest, words, template_hash(target.tokenizer)))
+        rows += found.rows
+    return rows
+
+
+# ---- one run -----------------------------------------------------------------------------------------------------
+
+
+class Lab:
+    """What the runs share: the target, the rows, and the features while they tap the same layers."""
+
+    def __init__(self, target: Target, rows: list[Row], held_out: list[Row], work: Path) -> None:
+        self.target, self.rows, self.held_out, self._work = target, rows, held_out, work
+        self._key: tuple[object, ...] = ()
+        self._source: FeatureSource | None = None
+
+    def drafter(self, config: TrainConfig) -> Drafter:
+        """A fresh one."""
+        drafter = Drafter(drafter_config(config, self.target.config, self.target.tokenizer))
+        drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
+        return drafter.to(self.target.device).train()
+
+    def source(self, config: TrainConfig, taps: tuple[int, ...]) -> FeatureSource:
+        key = features_key(config, self.target, taps)
+        if self._source is None or key != self._key:
+            self._source = None  # its memory first
+            release()
+            self._source = open_features(config, self.target, taps, [*self.rows, *self.held_out], self._work)
+            self._key = key
+        return self._source
+
+    def train(self, job: Job, folder: Path) -> dict[str, Any]:
+        """Train a drafter and export it to `folder`; what there is to say of it."""
+        release()
+        config, work, seconds = job.config, self._work / job.name, {}
+        shape = drafter_config(config, self.target.config, self.target.tokenizer)
+        with timed(seconds, "features"):
+            source = self.source(config, shape.target_layer_ids)
+        with timed(seconds, "compile"):
+            short = replace(config, optim=replace(config.optim, minutes=0.0, steps=WARM_UP_STEPS))
+            train(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, keep_nothing, source=source)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        note = {"template_hash": template_hash(self.target.tokenizer)}
+        with timed(seconds, "training"):
+            outcome = train(
+                config, self.target, self.drafter(config), self.rows, [], fresh(work), {},
+                lambda trained, _: save_drafter(
+                    trained, folder, note | {RECORD_KEY: export_record(trained, self.target)}
+                ),
+                source=source,
+            )  # fmt: skip
+        (work / "state.pt").unlink()  # a run by the clock is not resumed
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        held_out = None
+        if self.held_out:
+            with timed(seconds, "held_out"):
+                exported = load_drafter(str(folder), self.target.device, torch.float32).train()
+                held_out = teacher_forced_length(exported, self.target, source, self.held_out, config)
+        curve = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+        epochs = curve[-1]["epoch"]
+        thinned = [line for i, line in enumerate(curve) if i % -(-len(curve) // 50) == 0 or line is curve[-1]]
+        return {
+            "parameters": sum(math.prod(sides) for sides in tensor_shapes(shape).values()),
+            "steps": outcome.steps,
+            "epochs": epochs,
+            "sequences_per_second": rounded(epochs * len(self.rows) / outcome.elapsed_s),
+            "peak_gib": rounded(peak),
+            "held_out_tau": rounded(held_out),
+            "parts": seconds,
+            "curve": [{key: line[key] for key in CURVE} for line in thinned],
+        }
+
+    def decode(
+        self, folder: Path, report: Path, sets: Sets, plain: set[str], args: argparse.Namespace
+    ) -> dict[str, Any]:
+        """Decode prompt sets with the exported drafter, those in `plain` also without; figures by set and pooled."""
+        release()
+        runtime = EngineRuntime.of_modules(self.target, load_drafter(str(folder)))
+        found: dict[str, Any] = {}
+        drafted = []
+        for baseline in (False, True):
+            names = [name for name in sets if (name in plain) == baseline]
+            if not names:
+                continue
+            params = SamplingParams(max_new_tokens=args.tokens)
+            chosen = {name: sets[name] for name in names}
+            result = evaluate(runtime, chosen, params, baseline=baseline, show_progress=True)
+            write_report(result, report.with_name(f"{report.name}-plain") if baseline else report)
+            for name, of_set in result.sets.items():
+                figures = of_set.to_json()
+                kept = ("requests", "verify_steps", "tau_pooled", "tau_mean", "tokens_per_second")
+                kept += ("plain_tokens_per_second", "speedup", "identical_to_plain") if baseline else ()
+                found[name] = {key: rounded(figures[key]) for key in kept}
+                if name in args.pool:
+                    drafted += [measurement.drafted for measurement in of_set.measurements]
+        pooled = Acceptance.of(drafted, runtime.block_size)
+        return {
+            "sets": {name: found[name] for name in sets},
+            "pooled": {"tau": rounded(pooled.tau_pooled), "tokens_per_second": rounded(pooled.tokens_per_second)},
+        }
+
+
+def keep_nothing(*_: object) -> None:
+    """Export nothing."""
+
+
+def rounded(value: float | None) -> float | None:
+    """A figure as JSON has it: what could not be measured is null."""
+    return round(value, 4) if value is not None and math.isfinite(value) else None
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[part] = round(time.perf_counter() - began, 1)
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fresh(folder: Path) -> Path:
+    """An empty directory: a run by the clock is not resumed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+# ---- the whole ---------------------------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any], sets: Sequence[str]) -> str:
+    """Acceptance length by run and set, for the terminal."""
+    header = ("Run", "Steps", "Epochs", "Sequences/s", "Held out", *sets, "Pooled", "Tokens/s")
+    rows = []
+    for run in result["runs"]:
+        pooled = run.get("pooled", {})
+        figures = [run["epochs"], run["sequences_per_second"], run["held_out_tau"]]
+        figures += [run["sets"][name]["tau_pooled"] for name in sets]
+        figures += [pooled.get("tau"), pooled.get("tokens_per_second")]
+        rows.append((run["name"], str(run["steps"]), *map(number, figures)))
+    return render_table(Table("", header, tuple(rows)))
+
+
+def run(args: argparse.Namespace) -> None:
+    jobs = jobs_of(args)
+    config, output = jobs[0].config, args.output
+    asked = read_prompt_sets(args.prompts, args.limit)
+    args.pool = args.pool or list(asked)
+    plain = set(asked if args.baseline == [] else args.baseline or ())
+    if unknown := [name for name in [*args.pool, *plain] if name not in asked]:
+        raise UserError(f"{unknown[0]!r} is none of the sets to decode: {', '.join(asked)}")
+    if (output / "result.json").exists():
+        raise UserError(f"{output / 'result.json'} is there already; choose another --output or remove it")
+    work = output / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    journal = Journal(work / "journal.json", args.argv)
+    answered = journal.stage("answers", lambda: {"files": args.answers or regenerated(args, config)})
+    seconds = {"regenerate": answered["seconds"]}
+    with timed(seconds, "load"):
+        target = Target.load(args.target, config.run.device, config.run.dtype)
+        sets = {
+            name: [EncodedPrompt(p.id, encode_chat(target.tokenizer, p.messages, tools=p.tools)) for p in prompts]
+            for name, prompts in asked.items()
+        }
+        forbidden = {tuple(prompt.token_ids) for prompts in sets.values() for prompt in prompts}
+        longest = min(packing(job.config, target.device)[0] or sys.maxsize for job in jobs)
+        longest = min(longest, *(job.config.prompts.max_length for job in jobs))
+        rows, left_out = usable(read_rows(answered["files"], target), longest, forbidden)
+        held = args.held_out if args.held_out is not None else 256 if args.variant else 0
+        rows, held_out = hold_out(rows, held, config.run.seed)
+    lab, runs = Lab(target, rows, held_out, work), []
+    for job in jobs:
+        print(f"\n== {job.name}: {job.minutes:g} minutes of training, {' '.join(job.overrides)}", file=sys.stderr)
+        folder, report = output / f"drafter-{job.name}", output / f"report-{job.name}"
+        trained = journal.stage(f"train {job.name}", functools.partial(lab.train, job, folder))
+        figures = {"name": job.name, "minutes": job.minutes, "settings": job.overrides} | trained
+        figures["seconds"] = dict(trained["parts"])
+        del figures["parts"]
+        if sets:
+            now = plain if job is jobs[-1] else set()
+            decoded = journal.stage(
+                f"decode {job.name}", functools.partial(lab.decode, folder, report, sets, now, args)
+            )
+            figures = decoded | figures | {"seconds": figures["seconds"] | {"evaluation": decoded["seconds"]}}
+        runs.append(figures)
+    total = sum(seconds.values()) + sum(sum(run["seconds"].values()) for run in runs)
+    result = {
+        **setting("bench/train_real.py", [without_folders(word) for word in args.argv]),
+        "target": Path(args.target).name,
+        "answers": {
+            "regenerated": not args.answers, "rows": len(rows), "tokens": sum(row.answer_tokens for row in rows),
+            "held_out": len(held_out), "left_out": left_out,
+        },
+        "seconds": seconds | {"total": round(total, 1)},
+        "runs": runs,
+    }  # fmt: skip
+    write_json(output / "result.json", result)
+    print(f"\n{table(result, list(sets))}\n\n{total:.0f} s in all; {output / 'result.json'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to go on)."""
+    args = parse(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    return run_command(lambda: run(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

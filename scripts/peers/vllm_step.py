@@ -1,0 +1,215 @@
+"""Time vLLM on random weights of a named shape, plainly and with DFlash drafts of given lengths: the other half of
+`bench/step.py`, to be run on the same GPU.
+
+    python scripts/peers/vllm_step.py --shape qwen3-8b --batch 1 8 32 --k 0 15 7 --accept 0.865 --output peer.json
+
+Like there, milliseconds a step and tokens a second are the difference between a long and a short answer, every position
+is accepted with the given conditional probability by both engines' own dice, prompts are random and no prefix is
+cached. Every k has an engine of its own, in a process of its own. Wants an environment with vllm (0.26 is what it was
+written for) and this project.
+"""
+
+import argparse
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.evaluation.markdown import render_table
+from dflash_toolkit.evaluation.tables import Table
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.checkpoint import config_json
+from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.train.responses.vllm_backend import import_vllm
+
+CONTEXT = 8192
+ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
+
+
+class Run(NamedTuple):
+    """A batch of equal requests."""
+
+    seconds: float
+    tokens: int
+    steps: float  # of a request
+    accepted: float  # drafted tokens that vLLM counts as accepted, of a request
+
+
+class Work(NamedTuple):
+    """What one engine is to do."""
+
+    options: dict[str, Any]  # of vllm.LLM
+    vocabulary: int
+    batches: Sequence[int]
+    prompt: int
+    short: int
+    long: int
+    repeats: int
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", default="qwen3-8b")
+    add("--batch", type=int, nargs="+", default=[1, 8, 32])
+    add("--k", type=int, nargs="+", default=[0, 15, 7], help="drafted tokens of a step; 0 decodes plainly")
+    add("--accept", type=float, default=0.865, help="conditional probability of every position")
+    add("--prompt", type=int, default=512)
+    add("--short", type=int, default=64)
+    add("--long", type=int, default=384)
+    add("--repeats", type=int, default=3)
+    add("--gpu-memory-utilization", type=float, default=0.5)
+    add("--output", type=Path, required=True)
+    args = parser.parse_args(argv)
+    if not 0.0 < args.accept < 1.0:
+        parser.error(f"--accept is {args.accept}; it must be between 0 and 1")
+    if min(args.k) < 0 or not 0 < args.short < args.long:
+        parser.error("--k must be >= 0, and --short less than --long")
+    for name, least in (("batch", min(args.batch)), ("prompt", args.prompt), ("repeats", args.repeats)):
+        if least < 1:
+            parser.error(f"--{name} is {least}; it must be >= 1")
+    if args.prompt + args.long > CONTEXT:
+        parser.error(f"--prompt and --long are {args.prompt + args.long} tokens; vllm is started for {CONTEXT}")
+    return args
+
+
+def write_shapes(folder: Path, shape: str, k: int) -> tuple[Path, Path]:
+    """Directories with the configurations of the target and, for k > 0, of a drafter of blocks of k + 1.
+
+    vLLM makes up the weights.
+    """
+    config = named_shape(shape)
+    target, drafter = folder / "target", folder / "drafter"
+    target.mkdir()
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    write_json(target / "config.json", config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"})
+    if k:
+        drafter.mkdir()
+        write_json(drafter / "config.json", config_json(drafter_for(config, block_size=k + 1)))
+    return target, drafter
+
+
+def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM."""
+    target, drafter = write_shapes(folder, args.shape, k)
+    options: dict[str, Any] = {
+        "model": str(target), "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
+        "max_model_len": min(CONTEXT, named_shape(args.shape).max_position_embeddings), "max_num_seqs": max(args.batch),
+        "max_num_batched_tokens": 16384, "gpu_memory_utilization": args.gpu_memory_utilization,
+        "enable_prefix_caching": False, "disable_log_stats": False, "generation_config": "vllm",
+    }  # fmt: skip
+    if k:
+        options["speculative_config"] = {
+            "method": "dflash", "model": str(drafter), "num_speculative_tokens": k,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [args.accept ** (i + 1) for i in range(k)],
+        }  # fmt: skip
+    return options
+
+
+def measure(work: Work) -> dict[str, Any]:
+    """Start an engine and time every batch. Raises UserError: vllm refuses the models or the machine."""
+    vllm = import_vllm()
+    began = time.perf_counter()
+    try:
+        llm = vllm.LLM(**work.options)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"vllm cannot start: {' '.join(str(error).split())}") from error
+    found: dict[str, Any] = {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - began, 1), "rows": []}
+    drafts = "speculative_config" in work.options
+    dice = random.Random(0)
+
+    def counters() -> tuple[float, float]:
+        values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in (DRAFTS, ACCEPTED)}
+        return values.get(DRAFTS, 0), values.get(ACCEPTED, 0)
+
+    def run(batch: int, tokens: int) -> Run:
+        prompts = [[dice.randrange(1000, work.vocabulary - 1000) for _ in range(work.prompt)] for _ in range(batch)]
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        before, began = counters(), time.perf_counter()
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        steps, accepted = ((b - a) / batch for a, b in zip(before, counters(), strict=True))
+        written = sum(len(answer.outputs[0].token_ids) for answer in answers)
+        return Run(seconds, written, steps if drafts else written / batch - 1, accepted)
+
+    try:
+        for batch in work.batches:
+            for tokens in (work.short, work.long):
+                run(batch, tokens)  # compiles what is missing
+            short, long = ([run(batch, tokens) for _ in range(work.repeats)] for tokens in (work.short, work.long))
+            found["rows"].append({"batch": batch, "prompt": work.prompt} | figures(batch, short, long))
+            print(found["rows"][-1], file=sys.stderr, flush=True)
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
+    return found
+
+
+def figures(batch: int, short: Sequence[Run], long: Sequence[Run]) -> dict[str, Any]:
+    """As `bench/step.py` has them: the long answers less the short ones."""
+    seconds = statistics.median(r.seconds for r in long) - statistics.median(r.seconds for r in short)
+    steps, tokens = (
+        statistics.mean(r[field] for r in long) - statistics.mean(r[field] for r in short)
+        for field in (Run._fields.index("steps"), Run._fields.index("tokens"))
+    )
+    every = [r.seconds for r in long]
+    return {
+        "ms_per_step": 1e3 * seconds / steps,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_step": tokens / steps / batch,
+        "spread": (max(every) - min(every)) / statistics.median(every),
+        "tau_by_counters": 1 + sum(r.accepted for r in long) / sum(r.steps for r in long),
+    }
+
+
+def table(engines: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        (
+            name,
+            str(row["batch"]),
+            *(f"{row[key]:.2f}" for key in ("ms_per_step", "tokens_per_second", "tokens_per_step")),
+        )
+        for name, engine in engines.items()
+        for row in engine["rows"]
+    ]
+    return render_table(Table("", ("Drafts", "Batch", "ms a step", "Tokens/s", "Tokens a step"), tuple(rows)))
+
+
+def run(args: argparse.Namespace) -> None:
+    if not args.output.absolute().parent.is_dir():
+        raise UserError(f"--output {args.output}: no such directory")
+    import_vllm()
+    named_shape(args.shape)
+    result = setting("peers/vllm_step.py")
+    result |= {key: getattr(args, key) for key in ("shape", "accept", "prompt", "short", "long", "repeats")}
+    result["engines"] = {}
+    for k in args.k:
+        with tempfile.TemporaryDirectory() as folder:
+            vocabulary, lengths = named_shape(args.shape).vocab_size, (args.prompt, args.short, args.long)
+            work = Work(options_of(args, Path(folder), k), vocabulary, args.batch, *lengths, args.repeats)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                found = pool.submit(measure, work).result()
+        result["versions"]["vllm"] = found.pop("vllm")
+        result["engines"][f"k{k}" if k else "plain"] = found
+        write_json(args.output, result)  # whatever becomes of the next engine
+    print(f"\n{table(result['engines'])}\n\n{args.output}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line)."""
+    args = parse(argv)
+    return run_command(lambda: run(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,249 @@
+"""Reading ahead: what is read and what not, and that it begins before torch and transformers are imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import dflash_toolkit
+import dflash_toolkit.evaluation
+import dflash_toolkit.runtime
+from dflash_toolkit.checkpoint import readahead
+from dflash_toolkit.checkpoint.readahead import cached, read_ahead
+
+LAZY = (dflash_toolkit, dflash_toolkit.runtime, dflash_toolkit.evaluation)
+PART = 4096
+
+
+def fresh(program: str, *arguments: str) -> str:
+    """What a new process prints."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small files have several parts, and the memory is the tests' own, whatever the machine's."""
+    monkeypatch.setattr(readahead, "PART", PART)
+    monkeypatch.setattr(readahead, "READ", PART // 4)
+    monkeypatch.setattr(readahead, "cached", lambda *_: False)  # the tests have just written them
+    (tmp_path / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   1048576 kB\nBuffers: 1 kB\n")
+    monkeypatch.setattr(readahead, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(readahead, "CONTAINER", (tmp_path / "memory.max",))
+
+
+def checkpoint(folder: Path, **sizes: int) -> str:
+    """A directory of files of so many bytes; they need not hold tensors."""
+    folder.mkdir(parents=True)
+    for name, size in sizes.items():
+        (folder / f"{name}.safetensors").write_bytes(bytes(size))
+    return str(folder)
+
+
+def bytes_read(*checkpoints: str | None) -> int:
+    reading = read_ahead(*checkpoints)
+    reading.join()
+    return reading.bytes
+
+
+# ---- what is read -------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_every_file_is_read_once(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path / "target", a=2 * PART + 5, b=PART, c=0, d=7, e=PART + PART // 2)
+    drafter = checkpoint(tmp_path / "drafter", model=3)
+    assert bytes_read(drafter, target) == 4 * PART + PART // 2 + 15
+    assert bytes_read(None, target) == 4 * PART + PART // 2 + 12
+
+
+def test_files_that_the_loader_passes_over_are_not_read(tmp_path: Path) -> None:
+    whole = checkpoint(tmp_path / "whole", model=10, adapter=500)
+    assert bytes_read(whole) == 10
+    sharded = checkpoint(tmp_path / "sharded", one=20, two=30, consolidated=500)
+    index = {"weight_map": {"x": "one.safetensors", "y": "two.safetensors", "z": "one.safetensors"}}
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert bytes_read(sharded) == 50
+
+
+def test_an_id_is_read_where_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readahead, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--target"
+    checkpoint(repository / "snapshots" / "5eed", model=40)
+    checkpoint(repository / "snapshots" / "01d", model=500)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("5eed")
+    assert bytes_read("some/target") == 40
+    assert bytes_read("some/other") == 0
+
+
+def test_what_is_missing_or_broken_is_left_to_the_loader(tmp_path: Path) -> None:
+    broken = checkpoint(tmp_path / "broken", one=20)
+    (tmp_path / "broken" / "model.safetensors.index.json").write_text("{")
+    incomplete = checkpoint(tmp_path / "incomplete", one=20)
+    index = {"weight_map": {"x": "one.safetensors", "y": "two.safetensors"}}
+    (tmp_path / "incomplete" / "model.safetensors.index.json").write_text(json.dumps(index))
+    good = checkpoint(tmp_path / "good", model=7)
+    wrong = [str(tmp_path / "nowhere"), "./nowhere", "", "a\0b", "x" * 5000, broken, incomplete]
+    assert bytes_read(*wrong, good) == 7
+
+
+def test_a_file_that_goes_away_ends_the_reading(tmp_path: Path) -> None:
+    reading = readahead.ReadAhead([(tmp_path / "gone", 9 * PART)])
+    reading.join()
+    assert reading.bytes == 0
+
+
+def test_what_is_in_the_file_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checkpoint(tmp_path / "target", a=3 * PART, b=10)
+    asked: list[int] = []
+
+    def known(_: int, start: int, size: int) -> bool:
+        asked.append(start)
+        return start == PART
+
+    monkeypatch.setattr(readahead, "cached", known)
+    assert bytes_read(target) == 2 * PART + 10 and sorted(asked) == [0, 0, PART, 2 * PART]
+
+
+def test_a_file_says_whether_it_is_cached(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        assert cached(descriptor, 0, 1 << 20) and cached(descriptor, 2 << 20, 8 << 20)
+        assert not cached(descriptor, 4 << 20, 1 << 20), "behind the end there is nothing"
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        found = [cached(descriptor, start, 1 << 20) for _ in range(3) for start in (0, 1 << 20, 3 << 20)]
+        if all(found):
+            pytest.skip("a file system in memory")
+        assert not any(found), "to ask does not fetch"
+        os.pread(descriptor, 1 << 20, 2 << 20)
+        assert cached(descriptor, 2 << 20, 1 << 20) and not cached(descriptor, 0, 4 << 20)
+
+
+def test_where_nobody_can_tell_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+
+    def without_mincore(_: None) -> object:
+        return object()
+
+    monkeypatch.setattr(readahead.ctypes, "CDLL", without_mincore)
+    with path.open("rb") as file:
+        assert not cached(file.fileno(), 0, 1 << 20)
+
+
+# ---- what fits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "fits"),
+    [
+        ("MemAvailable: 200 kB\n", None, True),
+        ("MemAvailable: 199 kB\n", None, False),
+        ("MemFree: 900 kB\n", None, False),
+        (None, None, False),
+        ("MemAvailable: 900 kB\n", "max\n", True),
+        ("MemAvailable: 900 kB\n", f"{200 << 10}\n", True),
+        ("MemAvailable: 900 kB\n", f"{199 << 10}\n", False),
+    ],
+)
+def test_files_larger_than_half_of_the_memory_are_not_read(
+    tmp_path: Path, meminfo: str | None, limit: str | None, fits: bool
+) -> None:
+    target = checkpoint(tmp_path / "target", a=60 << 10, b=40 << 10)
+    (tmp_path / "meminfo").unlink()
+    if meminfo is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    assert bytes_read(target) == (100 << 10 if fits else 0)
+
+
+# ---- when it begins -----------------------------------------------------------------------------------
+
+
+def test_packages_and_command_lines_are_imported_without_torch() -> None:
+    program = """
+import sys
+import dflash_toolkit, dflash_toolkit.evaluation, dflash_toolkit.evaluation.cli, dflash_toolkit.runtime, serve.cli
+from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
+SamplingParams(), EngineOptions(), serve.cli.ServeConfig(target="x")
+dflash_toolkit.evaluation.cli.EvalConfig(target="x", drafter="y", prompts=("a=b",))
+print(sys.modules.keys() & {"torch", "transformers"} or "neither")
+"""
+    assert fresh(program) == "neither"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_every_public_name_resolves_in_a_fresh_process(order: int) -> None:
+    names = [f"from {package.__name__} import {name}" for package in LAZY for name in package.__all__][::order]
+    # modules that nobody imported by name were attributes of their package before it was lazy, and still are
+    modules = "import dflash_toolkit as d; print(d.config.knob.__name__, d.runtime.engine.__name__)"
+    assert fresh("\n".join([*names, modules])) == "knob dflash_toolkit.runtime.engine"
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    for package in LAZY:
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nothing'"):
+            _ = package.nothing  # type: ignore[attr-defined]
+
+
+BEGINNING = """
+import json, sys
+from dflash_toolkit import UserError
+from dflash_toolkit.evaluation import cli as evaluation
+from dflash_toolkit.runtime import load, load_engine
+from serve import cli as serving
+
+def begin(*checkpoints):
+    print(json.dumps([checkpoints, sorted(sys.modules.keys() & {"torch", "transformers"})]))
+    raise UserError("seen")
+
+load.read_ahead = evaluation.read_ahead = serving.read_ahead = begin
+pair = ["--target", "a/target", "--drafter", "a/drafter"]
+assert evaluation.main([*pair, "--prompts", "a=b"]) == 2
+assert serving.main(pair) == 2
+try:
+    load_engine("a/target", "a/drafter")
+except UserError:  # there is no such target: what comes first has been seen by then
+    pass
+"""
+
+
+def test_files_are_read_ahead_before_torch_is_imported() -> None:
+    seen = [json.loads(line) for line in fresh(BEGINNING).splitlines()]
+    assert seen == [[["a/drafter", "a/target"], []]] * 3
+
+
+def test_the_process_does_not_wait_for_what_is_left(tmp_path: Path) -> None:
+    """A pipe that nobody writes to stands for a disk that does not answer."""
+    program = """
+import os, sys
+from pathlib import Path
+from dflash_toolkit.checkpoint.readahead import ReadAhead
+os.mkfifo(sys.argv[1])
+ReadAhead([(Path(sys.argv[1]), 1)])
+print("over")
+"""
+    assert fresh(program, str(tmp_path / "pipe")) == "over"
+
+
+def test_an_engine_that_is_imported_is_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader reads at once then, and reading everything twice would only cost."""
+    from dflash_toolkit import UserError
+    from dflash_toolkit.runtime import Engine, load_engine
+    from dflash_toolkit.runtime import load as loading
+
+    assert Engine.__module__ in sys.modules
+    monkeypatch.setattr(loading, "read_ahead", lambda *names: pytest.fail("read ahead"))
+    with pytest.raises(UserError, match="no such directory"):
+        load_engine("/no/such")

@@ -1,0 +1,322 @@
+"""What dflash-data reads: every usual shape of row and kind of file."""
+
+import gzip
+import json
+import lzma
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_toolkit import UserError
+from dflash_toolkit.config import parse_cli
+from dflash_toolkit.data.conversations import Conversation, conversation
+from dflash_toolkit.data.prompts import read_prompt_sets, read_prompts
+from dflash_toolkit.data.sources import Malformed, Source
+from train.config import TrainConfig
+from train.data_cli import DataConfig
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+CALL = assistant("") | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "1"}
+
+# ---- rows ------------------------------------------------------------------------------------------------------
+
+SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]]]] = {
+    "messages": ({"messages": [SYSTEM, user("a"), assistant("b"), user("c")]}, [[SYSTEM, user("a")], [user("c")]]),
+    "messages that end with an answer": ({"messages": [user("a"), assistant("b")]}, [[user("a")]]),
+    "two questions before an answer": ({"messages": [user("a"), user("b"), assistant("c")]}, [[user("a"), user("b")]]),
+    "text parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [[user("a")]]),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        [[user("a")]],
+    ),
+    "ShareGPT with a system turn": (
+        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a"}]},
+        [[SYSTEM, user("a")]],
+    ),
+    "ShareGPT with a system column": (
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        [[SYSTEM, user("a")]],
+    ),
+    "a system column": ({"prompt": "a", "system": "Be brief.", "response": 3}, [[SYSTEM, user("a")]]),
+    "a system column and turns": ({"turns": ["a", "b"], "system": "Be brief."}, [[SYSTEM, user("a")], [user("b")]]),
+    "a developer": ({"messages": [SYSTEM | {"role": "developer"}, user("a")]}, [[SYSTEM, user("a")]]),
+    "query and response": ({"query": "a", "response": "b"}, [[user("a")]]),
+    "input and output": ({"input": "a", "output": "b"}, [[user("a")]]),
+    "a recorded call": (
+        {"messages": [user("a"), CALL, RESULT, assistant("b"), user("c"), CALL]},
+        [[user("a")], [CALL, RESULT], [user("c")]],
+    ),
+    "a call whose result waits for an answer": ({"messages": [user("a"), CALL, RESULT]}, [[user("a")], [CALL, RESULT]]),
+    "turns": ({"turns": ["a ", "b"]}, [[user("a")], [user("b")]]),
+    "prompt and response": ({"prompt": "a", "response": "b"}, [[user("a")]]),
+    "prompt as messages": ({"prompt": [user("a")], "chosen": [assistant("b")]}, [[user("a")]]),
+    "instruction": ({"instruction": "a", "input": "", "output": "b"}, [[user("a")]]),
+    "instruction with an input": ({"instruction": "a", "input": "x", "output": "b"}, [[user("a\nx")]]),
+    "question and answer": ({"question": "a", "answer": "b"}, [[user("a")]]),
+    "problem, solution and answer": ({"problem": "a", "solution": "b", "answer": 3}, [[user("a")]]),
+    "prompt and completion": ({"prompt": "a", "completion": "b"}, [[user("a")]]),
+    "text": ({"text": "a"}, [[user("a")]]),
+    "text and code": ({"text": "a", "code": "b", "test_list": ["c"]}, [[user("a")]]),
+    "a bare string": ("a", [[user("a")]]),
+    "columns that are not filled": ({"messages": None, "question": None, "prompt": "a"}, [[user("a")]]),
+}
+
+
+@pytest.mark.parametrize(("row", "turns"), SHAPES.values(), ids=SHAPES)
+def test_every_shape_becomes_the_turns_that_ask(row: Any, turns: list[list[dict[str, str]]]) -> None:
+    assert conversation(row, "f, line 1") == Conversation("f, line 1", tuple(tuple(turn) for turn in turns))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"reply": "a"}, "none of messages, conversations"),
+        ({"messages": []}, "a turn asks nothing"),
+        ({"messages": [assistant("a"), user("b")]}, "a turn asks nothing"),
+        ({"messages": [user(" ")]}, "a turn asks nothing"),
+        ({"messages": [SYSTEM]}, "a turn asks nothing"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "a turn asks nothing"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "role 'critic'"),
+        ({"messages": "a"}, "messages must be a list"),
+        ({"prompt": "a", "system": 3}, "system must be text"),
+        ({"prompt": "a", "tools": "none"}, "must be JSON, not 'none'"),
+        ({"messages": [{"role": "user"}]}, "malformed"),
+        ({"messages": [user("a") | {"content": 3}]}, "content must be text"),
+        ({"messages": ["a"]}, "malformed"),
+        ({"turns": ["a", ""]}, "a turn asks nothing"),
+        ({"turns": [1]}, "malformed"),
+        ({"prompt": 3}, "must be text"),
+        ({"instruction": 3}, "malformed"),
+        (3, "expected an object, got int"),
+        (None, "expected an object"),
+    ],
+)
+def test_a_row_that_asks_nothing_says_what_is_wrong(row: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        conversation(row, "x")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": "first"}, {"id": "b", "prompt": "second"}]
+
+
+def write(path: Path) -> Path:
+    """`ROWS` in the form that the name asks for."""
+    if path.suffix == ".parquet":
+        datasets = pytest.importorskip("datasets")
+        with path.open("wb") as file:
+            datasets.Dataset.from_list([{"id": None, **row} for row in ROWS]).to_parquet(file)
+        return path
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    texts = {".jsonl": lines, ".ndjson": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS)}
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(texts[next(s for s in path.suffixes if s in texts)].encode()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "a.json.gz", "a.txt", "a.parquet"])
+def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path) -> None:
+    found = list(Source(str(write(tmp_path / name))).read())
+    assert [c.asked for c in found if isinstance(c, Conversation)] == ["first", "second"]
+    assert len(Source(str(tmp_path / name)).digest("train")) == 64
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps({"version": 1, "data": ROWS}), json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])],
+    ids=["an object around the array", "JSON lines"],
+)
+def test_json_that_is_no_bare_array(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == ["first", "second"]
+
+
+def test_a_json_file_may_be_a_single_conversation(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"messages": [user("only")]}))
+    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == ["only"]
+
+
+def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{nope\n{"reply": 1}\n{"prompt": "b"}\n')
+    first, broken, odd, last = Source(str(tmp_path / "a.jsonl")).read()
+    assert isinstance(first, Conversation) and isinstance(last, Conversation)
+    assert isinstance(broken, Malformed) and broken.where == "a.jsonl, line 3" and "not valid JSON" in broken.reason
+    assert isinstance(odd, Malformed) and odd.where == "a.jsonl, line 4"
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, 3]')
+    _, odd = Source(str(tmp_path / "a.json")).read()
+    assert isinstance(odd, Malformed) and odd.where == "a.json, row 2"
+
+
+ODD_NAMES = ["a[1]*?.jsonl", "a[1]*?.parquet", "b c#1%20.jsonl", "a[1].jsonl.gz", "a\\b.jsonl.xz", "c::d.jsonl"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_name_is_no_pattern(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "e::f[1]"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write(folder / f"a1xy{Path(name).suffix}".replace(".gz", ".jsonl").replace(".xz", ".jsonl"))  # what it would match
+    rows = [{"prompt": "a\u2028b"}, {"messages": [user("c"), CALL, RESULT]}, {"prompt": "d", "tools": [{"name": "f"}]}]
+    if name.endswith(".parquet"):
+        write(folder / name)
+    else:
+        lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+        (folder / name).write_bytes(pack(b"\xef\xbb\xbf" + lines.encode()))
+    expected = ["first", "second"] if name.endswith(".parquet") else ["a\u2028b", "c", "d"]
+    assert [c.asked for c in Source(name).read()] == expected
+
+
+def test_a_file_is_read_without_network_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "no folder" / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    asked: list[object] = []
+
+    def look_up(*args: object, **_: object) -> None:
+        asked.append(args)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for name in ("a.jsonl", "a.txt", "a.parquet", "a.jsonl.gz"):
+        found = Source(str(write(tmp_path / name))).read()
+        assert [c.asked for c in found] == ["first", "second"]
+    assert asked == []
+
+
+def test_only_parquet_and_datasets_need_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = write(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json", "a.txt"):
+        source = Source(str(write(tmp_path / name)))
+        assert [c.asked for c in source.read()] == [p.messages[0]["content"] for p in read_prompts(source)]
+    with pytest.raises(UserError, match=r"reading \S*a.parquet needs datasets: pip install 'dflash-toolkit\[train\]'$"):
+        list(Source(str(parquet)).read())
+    with pytest.raises(UserError, match=r"reading some/set needs datasets: .*, or give a file$"):
+        list(Source("some/set").read())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.json.gz", "a.txt", "a.parquet"])
+def test_training_and_evaluation_read_what_dflash_data_reads(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name)
+    (found,) = read_prompt_sets([f"chat={path}"]).values()
+    assert [prompt.messages for prompt in found] == [(user("first"),), (user("second"),)]
+    (found,) = read_prompt_sets([f"chat={path}[1:]"], limit=1).values()
+    assert [prompt.messages for prompt in found] == [(user("second"),)]
+    assert [c.asked for c in Source(f"{path}[1:9]").read()] == ["second"]
+    with pytest.raises(UserError, match="no such rows; the range begins with row 2"):
+        list(Source(f"{path}[2:]").read())
+
+
+def test_a_name_and_a_range_are_read_unless_they_are_part_of_a_files_name(tmp_path: Path) -> None:
+    for name in ("gsm8k=a.jsonl", "a.jsonl[0:1]", "a.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"question": f"{name} {i}"}) + "\n" for i in range(3)))
+    found = list(Source(str(tmp_path / "gsm8k=a.jsonl")).read())
+    assert [c.asked for c in found] == [f"gsm8k=a.jsonl {i}" for i in range(3)]
+    found = list(Source(str(tmp_path / "a.jsonl[0:1]")).read())
+    assert [c.asked for c in found] == [f"a.jsonl[0:1] {i}" for i in range(3)]
+    found = list(Source(f"gsm8k={tmp_path / 'a.jsonl'}[1:2]").read())
+    assert [c.asked.splitlines()[0] for c in found] == ["a.jsonl 1"] and "step by step" in found[0].asked
+    plain = Source(str(tmp_path / "a.jsonl")).digest("train")
+    others = [f"{tmp_path / 'a.jsonl'}[1:2]", f"gsm8k={tmp_path / 'a.jsonl'}", f"{tmp_path / 'a.jsonl'}[1:]"]
+    assert len({plain, *(Source(name).digest("train") for name in others)}) == 4
+    assert Source(f"shop={tmp_path / 'a.jsonl'}").digest("train") == plain
+    with pytest.raises(UserError, match="no such rows"):
+        Source(f"{tmp_path / 'a.jsonl'}[2:2]")
+
+
+def test_a_named_source_of_the_command_line_is_no_override() -> None:
+    argv = ["--target", "t", "--data", "gsm8k=a.jsonl", "b.jsonl[:3]", "prompts.form=none", "output=o.jsonl"]
+    config = parse_cli(DataConfig, argv, "dflash-data", "")
+    assert (config.data, config.prompts.form, config.output) == (("gsm8k=a.jsonl", "b.jsonl[:3]"), "none", "o.jsonl")
+    assert parse_cli(TrainConfig, argv, "dflash-train", "").data == config.data
+    with pytest.raises(UserError, match=r"prompts.form.*gsm8k, math500"):
+        parse_cli(DataConfig, [*argv, "prompts.form=gsm"], "dflash-data", "")
+
+
+def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
+    first = json.dumps({"prompt": "first"}) + "\n"
+    (tmp_path / "a.jsonl").write_bytes(first.encode() + b"x" * 1_000_000 + b"\n\xff")
+    source = Source(str(tmp_path / "a.jsonl")).read()
+    assert isinstance(next(source), Conversation), "what stands behind is broken, and not read yet"
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b'{"prompt": "gr\xfc\xdf"}\n'),
+        ("a.jsonl.gz", gzip.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
+        ("a.jsonl.xz", lzma.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
+    ],
+    ids=["no UTF-8", "gzip, cut", "xz, cut"],  # not the bytes: gzip writes the time into them
+)
+def test_a_broken_file_is_one_line(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        list(Source(str(tmp_path / name)).read())
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.jsonl", None, "no such file"),
+        ("a.parquet", None, "no such file"),
+        ("a.json", "[1, 2", "not valid JSON"),
+        ("a.json", "3", "expected an array of rows, got int"),
+        ("a.json", '{"a": [], "b": []}', "got an object"),
+        ("a.jsonl", "\n", "holds no prompts"),
+        ("a.jsonl.gz", "no gzip", "cannot be read"),
+        ("a.parquet", "no parquet", "a.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, reason: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=reason) as caught:
+        list(Source(str(tmp_path / name)).read())
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_dataset_is_streamed_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    rows = [json.dumps({"prompt": str(i)}) for i in range(30)]
+    (tmp_path / "set" / "train.jsonl").write_text("\n".join(rows) + "\n")
+    source = Source(str(tmp_path / "set"))
+
+    def read(shuffle: int, seed: int = 0) -> list[str]:
+        return [c.asked for c in source.read("train", shuffle, seed) if isinstance(c, Conversation)]
+
+    assert read(0) == [str(i) for i in range(30)]
+    (found,) = read_prompt_sets([f"shop={tmp_path / 'set'}[3:9]"], limit=4).values()
+    assert [prompt.messages[0]["content"] for prompt in found] == ["3", "4", "5", "6"]
+    part = Source(f"{tmp_path / 'set'}[3:5]").read("train", 100, 1)
+    assert [c.asked for c in part] == ["3", "4"], "a range means the rows in their order"
+    assert read(100, 1) == read(100, 1) != read(100, 2)
+    assert sorted(read(100, 1)) == sorted(read(0)) != read(100, 1)
+    assert source.digest("train") != source.digest("test")
+
+
+def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(UserError, match="dataset no-such/set:main cannot be loaded") as caught:
+        list(Source("no-such/set:main").read())
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,411 @@
+"""Prompt files of every usual shape, and what is refused with the number of its line."""
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_toolkit import UserError
+from dflash_toolkit.data.conversations import FORM_CHOICES, Conversation, Message, split_messages
+from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, template_hash
+from dflash_toolkit.data.sources import Malformed, Source, file_hash
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows (or raw lines) to a JSONL file."""
+
+    def write(*rows: Any, name: str = "prompts.jsonl") -> Path:
+        text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+# ---- rows ------------------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+SHAPES = {
+    "messages": (
+        {"messages": [SYSTEM, user("Hi"), assistant("Ho"), user("More")]},
+        [SYSTEM, user("Hi")],
+        "Ho",
+    ),
+    "messages without an answer": ({"messages": [user("Hi")]}, [user("Hi")], None),
+    "messages with other keys": ({"messages": [user("Hi") | {"name": "Ann"}]}, [user("Hi")], None),
+    "turns": ({"turns": [" First \n", "Second"]}, [user("First")], None),
+    "question": ({"question": " 1 + 1? "}, [user(" 1 + 1? ")], None),
+    "gsm8k": ({"question": "1 + 1?", "answer": "Two. #### 2"}, [user("1 + 1?")], "Two. #### 2"),
+    "math500": ({"problem": "1 + 1?", "solution": "It is 2.", "answer": "2"}, [user("1 + 1?")], "It is 2."),
+    "an answer that is no text": ({"question": "1 + 1?", "answer": 2, "choices": ["2", "3"]}, [user("1 + 1?")], None),
+    "a solution that is empty": ({"problem": "1 + 1?", "solution": " ", "answer": "2"}, [user("1 + 1?")], "2"),
+    "humaneval": ({"prompt": "def f():", "entry_point": "f"}, [user("def f():")], None),
+    "mbpp": ({"text": "Write f.", "code": "def f(): 1", "test_list": ["f()"]}, [user("Write f.")], "def f(): 1"),
+    "prompt and completion": ({"prompt": "Say hi", "completion": "hi", "code": "x"}, [user("Say hi")], "hi"),
+    "preferences": ({"prompt": "Say hi", "chosen": "hi", "rejected": "ho"}, [user("Say hi")], None),
+    "alpaca": ({"instruction": "Add", "input": "1", "output": "2", "text": "### Add 1: 2"}, [user("Add\n1")], "2"),
+    "prompt": ({"prompt": "Say hi\n"}, [user("Say hi\n")], None),
+    "prompt with a response": ({"prompt": "Say hi", "response": "hi"}, [user("Say hi")], "hi"),
+    "text": ({"text": "Write f."}, [user("Write f.")], None),
+    "instruction": ({"instruction": "Add", "output": "3"}, [user("Add")], "3"),
+    "instruction with input": ({"instruction": "Add", "input": "1, 2"}, [user("Add\n1, 2")], None),
+    "a system column": ({"prompt": "Hi", "system": "Be brief."}, [SYSTEM, user("Hi")], None),
+    "a system column beside a system message": (
+        {"messages": [SYSTEM, user("Hi")], "system": "x"},
+        [SYSTEM, user("Hi")],
+        None,
+    ),
+    "an empty system column": ({"prompt": "Hi", "system": " "}, [user("Hi")], None),
+    "query": ({"query": "Add", "response": "3"}, [user("Add")], "3"),
+    "input and output": ({"input": "Add", "output": "3"}, [user("Add")], "3"),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "system": "Be brief."},
+        [SYSTEM, user("Hi")],
+        "Ho",
+    ),
+    "instruction with empty input": ({"instruction": "Add", "input": ""}, [user("Add")], None),
+}
+
+
+@pytest.mark.parametrize(("row", "messages", "answer"), SHAPES.values(), ids=SHAPES)
+def test_every_shape_of_row_becomes_messages(
+    write: Callable[..., Path], row: dict[str, Any], messages: list[Message], answer: str | None
+) -> None:
+    (prompt,) = read_prompts(write(row))
+    assert list(prompt.messages) == messages
+    assert prompt.answer == answer
+
+
+CODE = 'def f(x):\n    """{x} and {prompt} stay as they are."""\n'
+# what dflash-eval's figures were measured with, letter for letter
+STEPS = "Please reason step by step, and put your final answer within \\boxed{}."
+SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\nCODE\n```"
+TESTED = "Write f.\nYour code should pass this test:\nassert f(1)"
+FORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "gsm8k": ({"question": " 1 + 1? ", "answer": "2"}, f"1 + 1?\n{STEPS}"),
+    "math500": ({"problem": "1 + 1?", "solution": "It is 2.", "answer": "2"}, f"1 + 1?\n{STEPS}"),
+    "math": ({"problem": "1 + 1?"}, f"1 + 1?\n{STEPS}"),
+    "aime": ({"question": "1 + 1?", "answer": 2}, f"1 + 1?\n{STEPS}"),
+    "humaneval": ({"prompt": CODE, "entry_point": "f", "task_id": "HumanEval/0"}, SOLVE.replace("CODE", CODE[:-1])),
+    "mbpp": ({"text": "Write f.", "test_list": ["assert f(1)", "assert f(2)"]}, TESTED),
+    "mt_bench": ({"turns": [" First \n", "Second"]}, "First"),
+}
+
+
+@pytest.mark.parametrize("form", FORMED)
+def test_a_benchmark_is_asked_in_its_form_only_by_its_name_or_by_request(
+    form: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, expected = FORMED[form]
+    path = write(row, row)
+
+    def ask(item: str, **options: Any) -> str:
+        (found,) = read_prompt_sets([item], **options).values()
+        assert len(found) == 2 and found[0].messages == found[1].messages
+        return found[0].messages[0]["content"]
+
+    assert ask(f"{form}={path}") == expected
+    assert f"{form}: asked in the form of the benchmark {form}\n" == capsys.readouterr().err
+    assert ask(f"shop={path}", form=form) == expected
+    (again, _) = Source(f"{form}={path}[0:2]").read()
+    assert isinstance(again, Conversation) and again.turns[0] == (user(expected),)
+    plain = next(str(row[key]) for key in ("question", "problem", "prompt", "text", "turns") if key in row)
+    plain = "First" if form == "mt_bench" else plain
+    for found in (ask(f"{form}={path}", form="none"), ask(f"shop={path}"), ask(f"{form}_2={path}")):
+        assert found == plain
+    said = capsys.readouterr().err
+    assert f"{form}_2: no benchmark form is applied to the name '{form}_2'; {form}={path} applies that one\n" in said
+    if form != "mt_bench":
+        assert said.count("shop: asked as its rows are; ") == 1
+        (way,) = re.findall(rf"shop: asked as its rows are; .*?(\w+={re.escape(str(path))}) .*benchmark does\n", said)
+        assert ask(way) == expected  # what the line offers does as it says
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "needed"),
+    [
+        ("gsm8k", {"prompt": "a"}, "question or problem"),
+        ("humaneval", {"text": "a"}, "prompt"),
+        ("humaneval", {"prompt": [user("a")]}, "prompt"),
+        ("mbpp", {"text": "a"}, "text or prompt and a test_list"),
+        ("mbpp", {"text": "a", "test_list": []}, "text or prompt and a test_list"),
+        ("mt_bench", {"turns": []}, "turns"),
+        ("math500", {"problem": 3}, "question or problem"),
+    ],
+)
+def test_a_row_that_does_not_fit_the_form_is_named(
+    form: str, row: dict[str, Any], needed: str, write: Callable[..., Path]
+) -> None:
+    path = write(FORMED[form][0], row)
+    message = f"the form {form} needs {needed} in each row; form none reads rows as they are"
+    with pytest.raises(UserError) as caught:
+        read_prompts(f"{form}={path}")
+    assert str(caught.value) == f"{path}, line 2: {message}"
+    _, odd = Source(str(path), form).read()
+    assert odd == Malformed("prompts.jsonl, line 2", message)
+
+
+def test_no_such_form_is_told(write: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="form 'gsm8': no such form; there are auto, gsm8k, math500"):
+        read_prompts(write({"prompt": "a"}), form="gsm8")
+
+
+def test_a_row_is_named_by_its_id_or_task_id_or_its_file_and_line(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a", "id": 7}, "", {"prompt": "b", "task_id": "t/1"}, {"prompt": "c"})
+    assert [p.id for p in read_prompts(path)] == ["7", "t/1", "prompts.jsonl/4"]
+
+
+def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a"}, {"prompt": "b"}, "not json at all")
+    assert [p.messages[0]["content"] for p in read_prompts(path, limit=2)] == ["a", "b"]
+    with pytest.raises(UserError, match="line 3"):
+        read_prompts(path)
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"p.jsonl{suffix}"
+    path.write_bytes(pack('{"prompt": "Grüße"}\n{"prompt": "b"}\n'.encode()))
+    assert [p.messages[0]["content"] for p in read_prompts(path)] == ["Grüße", "b"]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
+def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes], damage: str) -> None:
+    packed = pack(b'{"prompt": "hello hello hello"}\n' * 50)
+    middle = len(packed) // 3
+    flipped = packed[:middle] + bytes(b ^ 0xFF for b in packed[middle : middle + 9]) + packed[middle + 9 :]
+    path = tmp_path / f"p.jsonl{suffix}"
+    path.write_bytes({"cut": packed[:-15], "flipped": flipped, "not compressed": b'{"prompt": "a"}\n'}[damage])
+    with pytest.raises(UserError) as caught:
+        read_prompts(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\n')
+    assert len(read_prompts(tmp_path / "p.jsonl")) == 1
+
+
+def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    for name, reason in (("nothing.jsonl", "no such file"), ("nothing", "no such file"), ("binary", "cannot be read")):
+        with pytest.raises(UserError, match=reason) as caught:
+            read_prompts(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+@pytest.mark.parametrize("rows", [(), ("", "   ")], ids=["empty", "blank"])
+def test_a_file_without_prompts_is_refused(write: Callable[..., Path], rows: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="holds no prompts"):
+        read_prompts(write(*rows))
+
+
+# ---- sets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("item", "limit", "rows"),
+    [
+        ("a=FILE", None, "01234"),
+        ("a=FILE", 2, "01"),
+        ("a=FILE[1:3]", None, "12"),
+        ("a=FILE[1:3]", 1, "1"),
+        ("a=FILE[1:]", 2, "12"),
+        ("a=FILE[:2]", 3, "01"),
+        ("a=FILE[3:9]", None, "34"),
+    ],
+)
+def test_a_set_takes_its_rows_of_the_file(write: Callable[..., Path], item: str, limit: int | None, rows: str) -> None:
+    path = write(*({"prompt": str(i)} for i in range(5)))
+    (found,) = read_prompt_sets([item.replace("FILE", str(path))], limit).values()
+    assert "".join(prompt.messages[0]["content"] for prompt in found) == rows
+
+
+def test_rows_behind_the_limit_are_not_read(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a"}, {"prompt": "b"}, "{half")
+    assert [len(found) for found in read_prompt_sets([f"a={path}[1:]"], 1).values()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["FILE"], "'FILE': expected NAME=SOURCE or"),
+        (["=FILE"], "'=FILE': expected NAME=SOURCE or"),
+        (["a="], "'a=': expected NAME=SOURCE or"),
+        (["a=FILE", "a=OTHER"], "'a=OTHER': the name 'a' is used twice"),
+        (["a=FILE[2:2]"], "no such rows"),
+        (["a=FILE[:0]"], "no such rows"),
+    ],
+)
+def test_items_that_name_no_set_are_told(items: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_prompt_sets(items)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_prompt_sets(items)
+
+
+def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="no such rows; the range begins with row 1"):
+        read_prompt_sets([f"a={write({'prompt': 'x'})}[1:]"])
+
+
+# ---- malformed rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{half", "not valid JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ({"answer": "a"}, "none of messages, conversations, turns, question, prompt, problem, instruction, text, "),
+        ({"prompt": None}, "none of messages"),
+        ({"prompt": 5}, "malformed row"),
+        ({"text": 5}, "malformed row"),
+        ({"question": 5}, "malformed row"),
+        ({"instruction": 5}, "malformed row"),
+        ({"instruction": "a", "input": 4}, "malformed row"),
+        ({"prompt": "a", "response": 7}, "malformed row"),
+        ({"turns": []}, "malformed row"),
+        ({"turns": "abc"}, "malformed row"),
+        ({"turns": [None]}, "malformed row"),
+        ({"messages": "abc"}, "malformed row"),
+        ({"messages": None}, "none of messages"),
+        ({"messages": [{"role": "user"}]}, "malformed row"),
+        ({"messages": [user("a") | {"content": [{"type": "text"}]}]}, "malformed row"),
+        ({"prompt": "a", "system": 3}, "malformed row"),
+        ({"prompt": "a", "tools": "search"}, "tools and tool calls must be JSON, not 'search'"),
+        ({"prompt": "a", "tools": [3]}, "tools must be a list of JSON objects"),
+        ({"prompt": "a", "tools": [{"type": "web_search"}]}, "tools must be a list of JSON objects"),
+        ({"messages": [user("a"), {"role": "critic", "content": "b"}]}, "role 'critic' is not one of"),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"name": 3}]}]}, "a tool call needs a name"),
+        ({"messages": []}, "the prompt is empty"),
+        ({"messages": [assistant("a"), user("b")]}, "the prompt is empty"),
+        ({"messages": [user("  ")]}, "the prompt is empty"),
+        ({"prompt": " \n"}, "the prompt is empty"),
+        ({"turns": [" "]}, "the prompt is empty"),
+        ({"instruction": "", "input": ""}, "the prompt is empty"),
+    ],
+    ids=lambda value: str(value)[:40] if not isinstance(value, str) or value[0] in "{[" else "",
+)
+def test_a_malformed_row_is_named_with_its_line(write: Callable[..., Path], row: Any, message: str) -> None:
+    path = write({"prompt": "fine"}, "", row)
+    with pytest.raises(UserError) as caught:
+        read_prompts(path)
+    assert str(caught.value).startswith(f"{path}, line 3: {message}")
+    assert "\n" not in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+KEYS = [
+    "problem", "answer", "solution", "completion", "code",
+    "messages", "turns", "question", "prompt", "entry_point", "text", "test_list", "instruction", "input",
+    "output", "response", "id", "conversations", "system", "tools", "query",
+]  # fmt: skip
+
+
+@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), form=st.sampled_from(FORM_CHOICES))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_row_is_a_prompt_or_a_user_error(
+    row: dict[str, Any], form: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "row.jsonl"
+    path.write_text(json.dumps(row))
+    try:
+        (prompt,) = read_prompts(path, form=form)
+    except UserError:
+        return
+    assert prompt.messages and all(isinstance(m["content"], str) for m in prompt.messages)
+    assert prompt.answer is None or isinstance(prompt.answer, str)
+
+
+# ---- chats -----------------------------------------------------------------------------------------
+
+
+def test_split_messages_cuts_before_the_first_answer() -> None:
+    chat = [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")]
+    assert split_messages(chat) == ([SYSTEM, user("a")], chat[2:])
+    assert split_messages(chat[:2]) == (chat[:2], [])
+    assert split_messages([]) == ([], [])
+
+
+def test_encode_chat_renders_the_template_up_to_the_first_token_of_the_answer() -> None:
+    tokenizer = make_tokenizer()
+    ids = encode_chat(tokenizer, [SYSTEM, user("Hi")])
+    assert all(type(i) is int for i in ids)
+    assert tokenizer.decode(ids) == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(("thinking", "tail"), [(None, "unset"), (True, "on"), (False, "off")])
+def test_thinking_reaches_the_template_only_when_it_is_set(thinking: bool | None, tail: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}"
+        "{% if enable_thinking is not defined %}unset{% elif enable_thinking %}on{% else %}off{% endif %}"
+    )
+    assert tokenizer.decode(encode_chat(tokenizer, (user("a "),), thinking)) == f"a {tail}"
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template; use an instruction-tuned target"):
+        encode_chat(tokenizer, [user("Hi")])
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}"])
+def test_a_template_that_refuses_the_messages_is_a_user_error(template: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template refuses these messages"):
+        encode_chat(tokenizer, [user("Hi")])
+
+
+# ---- hashes ----------------------------------------------------------------------------------------
+
+
+def test_the_template_hash_is_that_of_the_template_text() -> None:
+    tokenizer = make_tokenizer()
+    assert template_hash(tokenizer) == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    before = template_hash(tokenizer)
+    tokenizer.chat_template += " "
+    assert template_hash(tokenizer) != before
+
+
+def test_the_file_hash_is_that_of_the_contents_in_order(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_bytes(b"x" * 3_000_000)
+    second.write_bytes(b"y")
+    expected = hashlib.sha256(b"x" * 3_000_000 + b"y").hexdigest()
+    assert file_hash([str(first), str(second)]) == expected
+    assert file_hash([str(second), str(first)]) != expected
+    with pytest.raises(UserError, match=r"nothing: cannot be read \(No such file"):
+        file_hash([str(tmp_path / "nothing")])

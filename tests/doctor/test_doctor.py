@@ -1,0 +1,417 @@
+"""`dflash-doctor`: a drafter that is well is called well, and each way to break one is called by its name."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MASK, PAD, TEMPLATE, make_drafter, make_target
+from safetensors.torch import load_file, save_file
+
+import train.loop
+import train.objective.blocks
+from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
+from dflash_toolkit.checkpoint.speculators import save_speculators
+from dflash_toolkit.data.prompts import encode_chat, template_hash
+from dflash_toolkit.doctor.cli import main
+from dflash_toolkit.doctor.probe import Scores, gain
+from dflash_toolkit.fingerprint import model_digest
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
+from dflash_toolkit.record import RECORD_KEY, export_record
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.objective.blocks import Blocks
+from train.responses.rows import Row
+
+TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.", "What is 2+2?")
+TOKENS = 40
+THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}?{% endif %}"
+
+
+def fit(
+    target: Target,
+    rows: list[Row],
+    work: Path,
+    *,
+    block_size: int,
+    steps: int,
+    anchors: int,
+    learning_rate: float = 8e-3,
+    **shape: Any,
+) -> Drafter:
+    """A drafter trained on `rows` by the real loop."""
+    config = TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=block_size), loss=LossKnobs(anchors=anchors),
+        optim=OptimKnobs(steps=steps, batch_size=min(8, len(rows)), learning_rate=learning_rate),
+        run=RunKnobs(feature_cache_gb=1, log_every=1000),
+    )  # fmt: skip
+    drafter = make_drafter(target, block_size=block_size, **shape).train()
+    train.loop.train(config, target, drafter, rows, [], work, {}, lambda trained, tau: None)
+    return drafter.eval()
+
+
+def write_target(target: Target, path: Path) -> str:
+    target.model.save_pretrained(path)
+    target.tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def answered(target: Target) -> list[Row]:
+    rows = []
+    for i, text in enumerate(TEXTS):
+        prompt = encode_chat(target.tokenizer, [{"role": "user", "content": text}])
+        answer = generate(target, None, prompt, SamplingParams(max_new_tokens=TOKENS)).tokens
+        assert len(answer) == TOKENS and len(set(answer)) > 20, "a long and varied answer"
+        rows.append(Row(i, len(prompt), prompt + answer))
+    return rows
+
+
+class Clinic:
+    """A target, a drafter that knows its answers by heart, and `examine` to see a copy of it, broken or not."""
+
+    def __init__(self, path: Path, target: Target, drafter: Drafter, provenance: dict[str, Any] | None = None) -> None:
+        path.mkdir(exist_ok=True)
+        self.path, self.target, self.healthy = path, write_target(target, path / "target"), path / "healthy"
+        save_drafter(drafter, self.healthy, provenance)
+        self.prompts = path / "prompts.jsonl"
+        self.prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+
+    def arguments(self, drafter: Path, *more: str) -> list[str]:
+        return [
+            "--target", self.target, "--drafter", str(drafter), "--device", "cpu", "--dtype", "float32",
+            "--prompts", f"p={self.prompts}", "--max-new-tokens", str(TOKENS), *more,
+        ]  # fmt: skip
+
+    def examine(self, *more: str, break_it: Callable[[Path], None] | None = None) -> dict[str, list[dict[str, Any]]]:
+        """The findings by severity; the exit code must agree with them."""
+        broken, report = self.path / "broken", self.path / "report.json"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(self.healthy, broken)
+        if break_it:
+            break_it(broken)
+        code = main(self.arguments(broken, "--output", str(report), *more))
+        written = json.loads(report.read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+        found: dict[str, list[dict[str, Any]]] = {"ok": [], "warning": [], "fault": []}
+        for finding in written["findings"]:
+            assert finding["measured"] and bool(finding["remedy"]) == (finding["severity"] != "ok")
+            found[finding["severity"]].append(finding)
+        assert code == int(written["fault"]) == int(bool(found["fault"]))
+        return found
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
+    target = make_target()
+    target.tokenizer.chat_template = THINKING
+    path = tmp_path_factory.mktemp("clinic")
+    drafter = fit(target, answered(target), path, block_size=6, steps=300, anchors=12)
+    answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
+    note = {"target": "tiny", "template_hash": template_hash(target.tokenizer), "answers": [answers]}
+    return Clinic(path, target, drafter, note | {"acceptance_length": 5.5, "trained_block_size": 6})
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    """Change keys of config.json, wherever they stand in it, but for the record of the export."""
+
+    def walk(values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and key != RECORD_KEY:
+                walk(value)
+            elif key in changes:
+                values[key] = changes[key]
+
+    def change(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text())
+        walk(values)
+        (path / "config.json").write_text(json.dumps(values))
+
+    return change
+
+
+def stretch(path: Path) -> None:
+    """Let config.json scale a rope that was trained plain."""
+    values = json.loads((path / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_type": "linear", "factor": 4.0}
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        held = load_file(path / "model.safetensors")
+        change(held)
+        save_file(held, path / "model.safetensors")
+
+    return rewrite
+
+
+# ---- a drafter that is well -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: pytest.CaptureFixture[str]) -> None:
+    found = clinic.examine()
+    assert (found["fault"], found["warning"]) == ([], [])
+    checks = [finding["check"] for finding in found["ok"]]
+    assert set(checks) == {
+        "configuration", "fit", "tensors", "weights", "template", "record", "layer ids", "tap order", "rope",
+        "mask row", "causality", "layer order", "rope rows", "gate and up", "q and k norms", "norm weights",
+        "context", "positions", "labels", "thinking", "curve", "serving", "recall", "acceptance",
+    }  # fmt: skip
+    assert "nothing is wrong with this drafter" in capsys.readouterr().out
+    acceptance, serving = (next(f for f in found["ok"] if f["check"] == name) for name in ("acceptance", "serving"))
+    assert acceptance["figures"]["tau"] > 5 and len(acceptance["figures"]["given_previous"]) == 5
+    # in fp32 a block drafted from the whole answer is the block that decoding drafts
+    assert serving["figures"]["decoded"] == serving["figures"]["teacher_forced"]
+
+
+# ---- ways to break it -----------------------------------------------------------------------------------------
+
+BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "layer ids - 1": (edit(target_layer_ids=[0, 1, 2]), "layer ids", "[1, 2, 3]"),
+    "layer ids + 1": (edit(target_layer_ids=[2, 3, 4]), "layer ids", "[1, 2, 3]"),
+    "theta": (edit(rope_theta=1e2), "rope", "to 10000.0 in"),
+    "scaled": (
+        stretch,
+        "rope",
+        'set rope_theta to 10000.0 and rope_parameters (and rope_scaling, if there) to {"rope_type": "default"',
+    ),
+    "mask row": (edit(mask_token_id=MASK - 1), "mask row", f"mask_token_id to {MASK}"),
+    "mask pad": (edit(mask_token_id=PAD), "mask row", f"mask_token_id to {MASK}"),
+    "mask outside": (edit(mask_token_id=300), "configuration", "config.json"),
+    "template": (edit(template_hash="0" * 64), "template", "train again with the present"),
+    "missing": (tensors(lambda held: held.pop("layers.1.mlp.up_proj.weight")), "tensors", "export the drafter again"),
+    "unused": (tensors(lambda held: held.update(extra=torch.ones(3))), "tensors", "variant"),
+    "zeroed": (tensors(lambda held: held["layers.0.self_attn.v_proj.weight"].zero_()), "weights", "export again"),
+    "not finite": (tensors(lambda held: held["norm.weight"][3:4].fill_(math.nan)), "weights", "diverged"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_checkpoint_is_called_by_its_fault_and_by_no_other(clinic: Clinic, name: str) -> None:
+    break_it, check, remedy = BREAKS[name]
+    faults = clinic.examine(break_it=break_it)["fault"]
+    assert [fault["check"] for fault in faults] == [check]
+    assert remedy in faults[0]["remedy"]
+
+
+def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clinic: Clinic) -> None:
+    target, note = Target.load(clinic.target, "cpu"), {RECORD_KEY: {}}
+    note[RECORD_KEY] = export_record(load_drafter(str(clinic.healthy)), target)
+
+    def recorded(digest: str | None) -> Callable[[Path], None]:
+        def change(path: Path) -> None:
+            values = json.loads((path / "config.json").read_text())
+            values[PROVENANCE_KEY] |= note | {"target_digest": digest}
+            (path / "config.json").write_text(json.dumps(values))
+
+        return change
+
+    found = clinic.examine(break_it=recorded(model_digest(clinic.target)))
+    assert (found["fault"], found["warning"]) == ([], [])
+    found = clinic.examine(break_it=recorded("0" * 64))
+    assert not found["fault"] and [finding["check"] for finding in found["warning"]] == ["target"]
+
+
+def test_two_mistakes_are_both_found(clinic: Clinic) -> None:
+    def both(path: Path) -> None:
+        edit(target_layer_ids=[2, 3, 4], mask_token_id=MASK - 1)(path)
+
+    faults = clinic.examine(break_it=both)["fault"]
+    assert [fault["check"] for fault in faults] == ["layer ids", "mask row"]
+    assert all(wanted in fault["remedy"] for wanted, fault in zip(("[1, 2, 3]", "299"), faults, strict=True))
+
+
+def test_loaders_that_would_read_two_thetas_are_warned_of(clinic: Clinic) -> None:
+    def disagree(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(values | {"rope_theta": 5e5}))
+
+    faults = clinic.examine(break_it=disagree)["fault"]
+    assert [fault["check"] for fault in faults] == ["configuration"]
+
+
+def test_the_other_thinking_mode_is_named(clinic: Clinic) -> None:
+    faults = clinic.examine("--thinking")["fault"]
+    assert [fault["check"] for fault in faults] == ["thinking"]
+    assert "enable_thinking=false" in faults[0]["remedy"]
+
+
+def test_how_the_answers_were_written_is_read_as_training_notes_it(clinic: Clinic) -> None:
+    def note(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text())
+        values[PROVENANCE_KEY]["answers"] = [{"regenerate": True}, {"regenerate": False}]
+        (path / "config.json").write_text(json.dumps(values))
+
+    found = clinic.examine(break_it=note)["warning"]
+    assert any("not of the target" in finding["measured"] for finding in found)
+
+
+def test_a_target_of_another_shape_does_not_fit(clinic: Clinic, tmp_path: Path) -> None:
+    deeper = write_target(make_target(layers=8), tmp_path)
+    assert main([*clinic.arguments(clinic.healthy), "--target", deeper]) == 1
+    faults = clinic.examine("--target", deeper)["fault"]
+    # the tiny tokenizer of that directory has another template, too
+    assert [fault["check"] for fault in faults] == ["fit", "template"]
+    assert "layers" in faults[0]["measured"] and "made for tiny" in faults[0]["remedy"]
+
+
+def test_a_target_of_the_same_shape_but_other_weights_is_told_by_the_drafters_ignorance(
+    clinic: Clinic, tmp_path: Path
+) -> None:
+    other = make_target()
+    for weight in other.model.parameters():
+        if weight.dim() == 2:
+            weight.normal_(0, 0.3)
+    other.tokenizer.chat_template = THINKING
+    faults = clinic.examine("--target", write_target(other, tmp_path))["fault"]
+    assert [fault["check"] for fault in faults] == ["acceptance"]
+    assert "knows nothing of what this target says" in faults[0]["remedy"]
+
+
+def test_a_drafter_that_was_never_trained_is_told_by_its_weights(clinic: Clinic, tmp_path: Path) -> None:
+    target = make_target()
+    drafter = make_drafter(target, block_size=6)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    faults = Clinic(tmp_path, target, drafter).examine()["fault"]
+    assert [fault["check"] for fault in faults] == ["weights"] and "never trained" in faults[0]["measured"]
+
+
+# ---- trainers that break it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = train.loop.sample_blocks
+
+    def shifted(*arguments: Any, **more: Any) -> Blocks:
+        blocks = honest(*arguments, **more)
+        known = blocks.supervised.roll(-1, 2)
+        known[:, :, 0] = known[:, :, -1] = False
+        return replace(blocks, labels=blocks.labels.roll(-1, 2), supervised=known)
+
+    monkeypatch.setattr(train.loop, "sample_blocks", shifted)
+    target = make_target()
+    drafter = fit(target, answered(target), tmp_path, block_size=6, steps=250, anchors=12)
+    faults = Clinic(tmp_path, target, drafter).examine()["fault"]
+    assert [fault["check"] for fault in faults] == ["labels"] and "anchor + k + 1" in faults[0]["remedy"]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = train.objective.blocks.context_before_anchor
+    monkeypatch.setattr(
+        train.objective.blocks,
+        "context_before_anchor",
+        lambda f, blocks: honest(f, replace(blocks, anchor=blocks.anchor + 1)),
+    )
+    target = make_target()
+    for layer in target.layers[4:]:  # a late feature says the next token, as it nearly does in a real target
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    # more texts than it can learn by heart, so that it learns to read that feature instead
+    prompts = torch.randint(0, 250, (256, 12), generator=torch.Generator().manual_seed(1))
+    texts = target.model.generate(prompts, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=PAD)
+    rows = [Row(i, 12, text.tolist()) for i, text in enumerate(texts)]
+    drafter = fit(
+        target, rows, tmp_path, block_size=3, steps=300, anchors=24, learning_rate=1.5e-2,
+        layers=1, target_layer_ids=(4,), num_kv_heads=4, head_dim=16,
+    )  # fmt: skip
+    faults = Clinic(tmp_path, target, drafter).examine()["fault"]
+    assert [fault["check"] for fault in faults] == ["context"]
+    assert "strictly before the anchor" in faults[0]["remedy"]
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--drafter", "/no/such/drafter"], "no such directory"),
+        (["--target", "/no/such/target"], "no such directory"),
+        (["--prompts", "chat"], "expected NAME=SOURCE"),
+        (["--prompts", "a=x.jsonl", "a=y.jsonl"], "'a' is used twice"),
+        (["--prompts", "chat=/no/such/file"], "no such file"),
+        (["--limit", "0"], "limit is 0"),
+        (["--max-new-tokens", "8", "--limit", "1"], "too short to judge a drafter by"),
+        (["--output", "/no/such/folder/report.json"], "there is no directory"),
+        (["--device", "tpu"], "device 'tpu'"),
+        (["max_tokens=3"], "unknown key"),
+    ],
+)
+def test_bad_input_is_one_line(
+    clinic: Clinic, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(clinic.arguments(clinic.healthy, *arguments)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and words in errors[0]
+
+
+# ---- the judgement --------------------------------------------------------------------------------------------
+
+
+def scores(hits: torch.Tensor) -> Scores:
+    rows = torch.arange(len(hits))
+    return Scores(hits, hits, torch.ones_like(hits), rows // 40, rows % 40)
+
+
+def test_a_gain_counts_the_accepted_drafts_and_noise_is_not_clear() -> None:
+    g = torch.Generator().manual_seed(0)
+    weak, alike, strong = (scores(torch.rand(160, 7, generator=g) < p) for p in (0.6, 0.6, 0.8))
+    found = gain(strong, weak)
+    assert found.tokens == pytest.approx(strong.tau - weak.tau, abs=1e-5) and found.z > 4
+    assert abs(gain(alike, weak).z) < 3
+    assert gain(weak, weak).z == 0
+    assert gain(weak, strong).z == pytest.approx(-found.z)
+
+
+# ---- in the speculators form, and with little to go by ---------------------------------------------------------
+
+
+def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) -> None:
+    def converted(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+        def convert(path: Path) -> None:
+            drafter, target = load_drafter(str(path)), Target.load(clinic.target, "cpu")
+            shutil.rmtree(path)
+            save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
+            for change in changes:
+                change(path)
+
+        return convert
+
+    def mended(path: Path) -> None:  # as the remedies say
+        config = json.loads((path / "config.json").read_text())
+        layer = config["transformer_layer_config"]
+        layer["rope_theta"] = layer["rope_parameters"]["rope_theta"] = 1e4
+        config["mask_token_id"] = MASK
+        (path / "config.json").write_text(json.dumps(config))
+
+    for change, check, named in (
+        (
+            edit(rope_theta=1e2),
+            "rope",
+            "rope_parameters.rope_theta of transformer_layer_config to 10000.0 in",
+        ),
+        (edit(mask_token_id=PAD), "mask row", f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}"),
+    ):
+        found = clinic.examine(break_it=converted(change))
+        assert any(f["check"] == check and named in f["remedy"] for f in found["fault"]), found["fault"]
+        assert not clinic.examine(break_it=converted(change, mended))["fault"]
+
+
+def test_what_the_files_say_stands_where_answers_are_too_short_to_measure(
+    clinic: Clinic, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--limit", "1", "--max-new-tokens", "12")
+    broken = clinic.examine(*few, break_it=BREAKS["zeroed"][0])
+    assert [f["check"] for f in broken["fault"]] == ["weights"]
+    (warning,) = (f for f in broken["warning"] if f["check"] == "acceptance")
+    assert "too short to judge" in warning["remedy"]
+    assert main(clinic.arguments(clinic.healthy, *few)) == 2
+    assert "too short to judge" in capsys.readouterr().err
+    clinic.path.joinpath("long.jsonl").write_text(json.dumps({"id": "tale", "prompt": "x" * 2000}) + "\n")
+    assert main(clinic.arguments(clinic.healthy, "--prompts", f"p={clinic.path / 'long.jsonl'}")) == 2
+    assert "prompt 'tale': " in capsys.readouterr().err

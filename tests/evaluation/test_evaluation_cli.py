@@ -1,0 +1,400 @@
+"""`dflash-eval` from its arguments to its files: what it reports, how it resumes, how it refuses."""
+
+import fcntl
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_drafter
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_drafter
+from dflash_toolkit.evaluation import EncodedPrompt, EngineRuntime, evaluate, run, write_report
+from dflash_toolkit.evaluation.cli import main
+from dflash_toolkit.evaluation.decoders import Runtime
+from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
+
+SUMMARY_KEYS = {
+    "requests", "generated_tokens", "verify_steps", "tau_pooled", "tau_mean", "accepted_per_position",
+    "accepted_given_previous", "accepted_lengths", "prefill_seconds", "decode_seconds", "tokens_per_second",
+    "plain_prefill_seconds", "plain_decode_seconds", "plain_tokens_per_second", "speedup",
+    "identical_to_plain",
+}  # fmt: skip
+REPORT_FILES = {"report.json", "report.md", "report.html"}
+
+
+def write_prompts(path: Path, *texts: str) -> Path:
+    rows = [json.dumps({"id": f"q{i}", "prompt": text}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def arguments(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, drafter_dir: Path) -> list[str]:
+    """A small run over two sets, one with a name that HTML could take for a tag."""
+    folder = tmp_path_factory.mktemp("prompts")
+    sky = write_prompts(folder / "sky.jsonl", "Why is the sky blue?", "What is 2+2?")
+    tag = write_prompts(folder / "tag.jsonl", "Count to ten.")
+    return [
+        "--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu", "--dtype", "float32",
+        "--max-new-tokens", "24", "--prompts", f"sky={sky}", f"<b>={tag}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("finished")
+    assert main([*arguments, "--output", str(output)]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
+def runtime(target: Target, drafter: Drafter) -> Runtime:
+    return EngineRuntime.of_modules(target, drafter)
+
+
+def load(output: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads((output / "report.json").read_text(), parse_constant=refuse)
+
+
+def untimed(value: Any) -> Any:
+    """A report without what another run measures anew."""
+    if isinstance(value, dict):
+        timed = ("seconds", "per_second", "speedup", "date")
+        return {key: untimed(v) for key, v in value.items() if not key.endswith(timed)}
+    return [untimed(v) for v in value] if isinstance(value, list) else value
+
+
+# ---- the report ---------------------------------------------------------------------------------------
+
+
+def test_report_json(finished: Path) -> None:
+    report = load(finished)
+    assert set(report) == {"schema", "environment", "arguments", "overall", "sets"}
+    assert report["schema"] == 1
+    assert report["environment"]["device"] == "cpu"
+    assert report["environment"]["dtype"] == "float32"
+    assert report["arguments"]["runtime"] == "engine"
+    assert report["arguments"]["block_size"] == 8
+    assert report["arguments"]["target_layer_ids"] == [1, 2, 3]
+    assert report["arguments"]["target_num_layers"] == 6
+    assert report["arguments"]["max_new_tokens"] == 24
+    assert len(report["arguments"]["chat_template_sha256"]) == 64
+    assert set(report["sets"]) == {"sky", "<b>"}
+    assert set(report["overall"]) == SUMMARY_KEYS
+    for result in report["sets"].values():
+        assert set(result) == SUMMARY_KEYS | {"per_request", "differences"}
+        assert len(result["per_request"]) == result["requests"]
+        assert (len(result["accepted_per_position"]), len(result["accepted_lengths"])) == (7, 8)
+        # fp32 on a CPU: greedy answers are the plain ones, token for token
+        assert (result["identical_to_plain"], result["differences"]) == (1.0, [])
+        assert sum(result["accepted_lengths"]) == result["verify_steps"]
+        assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["plain_tokens_per_second"])
+    first = report["sets"]["sky"]["per_request"][0]
+    assert first["id"] == "q0" and first["tokens"] <= 24
+    assert first["tau"] == pytest.approx((first["tokens"] - 1) / first["steps"])
+    hashes = [row["answer_sha256"] for row in report["sets"]["sky"]["per_request"]]
+    assert all(re.fullmatch("[0-9a-f]{16}", answer) for answer in hashes) and len(set(hashes)) == len(hashes)
+    assert {f.name for f in finished.iterdir()} == REPORT_FILES
+
+
+def test_overall_pools_the_sets(finished: Path) -> None:
+    report = load(finished)
+    for key in ("requests", "generated_tokens", "verify_steps", "prefill_seconds", "decode_seconds"):
+        assert report["overall"][key] == pytest.approx(sum(s[key] for s in report["sets"].values()))
+
+
+def test_markdown_and_page_hold_the_figures(finished: Path) -> None:
+    report = load(finished)
+    markdown, page = (finished / "report.md").read_text(), (finished / "report.html").read_text()
+    for summary in (report["overall"], *report["sets"].values()):
+        for text in (f"{summary['tau_pooled']:.2f}", f"{summary['tokens_per_second']:,.1f}"):
+            assert text in markdown
+            assert text in page
+    assert "| \\<b\\> | 1 |" in markdown
+    assert "| 3 of 3 |" in markdown  # of all sets, identical
+    assert "<b>3 of 3</b>" in page
+
+
+def test_page_is_self_contained_and_escaped(finished: Path) -> None:
+    page = (finished / "report.html").read_text()
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", page)
+    assert page.count("<svg") == page.count("aria-label") == 7  # 2 bar charts, 2 curves, 3 histograms
+    assert "&lt;b&gt;" in page
+    body = page.partition("<main>")[2]
+    assert body.count("<b>") == body.count("</b>") == 4  # the tiles' own
+
+
+def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "block_size=3"]) == 0
+    report = load(tmp_path)
+    overall = report["overall"]
+    assert overall["requests"] == 2
+    assert len(overall["accepted_lengths"]) == report["arguments"]["block_size"] == 3
+    for key in ("identical_to_plain", "speedup", "plain_tokens_per_second", "plain_decode_seconds"):
+        assert overall[key] is None
+    assert "Speed-up" not in (tmp_path / "report.html").read_text().partition("What the figures mean")[0]
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_set_may_be_named_like_a_knob_and_take_some_rows(arguments: list[str], tmp_path: Path) -> None:
+    sky = arguments[-2].partition("=")[2]
+    command = [*arguments, "--output", str(tmp_path), "--no-baseline", "--prompts", f"thinking={sky}[1:2]"]
+    assert main(command) == 0
+    (result,) = load(tmp_path)["sets"].items()
+    assert result[0] == "thinking" and [row["id"] for row in result[1]["per_request"]] == ["q1"]
+
+
+def test_answers_of_one_token(arguments: list[str], tmp_path: Path) -> None:
+    assert main([*arguments, "--output", str(tmp_path), "max_new_tokens=1"]) == 0
+    overall = load(tmp_path)["overall"]
+    assert (overall["verify_steps"], overall["tau_pooled"], overall["speedup"]) == (0, None, None)
+    assert overall["accepted_per_position"] == [None] * 7
+    assert overall["identical_to_plain"] == 1.0
+
+
+def test_thinking_reaches_the_template(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool | None] = []
+
+    def encode(tokenizer: Any, messages: Any, thinking: bool | None, tools: Any) -> list[int]:
+        seen.append(thinking)
+        return [65, 66]
+
+    monkeypatch.setattr("dflash_toolkit.evaluation.cli.encode_chat", encode)
+    quick = [*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "max_new_tokens=1"]
+    assert main(quick) == main([*quick, "thinking=false"]) == main([*quick, "thinking=true"]) == 0
+    assert seen == [None, None, False, False, True, True]
+
+
+# ---- resuming -----------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Count what is decoded, and optionally stop before the request of that number."""
+
+    def install(stop_before: int | None = None) -> list[str]:
+        decoded: list[str] = []
+
+        def counted(runtime: Runtime, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
+            if len(decoded) == stop_before:
+                raise Killed
+            decoded.append(prompt.id)
+            return measure(runtime, prompt, *rest, **more)
+
+        monkeypatch.setattr(run, "measure", counted)
+        return decoded
+
+    return install
+
+
+def test_resume_after_a_kill_in_the_middle_of_a_line(
+    arguments: list[str], finished: Path, tmp_path: Path, interrupt: Any
+) -> None:
+    command = [*arguments, "--output", str(tmp_path)]
+    interrupt(stop_before=2)
+    with pytest.raises(Killed):
+        main(command)
+    partial = tmp_path / "partial.jsonl"
+    whole = partial.read_bytes()
+    assert whole.count(b"\n") == 3  # the fingerprint and two requests
+    assert not (tmp_path / "report.json").exists()
+    partial.write_bytes(whole[:-40])
+    kept = json.loads(whole.splitlines()[1])["measurement"]["drafted"]
+
+    decoded = interrupt()
+    assert main(command) == 0
+    assert decoded == ["q1", "q0"]  # the torn one of `sky` and the one of `<b>`
+    report = load(tmp_path)
+    assert untimed(report) == untimed(load(finished))
+    assert report["sets"]["sky"]["per_request"][0]["seconds"] == kept["prefill_s"] + kept["decode_s"]
+    assert {f.name for f in tmp_path.iterdir()} == REPORT_FILES
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content.replace(b'"fingerprint": "', b'"fingerprint": "0'), id="other run"),
+        pytest.param(lambda content: content[:20], id="torn first line"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: b"\x00" * 512, id="zeros"),
+    ],
+)
+def test_a_journal_that_is_not_this_runs_is_started_afresh(
+    runtime: Runtime, tmp_path: Path, interrupt: Any, damage: Any
+) -> None:
+    sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
+    partial, params = tmp_path / "partial.jsonl", SamplingParams(max_new_tokens=4)
+    evaluate(runtime, sets, params, partial=partial)
+    decoded = interrupt()
+    evaluate(runtime, sets, params, partial=partial)
+    assert decoded == []
+    partial.write_bytes(damage(partial.read_bytes()))
+    evaluate(runtime, sets, params, partial=partial)
+    assert decoded == ["a", "b"]
+    evaluate(runtime, sets, params, partial=partial)
+    assert decoded == ["a", "b"]
+
+
+def test_another_seed_or_prompt_is_another_run(runtime: Runtime, tmp_path: Path, interrupt: Any) -> None:
+    partial, decoded = tmp_path / "partial.jsonl", interrupt()
+    runs = [("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)]
+    for name, ids, seed in runs:
+        params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=seed)
+        evaluate(runtime, {"s": [EncodedPrompt(name, ids)]}, params, partial=partial)
+    assert decoded == ["a", "a", "a", "b"]
+
+
+# ---- from Python --------------------------------------------------------------------------------------
+
+
+def test_differences_are_reported(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(runtime: Runtime, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
+        found = measure(runtime, prompt, *rest, **more)
+        if prompt.id == "b":
+            found.drafted.tokens[1] += 1
+            found = replace(found, difference=Difference(1, 5, 6, float("nan")))
+        return found
+
+    monkeypatch.setattr(run, "measure", wrong)
+    sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
+    report = evaluate(runtime, sets, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    write_report(report, tmp_path)
+    result = load(tmp_path)["sets"]["s"]
+    assert result["identical_to_plain"] == 0.5
+    assert result["differences"] == [{"id": "b", "position": 1, "plain_token": 5, "drafted_token": 6, "gap": None}]
+    assert "| s | b | 1 | 5 | 6 | - |" in (tmp_path / "report.md").read_text()
+
+
+def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Runtime, interrupt: Any) -> None:
+    decoded = interrupt()
+    fitting, long, empty = EncodedPrompt("a", [65]), EncodedPrompt("b", [65] * 512), EncodedPrompt("c", [])
+    for prompts, message in [
+        ([fitting, long], "set 's', prompt 'b'"),
+        ([empty], "prompt 'c'"),
+        ([], "no prompts"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(runtime, {"s": prompts})
+    with pytest.raises(UserError, match="no prompt set"):
+        evaluate(runtime, {})
+    assert decoded == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_new_tokens=4))
+    write = Path.write_text
+
+    def full(path: Path, content: str, **more: Any) -> int:
+        if path.name.startswith(".report.html"):
+            raise OSError(28, "No space left on device")
+        return write(path, content, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_report(report, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_decoding_is_one_line(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if mode == "ab":
+            raise OSError(28, "No space left on device")
+        return opened(path, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", full)
+    partial = tmp_path / "partial.jsonl"
+    with pytest.raises(UserError, match=r"partial\.jsonl: cannot be written \(No space left on device\)"):
+        evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, partial=partial)
+
+
+# ---- refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(["--prompts", "a={sky}", "a={sky}"], "'a' is used twice", id="two sets of one name"),
+        pytest.param(["--prompts", "{sky}"], "expected NAME=SOURCE", id="no name"),
+        pytest.param(["--prompts", "={sky}"], "expected NAME=SOURCE", id="empty name"),
+        pytest.param(["--prompts", "a="], "expected NAME=SOURCE", id="empty file name"),
+        pytest.param(["prompts=[]"], "at least one NAME=SOURCE", id="no set"),
+        pytest.param(["--prompts", "a=/no/such.jsonl"], "/no/such.jsonl: no such file", id="no file"),
+        pytest.param(["--prompts", "a={bad}"], "line 2: not valid JSON", id="broken row"),
+        pytest.param(["--prompts", "a={long}"], "prompt 'q0': the prompt has 7", id="prompt longer than the context"),
+        pytest.param(["--limit", "0"], "limit is 0", id="limit"),
+        pytest.param(["--top-p", "2"], "top_p is 2.0", id="sampling"),
+        pytest.param(["--block-size", "1"], "block_size is 1", id="block size"),
+        pytest.param(["--target", "/no/such"], "target /no/such: no such directory", id="target"),
+        pytest.param(["--drafter", "/no/such"], "drafter /no/such: no such directory", id="drafter"),
+        pytest.param(["--runtime", "vllm"], "'vllm' is not one of engine, reference", id="runtime"),
+        pytest.param(["--runtime", "reference", "draft_dtype=fp8"], "only --runtime engine", id="draft dtype"),
+        pytest.param(["--draft-dtype", "int4"], "'int4' is not one of auto, fp8, full", id="another draft dtype"),
+        pytest.param(["--device", "cuda:77"], "cuda:77", id="device"),
+        pytest.param(["tempersture=1"], "did you mean `temperature`", id="typo"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], change: list[str], message: str
+) -> None:
+    files = {
+        "sky": write_prompts(tmp_path / "sky.jsonl", "Hello"),
+        "long": write_prompts(tmp_path / "long.jsonl", "x" * 700),
+        "bad": tmp_path / "bad.jsonl",
+    }
+    files["bad"].write_text('{"prompt": "x"}\n{"prompt"\n')
+    output = tmp_path / "report"
+    command = [*arguments, "--output", str(output), *(word.format(**files) for word in change)]
+    assert main(command) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not output.exists()
+
+
+def test_a_drafter_of_another_target(
+    arguments: list[str], target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_drafter(make_drafter(target, hidden_size=48), tmp_path / "other")
+    assert main([*arguments, "--drafter", str(tmp_path / "other"), "--output", str(tmp_path / "report")]) == 2
+    assert "hidden size is 48, the target's 32" in capsys.readouterr().err
+
+
+def test_output_that_is_a_file(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report").write_text("mine")
+    assert main([*arguments, "--output", str(tmp_path / "report")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "report").read_text() == "mine"
+
+
+def test_two_runs_do_not_write_into_one_folder(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert main([*arguments, "--output", str(tmp_path)]) == 2
+    finally:
+        os.close(handle)
+    assert "is being written by another run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main([*arguments, "--output", str(tmp_path)]) == 0

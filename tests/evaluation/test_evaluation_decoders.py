@@ -1,0 +1,261 @@
+"""The two runtimes of `dflash-eval` measure the same thing, and each says when it cannot."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from test_evaluation_cli import load, untimed, write_prompts
+from test_runtime_gpu import pair as gpu_pair
+from torch import Tensor
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, save_drafter
+from dflash_toolkit.evaluation import EncodedPrompt, EngineRuntime, ReferenceRuntime, Report, evaluate
+from dflash_toolkit.evaluation.cli import main
+from dflash_toolkit.evaluation.decoders import Runtime
+from dflash_toolkit.evaluation.measure import measure
+from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.runtime.runner import StepRunner
+
+MAKERS = [pytest.param(EngineRuntime.of_modules, id="engine"), pytest.param(ReferenceRuntime, id="reference")]
+Maker = Callable[[Target, Drafter], Runtime]
+SKY = EncodedPrompt("sky", list(b"Why is the sky blue?"))
+SETS = {
+    "long": [SKY, EncodedPrompt("sum", list(b"What is the sum of two and two, and why is that so?" * 2))],
+    "short": [EncodedPrompt("h", [104])],
+}
+
+
+def draft_by_bigrams(target: Target, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let both runtimes draft by the pairs of tokens that plain answers hold, which is right now and then."""
+    behind: dict[int, int] = {}
+    for prompts in SETS.values():
+        for prompt in prompts:
+            behind |= pairwise(generate(target, None, prompt.token_ids, params).tokens)
+
+    def drafts(last: int, block: int) -> list[int]:
+        found = [last]
+        while len(found) < block:
+            found.append(behind.get(found[-1], 0))
+        return found[1:]
+
+    def of_the_reference(target: Target, drafter: Drafter, context: Any, last: int, position: int) -> list[int]:
+        return drafts(last, drafter.config.block_size)
+
+    def of_the_engine(runner: StepRunner, last: Tensor, rows: Any, block: int) -> Tensor:
+        return torch.tensor([drafts(token, block) for token in last.tolist()])
+
+    monkeypatch.setattr(decode, "propose", of_the_reference)
+    monkeypatch.setattr(StepRunner, "_propose", of_the_engine)
+
+
+def comparable(report: Report) -> Any:
+    values = untimed(report.to_json())
+    assert values["arguments"].pop("runtime") in ("engine", "reference")
+    return values
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(SamplingParams(max_new_tokens=48), id="greedy"),
+        pytest.param(SamplingParams(max_new_tokens=33, temperature=0.5, top_p=0.9, seed=3), id="sampled"),
+        pytest.param(SamplingParams(max_new_tokens=500, ignore_eos=True), id="up to the context limit"),
+    ],
+)
+def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(limit=130)
+    drafter = make_drafter(target)
+    draft_by_bigrams(target, params, monkeypatch)
+    ours, definition = (
+        evaluate(runtime, SETS, params)
+        for runtime in (EngineRuntime.of_modules(target, drafter), ReferenceRuntime(target, drafter))
+    )
+    assert ours.overall.drafted.tau_pooled > 1.2, "drafts were accepted"
+    assert comparable(ours) == comparable(definition)
+    for name in SETS:
+        pairs = zip(ours.sets[name].measurements, definition.sets[name].measurements, strict=True)
+        for a, b in pairs:
+            assert a.plain is not None and b.plain is not None
+            assert (a.drafted.tokens, a.drafted.steps) == (b.drafted.tokens, b.drafted.steps)
+            assert (a.plain.tokens, a.plain.steps) == (b.plain.tokens, b.plain.steps)
+            assert a.drafted.finish_reason == b.drafted.finish_reason
+
+
+def test_the_commands_report_is_the_same_on_both(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
+    command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu", "block_size=5"]
+    command += ["--max-new-tokens", "20", "--prompts", f"a={prompts}"]
+    for name in ("engine", "reference"):
+        assert main([*command, "--runtime", name, "--output", str(tmp_path / name)]) == 0
+    ours, definition = (untimed(load(tmp_path / name)) for name in ("engine", "reference"))
+    assert ours["arguments"].pop("runtime") == "engine"
+    assert definition["arguments"].pop("runtime") == "reference"
+    assert ours == definition
+    assert ours["arguments"]["block_size"] == 5
+
+
+def test_drafting_in_eight_bits_is_measured_and_reported(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[str] = []  # of every engine that is made
+    real = StepRunner.__init__
+
+    def noted(runner: StepRunner, target: Any, drafter: Any, *rest: Any, **more: Any) -> None:
+        real(runner, target, drafter, *rest, **more)
+        rounded = drafter is not None and isinstance(drafter.head, ScaledMatrix)
+        drafts.append("none" if drafter is None else "fp8" if rounded else "full")
+
+    monkeypatch.setattr(StepRunner, "__init__", noted)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
+    command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu"]
+    command += ["--max-new-tokens", "20", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    assert main([*command, "--draft-dtype", "fp8"]) == 0
+    report = load(tmp_path / "report")
+    assert sorted(set(drafts)) == ["fp8", "none"]
+    assert report["arguments"]["draft_dtype"] == "fp8"
+    assert report["overall"]["identical_to_plain"] == 1.0
+    assert "| draft\\_dtype | fp8 |" in (tmp_path / "report" / "report.md").read_text()
+    drafts.clear()
+    assert main(command) == 0
+    assert sorted(set(drafts)) == ["full", "none"]
+    assert load(tmp_path / "report")["arguments"]["draft_dtype"] == "full", "auto, on a CPU"
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Drafter, make: Maker) -> None:
+    seen: list[int] = []
+    runtime, params = make(target, drafter), SamplingParams(max_new_tokens=12)
+    found = measure(runtime, SKY, params, baseline=True, on_step=lambda growing: seen.append(len(growing.tokens)))
+    assert found.plain is not None
+    assert found.drafted.tokens == found.plain.tokens == generate(target, None, SKY.token_ids, params).tokens
+    assert found.difference is None
+    assert seen[0] == 1
+    assert seen[-1] == len(found.drafted.tokens)
+    assert len(seen) == 1 + len(found.drafted.steps)
+    for answer in (found.drafted, found.plain):
+        assert answer.prefill_s > 0 and answer.decode_s > 0
+    assert all(step.drafted == 0 for step in found.plain.steps)
+    assert all(step.drafted == 7 for step in found.drafted.steps[:1])
+    assert measure(runtime, SKY, params, baseline=False).plain is None
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("offset", [1, 120])
+def test_the_first_difference_and_its_gap(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, make: Maker, offset: int
+) -> None:
+    runtime, params = make(target, drafter), SamplingParams(max_new_tokens=10, ignore_eos=True)
+    right = runtime.decode
+    plain = right(SKY.token_ids, params, draft=False).tokens
+    other = (plain[4] + offset) % 200
+
+    def wrong(prompt_ids: list[int], params: SamplingParams, *, draft: bool, on_step: Any = None) -> Any:
+        answer = right(prompt_ids, params, draft=draft)
+        if draft:
+            answer.tokens[4] = other
+        return answer
+
+    monkeypatch.setattr(runtime, "decode", wrong)
+    found = measure(runtime, SKY, params, baseline=True).difference
+    assert found is not None
+    assert (found.position, found.plain_token, found.drafted_token) == (4, plain[4], other)
+    p = target.model(torch.tensor([SKY.token_ids + plain[:4]])).logits[0, -1].softmax(-1)
+    assert found.gap == pytest.approx(float(p[plain[4]] - p[other]), abs=1e-5)
+    assert found.gap > 0
+
+
+def test_a_gap_at_the_last_token_of_the_context_still_has_room(target: Target, drafter: Drafter) -> None:
+    runtime = EngineRuntime.of_modules(target, drafter)
+    runtime.make_room(len(SKY.token_ids) + 3)
+    tokens = runtime.decode(SKY.token_ids, SamplingParams(max_new_tokens=9, ignore_eos=True), draft=True).tokens
+    assert len(tokens) == 3
+    assert runtime.gap(SKY.token_ids + tokens[:2], tokens[2], tokens[2]) == 0.0
+
+
+def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: Drafter) -> None:
+    runtime = EngineRuntime.of_modules(target, drafter)
+    for prompt, length in ((SKY, 4), (SETS["long"][1], 40)):
+        params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+        assert evaluate(runtime, {"s": [prompt]}, params).overall.drafted.tokens == length
+
+
+def test_another_runtime_or_draft_dtype_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
+    partial, fingerprints = tmp_path / "partial.jsonl", []
+    engines = [EngineRuntime.of_modules(target, drafter, draft_dtype) for draft_dtype in ("auto", "fp8")]
+    for runtime in (*engines, ReferenceRuntime(target, drafter)):
+        evaluate(runtime, {"s": [SKY]}, SamplingParams(max_new_tokens=4), partial=partial)
+        fingerprints.append(json.loads(partial.read_text().splitlines()[0])["fingerprint"])
+    assert len(set(fingerprints)) == 3
+
+
+def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target: Target, drafter: Drafter) -> None:
+    def facts(target: Target, drafter: Drafter) -> dict[str, Any]:
+        ours, definition = EngineRuntime.of_modules(target, drafter), ReferenceRuntime(target, drafter)
+        assert ours.facts == definition.facts
+        return ours.facts
+
+    untied = make_target(tied=False)
+    first = facts(target, drafter)
+    assert first == facts(target, drafter)
+    assert first["target_sample_sha256"] != facts(untied, make_drafter(untied))["target_sample_sha256"]
+    assert first["drafter_sha256"] != facts(target, make_drafter(target, layers=1))["drafter_sha256"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_both_engines_fit_agree_and_know_the_gap() -> None:
+    target, drafter = gpu_pair()
+    runtime = EngineRuntime.of_modules(target, drafter)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    report = evaluate(runtime, SETS, params)
+    assert report.overall.identical_to_plain == 1.0
+    assert all(step.drafted == 15 for m in report.sets["long"].measurements for step in m.drafted.steps[:40])
+    assert report.overall.drafted.decode_s > 0 and report.overall.drafted.prefill_s > 0
+    found = report.sets["long"].measurements[0].drafted.tokens
+    ids, definition = SKY.token_ids + found[:5], ReferenceRuntime(target, drafter)
+    for other in (0, (found[5] + 1) % 4096):
+        gap = runtime.gap(ids, found[5], other)
+        assert gap == pytest.approx(definition.gap(ids, found[5], other), abs=0.03)
+        assert gap > 0
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = make_target(mlp_bias=True)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_drafter(make_drafter(target), tmp_path / "drafter")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", "Hello")
+    command = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--device", "cpu"]
+    command += ["--max-new-tokens", "4", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    capfd.readouterr()
+    assert main(command) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith("error: target ") and captured.err.count("\n") == 1
+    assert "mlp_bias is not supported by the runtime; --runtime reference decodes" in captured.err
+    assert not (tmp_path / "report").exists()
+    assert main([*command, "--runtime", "reference"]) == 0
+    with pytest.raises(UserError, match="--runtime reference"):
+        EngineRuntime.of_modules(target, make_drafter(target))
+
+
+def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: Any) -> int:
+        raise UserError("GPU memory is 3.0 GiB short")
+
+    monkeypatch.setattr("dflash_toolkit.runtime.engine.room_for_cache", short)
+    with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_new_tokens"):
+        evaluate(EngineRuntime.of_modules(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+    with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):
+        evaluate(EngineRuntime.of_modules(target, drafter, "fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+
+
+def test_an_unknown_draft_dtype_is_refused_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
+    with pytest.raises(ValueError, match="draft_dtype is 'int4'; it must be one of auto, fp8, full"):
+        EngineRuntime.of_modules(target, drafter, "int4")

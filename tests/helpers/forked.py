@@ -1,0 +1,67 @@
+"""Programs in processes of their own that begin in no time: forked from a server that has imported them already."""
+
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from paths import FOLDERS, ROOT
+
+CONTEXT = multiprocessing.get_context("forkserver")
+IMPORTED = ["conftest", "train.cli", "train.data_cli", "deepspeed"]  # what is not there is left out
+
+
+def start_server() -> None:
+    """Start the server that imports everything, if it does not run; processes get the environment of this moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([*map(str, FOLDERS), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        CONTEXT.set_forkserver_preload(IMPORTED)
+        multiprocessing.forkserver.ensure_running()
+
+
+def start(program: str, arguments: list[str], until: tuple[Path, int] | None = None) -> BaseProcess:
+    """`main(arguments)` of a module, as a command would run it; `until` as for `stop_at`."""
+    start_server()
+    process = CONTEXT.Process(target=_run, args=(program, arguments, until))
+    process.start()
+    return process
+
+
+def _run(program: str, arguments: list[str], until: tuple[Path, int] | None) -> None:
+    torch.set_num_threads(1)
+    if until:
+        stop_at(*until)
+    sys.exit(importlib.import_module(program).main(arguments))
+
+
+def stop_at(path: Path, lines: int) -> None:
+    """Have this process stand still (SIGSTOP) once it has written so many lines: it cannot end before it is killed."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_globals.get("__name__", "").startswith("train.") and line_count(path) >= lines:
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.setprofile(look)
+
+
+def line_count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_stopped(process: BaseProcess) -> None:
+    """Wait until `stop_at` has stopped a process. One that ends before that fails the test."""
+    deadline = time.monotonic() + 240
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert process.is_alive(), "it has ended before it came there"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -1,0 +1,7 @@
+"""Where the project is, and the folders of its tests: test modules import each other by their names alone."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+FOLDERS = sorted({path.parent for path in TESTS.rglob("*.py")})

@@ -1,0 +1,61 @@
+"""The products of a Qwen3-8B step, as they run on an H200."""
+
+from sm90 import Case
+
+from dflash_toolkit.kernels.triton import best, fp8, linear
+
+SHAPES = {"linear": (6144, 4096), "partials": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
+
+
+def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
+    n, k = SHAPES[kind]
+    tile = linear.tile_of_rounded(rows) if rounded else linear.tile_for(kind, n, k, rows, scaled)
+    constexprs = {
+        "T": rows,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "EVEN_N": True,
+        "EVEN_K": True,
+        "SCALED": scaled,
+        "PDL": True,
+    }
+    sizes = dict.fromkeys(("M", "N", "K"), "i32")
+    inputs = {"x_p": "*fp8e4nv" if rounded else "*bf16", "w_p": "*fp8e4nv" if scaled else "*bf16", "scale_p": "*fp32"}
+    if kind == "argmax":
+        pointers = inputs | {"best_p": "*fp32", "index_p": "*i32"}
+        constexprs["ROUNDED"] = rounded
+        return Case(linear._argmax_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
+    pointers = inputs | {"bias_p": "*bf16", "out_p": "*fp32" if kind == "partials" else "*bf16"}
+    constexprs |= {"BIAS": kind == "linear", "SWIGLU": kind == "swiglu"}
+    return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
+
+
+CASES = (
+    {
+        f"{kind} {rows}{' fp8' * scaled}": case(kind, rows, scaled)
+        for kind in SHAPES
+        for rows in (16, 32, 64, 128)
+        for scaled in ((False, True) if rows <= 32 else (False,))
+    }
+    | {f"argmax {rows} rounded": case("argmax", rows, True, True) for rows in (16, 32, 64, 128, 256)}
+    | {
+        "swiglu of a prefill": Case(
+            linear._swiglu_kernel,
+            {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"},
+            {"BLOCK": linear.SWIGLU_BLOCK, "PDL": True},
+        ),
+        "rows in fp8": Case(
+            fp8._round_kernel,
+            {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},
+            {"FP8_MAX": 448.0, "BLOCK": 16384, "PDL": True},
+            num_warps=8,
+            ragged=("M",),
+        ),
+        "best of the tiles": Case(
+            best._reduce_kernel,
+            {"best_p": "*fp32", "index_p": "*i32", "out_p": "*i64", "M": "i32", "tiles": "i32"},
+            {"BLOCK": 2048, "PDL": True},
+            ragged=("M", "tiles"),
+        ),
+    }
+)

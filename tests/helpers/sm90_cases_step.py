@@ -1,0 +1,96 @@
+"""The other kernels of a Qwen3-8B step, as they run on an H200."""
+
+from sm90 import Case
+
+from dflash_toolkit.kernels.triton import accept, attention, norm, rope, sample
+
+SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions", "paired")
+INTS = dict.fromkeys(SIZES, "i32")
+SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "PDL": True}
+ODD = ("S", "G", "GROUP", "TILES", "SPLITS", "LAYERS", "width")
+
+
+def ints(kernel: object) -> dict[str, str]:
+    return {name: kind for name, kind in INTS.items() if name in kernel.arg_names}
+
+
+def attention_case(whole: bool, causal: bool) -> Case:
+    kernel = attention._attention_kernel
+    constexprs = SHARED | {
+        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
+    }  # fmt: skip
+    pointers = {
+        "q_p": "*bf16", "cache_p": "*bf16", "lengths_p": "*i32", "pages_p": "*i32", "out_p": "*bf16",
+        "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "scale": "fp32",
+    }  # fmt: skip
+    return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
+
+
+def sample_case(logits: str, ragged: tuple[str, ...] = ()) -> Case:
+    pointers = {
+        "logits_p": logits, "temperature_p": "*fp32", "top_p_p": "*fp32", "top_k_p": "*i64", "min_p_p": "*fp32",
+        "uniform_p": "*fp64", "values_p": "*fp32", "ids_p": "*i32", "out_p": "*i64", "V": "i32",
+    }  # fmt: skip
+    sizes = {name: getattr(sample, name) for name in ("BLOCK", "TILE", "PIVOTS", "GROUPS")}
+    constexprs = sizes | {"ROOM": sample.CANDIDATES, "TILES": 64, "PDL": True}
+    return Case(sample._sample_kernel, pointers, constexprs, sample.WARPS, ragged=ragged)
+
+
+def rope_write_case(partials: str, parts: int, heads: int, early: bool) -> Case:
+    kernel = rope._rope_write_kernel
+    pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
+    constexprs = {
+        "PARTS": parts, "HEADS": heads, "BLOCK": 64, "PAGE": 64,
+        "BIAS": True, "NORM": True, "EARLY": early, "PDL": True,
+    }  # fmt: skip
+    return Case(kernel, pointers | ints(kernel), constexprs, 1, ragged=("S", "G", "width"))
+
+
+merge = attention._merge_kernel
+rope_pointers = {"rope_p": "*fp32", "lengths_p": "*i32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"}
+CASES = {
+    f"attention {'whole' if whole else 'split'} {'causal' if causal else 'free'}": attention_case(whole, causal)
+    for whole in (False, True)
+    for causal in (False, True)
+} | {
+    "merge": Case(
+        merge,
+        {"m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "lengths_p": "*i32", "out_p": "*bf16"} | ints(merge),
+        SHARED | {"MERGE_SPLITS": 16, "CAUSAL": True},
+        1,
+        ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired"),
+    ),
+    "add_rms_norm": Case(
+        norm._add_rms_norm_kernel,
+        {
+            "x_p": "*bf16", "part_p": "*fp32", "w_p": "*bf16", "sum_p": "*bf16", "h_p": "*bf16", "tap_p": "*bf16",
+            "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32", "PARTS": "i32",
+        },
+        {"BLOCK": 4096, "ADD": True, "TAP": True, "PDL": True},
+        8,
+        ragged=("M", "PARTS"),
+    ),
+    "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
+    "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
+    "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False),
+    "context_write": Case(
+        rope._context_write_kernel,
+        {"kv_p": "*bf16", "kw_p": "*bf16", "counts_p": "*i32"} | rope_pointers | ints(rope._context_write_kernel),
+        {"HEADS": 8, "BLOCK": 64, "PAGE": 64, "PDL": True},
+        1,
+        ragged=("S", "G", "LAYERS", "width"),
+    ),
+    "accept": Case(
+        accept._accept_kernel,
+        {
+            "draft_p": "*i64", "choice_p": "*i64", "active_p": "*i1", "lengths_p": "*i32", "last_p": "*i64",
+            "forced_p": "*i32", "counts_p": "*i32", "tokens_p": "*i64", "S": "i32", "stride_draft": "i32",
+        },
+        {"BLOCK": 16, "FORCED": False, "PDL": True},
+        1,
+        ragged=("S", "stride_draft"),
+    ),
+    "sample bf16": sample_case("*bf16"),
+    "sample fp32": sample_case("*fp32"),
+    "sample of an odd vocabulary": sample_case("*bf16", ("logits_p", "V")),
+}  # fmt: skip

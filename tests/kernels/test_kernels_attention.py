@@ -1,0 +1,129 @@
+"""The Hopper attention kernel on a GPU: against float64, and a row alone against the same row in company, bit for bit.
+
+Interpreted it runs in test_kernels_gluon_attention.py; that it compiles is in test_kernels_sm90.py. In every cache what
+is in no request's reach is NaN.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from test_kernels_step import (
+    Pages,
+    assert_as_exact_as_torch,
+    attend,
+    defined,
+    make_pages,
+    randn,
+)
+
+from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.triton import attention
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+CONTEXTS = (700, 0, 5, 2100, 63, 64, 128, 1)
+HEADS = [(8, 4, 128, 64), (2, 7, 64, 64), (2, 7, 128, 128), (1, 1, 64, 256)]  # KV heads, group, width, page
+
+
+def ragged(batch: int) -> tuple[int, ...]:
+    return tuple(CONTEXTS[i % len(CONTEXTS)] + i // len(CONTEXTS) for i in range(batch))
+
+
+def asked(pages: Pages, rows: int, group: int) -> Tensor:
+    """Queries, of a kind that the kernel takes."""
+    q = randn(rows, pages.cache.shape[2] * group, pages.cache.shape[3], dtype=BF16)
+    assert attention_hopper.fits(q, pages.cache, pages.size)
+    return q
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 40])
+@pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
+def test_it_is_as_exact_as_torch_in_one_pass_and_in_two(
+    groups: int, group: int, width: int, size: int, block: int, window: int, causal: bool
+) -> None:
+    for batch in (1, 3, 9, 16):
+        pages = make_pages(ragged(batch), block, size, groups, width, BF16)
+        q = asked(pages, batch * block, group)
+        exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
+        torchs = defined(q, pages.cache, pages, causal=causal, window=window)
+        for whole in (False, True):
+            found = attend(q, pages, causal=causal, window=window, whole=whole)
+            assert_as_exact_as_torch(found, torchs, exact)
+        split = attend(q, pages, causal=causal, window=window)
+        assert torch.equal(attend(q, pages, causal=causal, window=window, pairs=True), split)
+
+
+@pytest.mark.parametrize("context", [0, 60, 64, 120, 186, 700, 2040])  # the last: before the first long split
+@pytest.mark.parametrize(("window", "whole"), [(0, False), (0, True), (50, False), (50, True)])
+@pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
+def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
+    groups: int, group: int, width: int, size: int, window: int, whole: bool, context: int
+) -> None:
+    pages = make_pages((context,), 16, size, groups, width, BF16)
+    q = asked(pages, 16, group)
+    in_block = attend(q, pages, causal=True, window=window, whole=whole)
+    for k in range(16):
+        here = pages.one(0, k)
+        assert torch.equal(attend(q[k : k + 1], here, causal=True, window=window, whole=whole)[0], in_block[k])
+        shorter = attend(q[: k + 1], pages, causal=True, window=window, whole=whole)
+        assert torch.equal(shorter, in_block[: k + 1])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+@pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
+@pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
+def test_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(
+    groups: int, group: int, width: int, size: int, whole: bool, causal: bool
+) -> None:
+    pages = make_pages(CONTEXTS, 8, size, groups, width, BF16)
+    q = asked(pages, len(CONTEXTS) * 8, group)
+    together = attend(q, pages, causal=causal, whole=whole).unflatten(0, (-1, 8))
+    assert whole or torch.equal(attend(q, pages, causal=causal, pairs=True).unflatten(0, (-1, 8)), together)
+    for request, context in enumerate(CONTEXTS):
+        alone, mine = pages.one(request), q.unflatten(0, (-1, 8))[request]
+        assert torch.equal(attend(mine, alone, causal=causal, whole=whole), together[request])
+        narrow = replace(alone, table=alone.table[:, : -(-(context + 8) // size)].contiguous())
+        assert torch.equal(attend(mine, narrow, causal=causal, whole=whole), together[request])
+
+
+@pytest.mark.parametrize("batch", [8, 9], ids=["split", "whole"])
+def test_a_captured_graph_follows_the_lengths(batch: int) -> None:
+    pages = make_pages((300,) * batch, 8, 64, 8, 128, BF16)
+    q = asked(pages, batch * 4, 4)
+
+    def step() -> Tensor:
+        return attention.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for length in (0, 61, 129, 304):
+        pages.lengths.fill_(length)
+        graph.replay()
+        assert torch.equal(captured, step())
+
+
+def test_under_load_where_tiles_arrive_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, block, context, size = 64, 4, 700, 64
+    used = -(-(context + block) // size)
+    table = torch.randperm(batch * used, device="cuda", dtype=torch.int32).view(batch, used)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    caches = [torch.randn(2, batch * used * size, 8, 128, device="cuda", dtype=BF16) for _ in range(8)]
+    q = torch.randn(batch * block, 32, 128, device="cuda", dtype=BF16)
+
+    def outputs() -> Tensor:
+        return torch.stack([attention.block_attention(q, c, lengths, table, size, causal=False) for c in caches])
+
+    runs = [outputs() for _ in range(5)]
+    monkeypatch.setattr(attention_hopper, "fits", lambda *_: False)
+    torch.testing.assert_close(runs[0], outputs(), rtol=0.0, atol=0.01)  # outputs are about 0.06
+    assert all(torch.equal(runs[0], run) for run in runs)

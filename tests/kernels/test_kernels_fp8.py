@@ -1,0 +1,136 @@
+"""Rows rounded to fp8 and products with them, on the interpreter where there is no GPU."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+
+from dflash_toolkit.kernels import fused
+from dflash_toolkit.kernels.scaled import FP8_MAX, ScaledMatrix
+from dflash_toolkit.kernels.triton import fp8, linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
+
+
+# Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows hold
+# what the format has already, and rounding itself is for the GPU
+KINDS = [
+    "in the format",
+    pytest.param("any", marks=pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")),
+]
+
+
+def rows_of(kind: str, m: int, k: int) -> Tensor:
+    """Rows of very different sizes, with an outlier each."""
+    x = torch.randn(m, k) * torch.logspace(-4, 3, m)[:, None]
+    x[:, k // 2] *= 50
+    if kind == "in the format":
+        rounded = ScaledMatrix.of(x)
+        # as bf16 has them exactly: the scale a power of two
+        x = rounded.data.float() * torch.exp2(rounded.scale.log2().round())[:, None]
+    return x.to(torch.bfloat16).to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 10, 64, 300, 4096])
+@pytest.mark.parametrize("m", [1, 3, 129])
+def test_rows_are_rounded_as_matrices_are(m: int, k: int, kind: str) -> None:
+    x = rows_of(kind, m, k)
+    x[0] = 0
+    found, expected = fp8.rounded_rows(x), ScaledMatrix.of(x)
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+    exact, error = x.double(), (found.dense(torch.float64) - x.double()).abs()
+    # what is too small for a normal number of the format has its spacing there
+    tiny = found.scale.double()[:, None] * 2.0**-10
+    assert (error <= ROUNDING * exact.abs() * 1.001 + tiny).all()
+    assert (found.data.float().abs().amax(1)[1:] == FP8_MAX).all()
+    if kind == "in the format":
+        assert torch.equal(found.data.float(), expected.data.float()) and not error.any()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(129, 48, 64), (160, 16, 320), (256, 640, 512), (300, 1152, 896)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_products_with_rounded_weights_are_within_their_rounding(
+    m: int, n: int, k: int, biased: bool, kind: str
+) -> None:
+    x, weight = rows_of(kind, m, k), ScaledMatrix.of(torch.randn(n, k, device=DEVICE) / k**0.5)
+    bias = torch.randn(n, device=DEVICE).to(torch.bfloat16) if biased else None
+    exact_weight = weight.dense(torch.float64)
+    exact = x.double() @ exact_weight.T + (0 if bias is None else bias.double())
+    found = linear.linear(x, weight, bias).double()
+    terms = x.double().abs() @ exact_weight.abs().T
+    # the sum's own rounding in bf16; and fast accumulation, which cuts the sum to 13 bits every 32 columns
+    bound = 2.0**-7 * exact.abs() + -(-k // 32) * 2.0**-13 * terms
+    if kind == "any":  # then every term is off by its row's rounding at most
+        smallest = x.double().abs().amax(1, keepdim=True) / FP8_MAX * 2.0**-10 * exact_weight.abs().sum(1)
+        bound += ROUNDING * terms + smallest
+    assert ((found - exact).abs() <= bound).all()
+    parts = linear.linear_partials(x, weight, bias)
+    assert torch.equal(parts.sum(0).double(), found)
+    if bias is None:
+        expected = F.silu(found[:, 0::2]) * found[:, 1::2]
+        torch.testing.assert_close(linear.linear_swiglu(x, weight).double(), expected, rtol=2.0**-6, atol=1e-30)
+    with patch.object(linear, "scaled_linear", side_effect=AssertionError("of bf16 only, in whole tiles of 16")):
+        linear.linear(x.float(), weight)
+        linear.linear(x[:, :-1].contiguous(), ScaledMatrix.of(exact_weight[:, :-1].float()))
+        linear.linear(x, ScaledMatrix.of(exact_weight[:-1].float()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 2000, 256), (16, 48, 80), (33, 2000, 256), (140, 304, 896), (257, 80, 96)]
+)
+def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
+    m: int, n: int, k: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, head = rows_of(kind, m, k), ScaledMatrix.of(torch.randn(n, k, device=DEVICE))
+    monkeypatch.setattr(linear, "scaled_linear", None)  # which would have logits in memory
+    logits = x.double() @ head.dense(torch.float64).T
+    found = fused.linear_argmax(x, head)
+    assert (found.dtype, found.shape) == (torch.int64, (m,))
+    chosen = logits.gather(1, found[:, None])[:, 0]
+    spread = x.double().abs() @ head.dense(torch.float64).abs().T
+    # the latter for fast accumulation, which cuts the sum to 13 bits every 32 columns
+    slack = ROUNDING if kind == "any" else 2.0**-7
+    assert (logits.amax(1) - chosen <= 2 * slack * spread.amax(1)).all()
+    assert (chosen == logits.amax(1)).float().mean() > 0.7
+
+
+@pytest.mark.parametrize("long", [0, 1000], ids=["256 at a time", "128"])
+def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LONG_SUM", long)
+    x, head = rows_of("in the format", 300, 192), ScaledMatrix.of(torch.randn(400, 192, device=DEVICE))
+    whole = fused.linear_argmax(x, head)
+    for rows in (1, 16, 17, 64, 129, 256):
+        assert torch.equal(fused.linear_argmax(x[:rows], head), whole[:rows]), rows
+    assert torch.equal(fused.linear_argmax(x[290:], head), whole[290:])
+
+
+def test_of_equal_columns_a_head_in_fp8_takes_the_lowest() -> None:
+    x = torch.ones(3, 32, dtype=torch.bfloat16, device=DEVICE)
+    head = torch.full((400, 32), -1.0, device=DEVICE)
+    head[[37, 130, 399]] = 1.0
+    assert fused.linear_argmax(x, ScaledMatrix.of(head)).tolist() == [37] * 3
+    assert fused.linear_argmax(-x, ScaledMatrix.of(head)).tolist() == [0] * 3
+
+
+def test_rows_of_other_types_are_not_rounded_for_a_head_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, head = rows_of("in the format", 33, 256), ScaledMatrix.of(torch.randn(2000, 256, device=DEVICE))
+    monkeypatch.setattr(linear, "rounded_rows", None)
+    exact = x.double() @ head.dense(torch.float64).T
+    chosen = exact.gather(1, fused.linear_argmax(x.float(), head)[:, None])[:, 0]
+    assert (exact.amax(1) - chosen <= 2.0**-10 * exact.abs().amax(1)).all()
+
+
+def test_largest_values_do_not_leave_the_format() -> None:
+    x = torch.full((2, 64), 3.3895e38, dtype=torch.bfloat16, device=DEVICE)
+    x[1] = 1e-38
+    found = fp8.rounded_rows(x)
+    assert found.data.float().isfinite().all() and (found.data.float()[0] == FP8_MAX).all()

@@ -1,0 +1,251 @@
+"""The Gluon kernels on a CPU: their own Python in `gluon_interpreter.py`, launched by their own host functions.
+
+In float64 against their definitions, with loads, products and programs in several orders; and that mistakes of the kind
+that a GPU forgives most of the time are found. What no interpreter shows, test_kernels_layer.py tries on a GPU. The
+attention kernel has test_kernels_gluon_attention.py.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gluon_interpreter import Fault, Interpreted
+from test_kernels_layer import EPS, assert_close, double, matrices
+
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.hopper import head, layer, ring
+from dflash_toolkit.kernels.scaled import ScaledMatrix
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
+
+BF16 = torch.bfloat16
+
+
+# ---- the layer -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Streamed:
+    """The layer kernel with its operands; the barriers' counters stay from launch to launch."""
+
+    kernel: Interpreted
+    counters: Tensor
+    weights: dict[str, Any]
+    x: Tensor
+    a: Tensor
+
+    def launch(self, rows: slice = slice(None), **others: Any) -> tuple[Any, ...]:
+        """For some of the rows, or with other operands."""
+        given = {name: t for name, t in self.weights.items() if name != "o_bias"} | others
+        return layer.launch_layer(self.x[rows], self.a[rows], eps=EPS, **given)
+
+    def check(self, found: tuple[Any, ...]) -> None:
+        """As exact as torch; NaN, which fresh memory holds, is not."""
+        wide: dict[str, Any] = double(self.weights)
+        torchs: tuple[Any, ...] = reference.finish_layer(self.x, self.a, eps=EPS, **self.weights)
+        exact: tuple[Any, ...] = reference.finish_layer(self.x.double(), self.a.double(), eps=EPS, **wide)
+        assert_close(found, torchs, exact)
+
+
+def streamed(
+    patch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int, int],
+    rows: int,
+    programs: int,
+    slots: tuple[int, int] | None = None,
+) -> Streamed:
+    """The host's own choices, for a device of so many multiprocessors; `slots` are those of the rings, if not its."""
+    kernel, counters = Interpreted(layer.layer_kernel), torch.zeros(layer.BARRIERS, dtype=torch.int32)
+    patch.setattr(layer, "layer_kernel", kernel)
+    patch.setattr(layer, "programs_of", lambda _: programs)
+    patch.setattr(layer, "_barriers", lambda _: counters)
+    patch.setattr(layer, "rounded_rows", ScaledMatrix.of)
+    if slots is not None:
+        patch.setattr(layer, "slots_of", lambda _: ring.Slots(*slots))
+    x, a = (torch.randn(rows, width).bfloat16() for width in shape[:2])
+    return Streamed(kernel, counters, matrices(shape, "cpu", BF16), x, a)
+
+
+SMALL = (128, 384, 256, 192)  # D, attention width, FFN, qkv
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "programs", "cut"),
+    [
+        (SMALL, 1, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 2, "QKV_SPLITS": 1}),  # three blocks of K in two splits
+        (SMALL, 3, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 2, "QKV_SPLITS": 1}),
+        ((128, 640, 896, 64), 5, 9, {"O_SPLITS": 3, "DOWN_SPLITS": 4}),  # five in three, seven in four
+        ((256, 128, 640, 448), 16, 18, {"DOWN_SPLITS": 3, "QKV_SPLITS": 2}),
+        ((256, 128, 640, 448), 17, 18, {"DOWN_SPLITS": 3, "T": 32}),
+        ((128, 128, 2176, 4352), 33, 34, {"GATE_WIDE": 2, "QKV_WIDE": 2}),  # a program's tiles side by side
+        ((128, 128, 3456, 6912), 36, 36, {"GATE_WIDE": 3, "QKV_WIDE": 3}),
+        ((128, 256, 128, 64), 65, 66, {"T": 128}),
+    ],
+    ids=str,
+)
+def test_a_layer_is_as_exact_as_torch(
+    shape: tuple[int, int, int, int], rows: int, programs: int, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = streamed(monkeypatch, shape, rows, programs)
+    tap = torch.full((rows, 3 * shape[0]), torch.nan, dtype=BF16)
+    view = tap[:, shape[0] : 2 * shape[0]]
+    found = case.launch(tap=view)
+    assert cut.items() <= case.kernel.launches[0].items()
+    case.check(found)
+    assert torch.equal(view, found[0]) and int(tap.isnan().sum()) == 2 * rows * shape[0]
+    i = rows // 2
+    alone = case.launch(slice(i, i + 1))
+    assert all(torch.equal(one[..., 0, :], many[..., i, :]) for one, many in zip(alone, found, strict=True))
+    last = case.launch(qkv=None)
+    assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
+
+
+@pytest.mark.parametrize("slots", [None, (1, 1), (2, 3), (5, 2)])
+def test_the_order_of_loads_and_programs_and_the_rings_do_not_matter(
+    slots: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, launch after launch on the same counters."""
+    case = streamed(monkeypatch, SMALL, 3, 5)
+    first = case.launch()
+    case = replace(streamed(monkeypatch, SMALL, 3, 5, slots), weights=case.weights, x=case.x, a=case.a)
+    for seed in range(8):
+        case.kernel.seed = seed
+        assert all(torch.equal(one, other) for one, other in zip(case.launch(), first, strict=True))
+        assert int(case.counters[0]) == 0  # the others are reset when nobody can be at them: by the next launch
+
+
+def test_a_program_without_tiles_sees_every_arrival_at_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows' warp may be slow, and nothing else keeps its warps that compute from going on.
+
+    One barrier for all products, waited for with parities 0, 1, 0, hung: the second arrival hid the first.
+    """
+    case = streamed(monkeypatch, (128, 128, 128, 64), 3, 7)
+    for seed in range(30):
+        case.kernel.seed = seed
+        case.check(case.launch())
+
+
+def test_a_trace_has_every_programs_phases_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = streamed(monkeypatch, SMALL, 3, 5)
+    trace = torch.full((5, len(layer.PHASES)), -1)
+    case.check(case.launch(trace=trace))
+    assert bool((trace[:, 0] >= 0).all()) and bool((trace.diff(dim=1) >= 0).all())
+    for phase, name in enumerate(layer.PHASES):
+        if name == "barrier":
+            assert trace[:, phase].min() >= trace[:, phase - 1].max()
+
+
+# ---- the head --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "k", "rows", "wide"),
+    [(64, 128, 1, 1), (448, 256, 17, 1), (640, 256, 64, 2), (960, 384, 70, 3)],
+    ids=str,
+)
+def test_a_head_finds_the_largest_logit_and_the_lowest_of_tied_columns(
+    columns: int, k: int, rows: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Interpreted(head.head_kernel)
+    monkeypatch.setattr(head, "head_kernel", kernel)
+    monkeypatch.setattr(head, "programs_of", lambda _: 5)
+    x, weight = torch.randn(rows, k).bfloat16(), torch.randn(columns, k).bfloat16()
+    weight[columns // 2] = weight[columns // 3]
+    x[rows // 2] = 4 * weight[columns // 3]
+    expected = (x.double() @ weight.double().T).float().bfloat16().argmax(-1)
+    assert int(expected[rows // 2]) == columns // 3
+    for seed in range(3):
+        kernel.seed = seed
+        assert torch.equal(head.launch_head(x, weight), expected)
+    assert kernel.launches[0]["WIDE"] == wide
+    pairs = weight[:64].repeat_interleave(2, 0)[:64].repeat(columns // 64, 1)
+    assert torch.equal(head.launch_head(x, pairs), (x.double() @ pairs[:64:2].double().T).bfloat16().argmax(-1) * 2)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------
+
+
+def broken(patch: pytest.MonkeyPatch, module: ModuleType, name: str, changes: dict[str, str]) -> None:
+    """Puts a function of a kernel in its place that differs by some of its text."""
+    function = getattr(module, name).fn
+    source = inspect.getsource(function)
+    for old, new in changes.items():
+        assert source.count(old) == 1, f"{name} no longer has one {old!r}"
+        source = source.replace(old, new)
+    scratch = dict(function.__globals__)
+    exec(compile(source[source.index("def ") :], f"broken {name}", "exec"), scratch)
+    patch.setattr(module, name, SimpleNamespace(fn=FunctionType(scratch[name].__code__, function.__globals__)))
+
+
+def complaint(kernel: Interpreted, attempt: Callable[[], None]) -> str:
+    """Of the first order in which the attempt ends in a fault or a wrong result; any other error is a test's own."""
+    for seed in range(40):
+        kernel.seed = seed
+        try:
+            attempt()
+        except (Fault, AssertionError) as found:
+            return f"{type(found).__name__}: {found}"
+    pytest.fail("no order has shown anything")
+
+
+Mistake = tuple[ModuleType, str, dict[str, str]]  # where, in which function, and what becomes of its text
+FREE_W, FREE_X = (f"mbarrier.arrive({ring}_free.index(slot), count=1)" for ring in "wx")
+LAYER_MISTAKES: dict[str, Mistake] = {
+    "weights given back before their product has ended": (
+        ring, "_multiply", {FREE_W: "pass", "b_acc = warpgroup_mma_wait": f"{FREE_W}; b_acc = warpgroup_mma_wait"}
+    ),
+    "rows given back before their product has ended": (
+        layer, "accumulate", {FREE_X: "pass", "b_0 = _multiply": f"{FREE_X}; b_0 = _multiply"}
+    ),
+    "weights used before they have come": (ring, "_multiply", {"mbarrier.wait(w_full.index(slot), ": "("}),
+    "rows used before they have come": (layer, "accumulate", {"mbarrier.wait(x_full.index(slot), ": "("}),
+    "a slot loaded before it is free": (layer, "stream", {"mbarrier.wait(free.index(slot), ": "("}),
+    "full in the wrong phase": (ring, "_multiply", {"at // SLOTS % 2": "(at // SLOTS + 1) % 2"}),
+    "free in the wrong phase": (layer, "stream", {"(done // SLOTS + 1) % 2": "done // SLOTS % 2"}),
+    "half the bytes expected": (layer, "stream", {"BLOCK * BLOCK_BYTES": "BLOCK * BLOCK_BYTES // 2"}),
+    "the norm loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(0), 0)": "pass"}),
+    "the activation loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(1), 0)": "pass"}),
+    "the last norm loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(2), 0)": "pass"}),
+    "no barrier behind o": (layer, "_compute", {"join(sync_p, False)": "pass"}),
+    "no barrier behind the norm": (layer, "_compute", {"join(sync_p + 1, True)": "pass"}),
+    "no barrier behind gate and up": (layer, "_compute", {"join(sync_p + 2, True)": "pass"}),
+    "no barrier behind down": (layer, "_compute", {"join(sync_p + 3, False)": "pass"}),
+    "no barrier behind the last norm": (layer, "_compute", {"join(sync_p + 4, True)": "pass"}),
+    "counters not reset": (layer, "_compute", {"gl.store(sync_p + i, 0)": "pass"}),
+    "the first counter not reset": (layer, "_compute", {"gl.store(sync_p, 0)": "pass"}),
+    "the first counter reset too early": (layer, "_compute", {"stamp(trace_p, 2, PHASES)": "gl.store(sync_p, 0)"}),
+    "rows written that are not there": (layer, "_store", {"mask=(o_m < M)[None, :] & (o_n": "mask=(o_n"}),
+    "rows read that are not there": (layer, "_row", {"(o_d < D) & (i_m < M)": "o_d < D"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", LAYER_MISTAKES)
+def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, *LAYER_MISTAKES[mistake])
+    case = streamed(monkeypatch, SMALL, 3, 5, slots=(2, 1))
+
+    def twice() -> None:
+        for _ in range(2):
+            case.check(case.launch())
+
+    assert complaint(case.kernel, twice)
+
+
+def test_a_deadlock_is_told_with_who_waits_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, *LAYER_MISTAKES["free in the wrong phase"])
+    case = streamed(monkeypatch, SMALL, 3, 5)
+    said = complaint(case.kernel, lambda: case.check(case.launch()))
+    assert said.startswith("Fault: nobody can go on:")
+    barrier = r"waits for Barrier\(count=1, phase=0, missing=1, bytes=0\)"
+    assert re.search(rf"program \(3,\), _compute, at ring.py:\d+, {barrier}", said)
+    assert re.search(rf"program \(3,\), _stream_weights, at broken stream:\d+, {barrier}", said)
+    assert re.search(r"program \(4,\), _compute, at grid.py:\d+, waits for 5 programs at counter 0", said)  # no tile

@@ -1,0 +1,181 @@
+"""The Gluon attention kernel on a CPU, as test_kernels_gluon.py has the others; test_kernels_attention.py has a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gluon_interpreter import Interpreted
+from test_kernels_gluon import broken, complaint
+from test_kernels_step import Pages, assert_as_exact_as_torch, attend, defined, make_pages, randn
+
+from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.triton import attention
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
+
+BF16 = torch.bfloat16
+
+
+def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpreted:
+    """Splits of one (or two) tiles, twice, and then of five; `hopper_attention_kernel` may be a broken one."""
+    kernel = Interpreted(attention_hopper.hopper_attention_kernel, together=False)
+    patch.setattr(attention_hopper, "hopper_attention_kernel", kernel)
+    patch.setattr(attention_hopper, "fits", lambda *_: True)
+    for name, keys in (("SHORT", short), ("SHORT_SPLITS", 2), ("LONG", 320)):
+        patch.setattr(attention, name, type(attention.SHORT)(keys))
+    return kernel
+
+
+def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, window: int = 0) -> None:
+    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
+    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=causal, window=window), exact)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+@pytest.mark.parametrize(
+    ("groups", "group", "width", "size", "block", "contexts", "window"),
+    [
+        (2, 2, 64, 64, 2, (130, 0, 63), 0),
+        (1, 4, 128, 128, 2, (700, 5), 100),
+        (1, 7, 64, 64, 12, (200,), 0),  # two tiles of rows
+        (2, 1, 128, 64, 1, (64, 449, 127), 0),
+        (1, 4, 64, 64, 3, (191, 255, 900), 60),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("short", [64, 128])
+def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
+    groups: int, group: int, width: int, size: int, block: int, contexts: tuple[int, ...], window: int,
+    causal: bool, short: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kernel = interpret_attention(monkeypatch, short)
+    pages = make_pages(contexts, block, size, groups, width, BF16)
+    q = randn(len(contexts) * block, groups * group, width, dtype=BF16)
+    for whole, pairs in ((False, False), (False, True), (True, False)):
+        found = attend(q, pages, causal=causal, window=window, whole=whole, pairs=pairs)
+        check_attention(q, pages, found, causal=causal, window=window)
+        assert (kernel.launches[-1]["WHOLE"], kernel.launches[-1]["PAIRS"]) == (whole, pairs)
+
+
+def test_the_order_of_loads_does_not_matter_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_attention(monkeypatch)
+    pages = make_pages((5, 130, 460), 2, 64, 1, 64, BF16)
+    q = randn(6, 3, 64, dtype=BF16)
+    first = attend(q, pages, causal=True, whole=True)
+    for seed in range(1, 9):
+        kernel.seed = seed
+        assert torch.equal(attend(q, pages, causal=True, whole=True), first)
+
+
+def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_attention(monkeypatch)
+    pages = make_pages((186,), 8, 64, 1, 64, BF16)
+    q = randn(8, 3, 64, dtype=BF16)
+    in_block = attend(q, pages, causal=True, whole=True)
+    for k in range(8):
+        assert torch.equal(attend(q[k : k + 1], pages.one(0, k), causal=True, whole=True)[0], in_block[k])
+
+
+# ---- mistakes --------------------------------------------------------------------------------------
+
+
+HOPPER = "hopper_attention_kernel"
+EARLY = (
+    "k = i + 4 < asked; _expect(k_bar, before + i + 4, k, HEAD); "
+    "_load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k)"
+)
+ATTENTION_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
+    "the second keys used before they have come": ("_state", {"_wait(k_bar, before, 1, tiles)": "pass"}),
+    "keys used before they have come": ("_state", {"_wait(k_bar, before, i + 2, tiles)": "pass"}),
+    "values used before they have come": ("_state", {"_wait(v_bar, before, done, tiles)\n": "pass\n"}),
+    "values taken to come in order": ("_state", {"_wait(v_bar, before, done, tiles)  #": "pass  #"}),
+    "the last values changed before they have come": ("_state", {"_wait(v_bar, before, i, tiles)\n": "pass\n"}),
+    "keys overwritten before their product has ended": ("_state", {
+        "_expect(k_bar, before + i + 4, k_wanted, HEAD)": "pass",
+        "_load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k_wanted)": "pass",
+        "b_s, b_out = warpgroup_mma_wait": f"{EARLY}; b_s, b_out = warpgroup_mma_wait",
+    }),
+    "no bytes expected": ("_state", {"_expect(v_bar, before + i + 2, v_wanted, HEAD)": "pass"}),
+    "values loaded twice": ("_state", {"(i > 0) & (i + 2 < asked)": "i + 2 < asked"}),
+    "a wait for the wrong phase": ("_wait", {"i // STAGES % 2": "(i // STAGES + 1) % 2"}),
+    "NaN of unwritten slots": ("_state", {"b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))": "pass"}),
+    "the wrong page": ("_state", {"start + (i + 5) * KEYS": "start + (i + 4) * KEYS"}),
+    "a page behind the table": ("_slot", {"gl.minimum(position // PAGE, columns - 1)": "position // PAGE"}),
+}  # fmt: skip
+BEHIND = "behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)"
+FOURTH = "slots + slot_3, column, asked > 3"
+PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
+    "the rings begun anew by the second split": (HOPPER, {"stop, tiles, behind, 0,": "stop, 0, behind, 0,"}),
+    "the second split where the first begins": (HOPPER, {"stop, tiles, behind, 0,": "start, tiles, behind, 0,"}),
+    "the fourth values never expected": (HOPPER, {"_expect(v_bar, 3, asked > 3, HEAD)": "pass"}),
+    "the fourth values from the third's place": (HOPPER, {FOURTH: FOURTH.replace("slot_3", "slot_2")}),
+    "the fourth keys never expected": ("_state", {"_expect(k_bar, before + 3, asked > 3, HEAD)": "pass"}),
+    "more tiles than the first split has": ("_tiles", {"gl.minimum(stop, end)": "end"}),
+    "the first split left out": (HOPPER, {"gl.fma(b_1, e_1, b_out * e_0)": "b_1"}),
+    "the second split left out": (HOPPER, {BEHIND: "pass"}),
+    "a long split for two": (HOPPER, {BEHIND: "behind = _tiles(stop, stop + SHORT, end)"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ATTENTION_MISTAKES)
+def test_a_mistake_in_attention_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, attention_hopper, *ATTENTION_MISTAKES[mistake])
+    kernel = interpret_attention(monkeypatch)
+    pages = make_pages((5, 130, 200, 460), 2, 64, 1, 64, BF16)
+    q = randn(8, 3, 64, dtype=BF16)
+
+    def attempt() -> None:
+        check_attention(q, pages, attend(q, pages, causal=True, whole=True), causal=True)
+
+    assert complaint(kernel, attempt)
+
+
+@pytest.mark.parametrize("mistake", PAIR_MISTAKES)
+def test_a_mistake_between_two_splits_of_a_program_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, attention_hopper, *PAIR_MISTAKES[mistake])
+    kernel = interpret_attention(monkeypatch, 128)
+    pages = make_pages((130, 250, 790), 2, 64, 1, 64, BF16)
+    q = randn(6, 3, 64, dtype=BF16)
+
+    def attempt() -> None:
+        check_attention(q, pages, attend(q, pages, causal=True, pairs=True), causal=True)
+
+    assert complaint(kernel, attempt)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["one", "two"])
+def test_what_the_launch_before_writes_is_read_once_that_has_ended(
+    pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = interpret_attention(monkeypatch, 128)
+    block, contexts = 3, (63, 128, 190, 700)
+    pages = make_pages(contexts, block, 64, 1, 64, BF16)
+    q = randn(len(contexts) * block, 3, 64, dtype=BF16)
+    expected = attend(q, pages, causal=True, pairs=pairs)
+    queries, cache = q.clone(), pages.cache.clone()
+    places = [
+        int(pages.table[i, at // 64]) * 64 + at % 64 for i, n in enumerate(contexts) for at in range(n, n + block)
+    ]
+
+    def not_yet() -> None:
+        q.fill_(torch.nan)
+        pages.cache[:, places] = torch.nan
+
+    def ended() -> None:
+        q.copy_(queries)
+        pages.cache.copy_(cache)
+
+    monkeypatch.setattr(attention_hopper, "grid_launch", not_yet)
+    monkeypatch.setattr(attention_hopper, "grid_wait", ended)
+
+    def attempt() -> None:
+        assert torch.equal(attend(q, pages, causal=True, pairs=pairs), expected)
+
+    for kernel.seed in range(4):
+        attempt()
+    everything = {"gl.maximum(length - start, 0) // KEYS": "1 + gl.maximum(length - start, 0) // KEYS"}
+    broken(monkeypatch, attention_hopper, HOPPER, everything)
+    mistaken = interpret_attention(monkeypatch, 128)
+    assert complaint(mistaken, attempt)

@@ -1,0 +1,231 @@
+"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company; and the
+head, which streams in the same way.
+
+The kernel itself runs on a GPU here, and interpreted in test_kernels_gluon.py; that it compiles is in
+test_kernels_sm90.py.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from dflash_toolkit.kernels import cublas, fused, reference
+from dflash_toolkit.kernels.hopper import layer, ring
+from dflash_toolkit.kernels.hopper.head import launch_head
+from dflash_toolkit.kernels.scaled import ScaledMatrix, narrowed
+from dflash_toolkit.kernels.triton import linear
+
+EPS = 1e-6
+# D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
+SHAPES = [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152), (512, 512, 1408, 768), (128, 256, 128, 64)]
+ROWS = (1, 3, 16, 17, 40, 64, 100, 128)
+
+
+def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    d, width, ffn, qkv = shape
+    found = {
+        "o": torch.randn(d, width) / width**0.5,
+        "o_bias": None,
+        "post_norm": 1 + torch.randn(d) / 10,
+        "gate_up": torch.randn(2 * ffn, d) / d**0.5,
+        "down": torch.randn(d, ffn) / ffn**0.5,
+        "norm": 1 + torch.randn(d) / 10,
+        "qkv": torch.randn(qkv, d) / d**0.5,
+    }
+    return {name: None if t is None else t.to(device, dtype) for name, t in found.items()}
+
+
+def double(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.double() if isinstance(t, Tensor) else t for name, t in weights.items()}
+
+
+def in_fp8(weights: dict[str, Tensor | None]) -> dict[str, Any]:
+    """The same with rounded matrices."""
+    return {name: ScaledMatrix.of(t) if t is not None and t.ndim == 2 else t for name, t in weights.items()}
+
+
+def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    """At most twice the worst error of torch's own products in the same dtype; of qkv, the sum of its parts."""
+    for ours, theirs, true in zip(*((y, h, qkv.sum(0)) for y, h, qkv in (found, torchs, exact)), strict=True):
+        bound = 2 * (theirs.double() - true).abs().max() + torch.finfo(theirs.dtype).eps
+        assert bool(((ours.double() - true).abs() <= bound).all())  # NaN fails too
+
+
+@given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
+def test_splits_cover_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
+    splits = layer.splits_of(n * ring.BLOCK_N, k * 128, 128, programs)
+    each = -(-k // splits)
+    assert (splits - 1) * each < k, "none without a block"
+    assert splits == 1 or n * splits <= programs
+    assert each == min(-(-k // s) for s in range(1, 9) if s == 1 or n * s <= programs)
+
+
+@given(n=st.integers(1, 100), k=st.integers(1, 100), programs=st.integers(1, 140))
+def test_even_splits_leave_the_busiest_program_the_fewest_blocks(n: int, k: int, programs: int) -> None:
+    def most(splits: int) -> int:
+        items = [item % programs for item in range(n * splits)]
+        return max(map(items.count, set(items))) * -(-k // splits)
+
+    found = layer.even_splits_of(n * ring.BLOCK_N, k * 256, 256, programs)
+    assert found == min(range(1, 9), key=lambda s: (most(s), s))
+    assert (found - 1) * -(-k // found) < k, "none without a block"
+
+
+def test_splits_of_qwen3_8b_and_qwen2_0_5b_on_an_h200() -> None:
+    assert [layer.splits_of(4096, k, block, 132) for k in (4096, 12288) for block in (128, 256)] == [2, 2, 2, 2]
+    assert [layer.even_splits_of(6144, 4096, block, 132) for block in (128, 256)] == [4, 4]
+    assert [layer.splits_of(896, k, 128, 132) for k in (896, 4864)] == [7, 8]  # 38 blocks: seven times five, and three
+    assert layer.even_splits_of(1152, 896, 128, 132) == 7
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_the_rings_fit_into_shared_memory_and_hold_more_than_one_step(rows: int) -> None:
+    slots = ring.slots_of(rows)
+    assert slots.rows >= 2 and slots.weights > 3  # three tiles may stand side by side
+    held = slots.weights * ring.BLOCK_N + slots.rows * rows
+    assert ring.SHARED_BYTES * 0.95 <= held * ring.BLOCK_BYTES.value <= ring.SHARED_BYTES
+
+
+@given(tiles=st.integers(1, 3000), splits=st.integers(1, 8), programs=st.integers(1, 200))
+def test_tiles_side_by_side_take_no_program_longer(tiles: int, splits: int, programs: int) -> None:
+    assert ring.wide_of(tiles, splits, 16, programs) == 1
+    wide = ring.wide_of(tiles, splits, 128, programs)
+    assert tiles % wide == 0 and 1 <= wide <= 3
+    assert wide * -(-tiles * splits // (wide * programs)) == -(-tiles * splits // programs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what runs where the kernel does not fit")
+def test_without_the_kernel_one_launch_a_product() -> None:
+    weights = matrices((128, 64, 96, 80), "cpu", torch.float32)
+    x, a, tap = torch.randn(3, 128), torch.randn(3, 64), torch.full((3, 300), math.nan)
+    found = fused.finish_layer(x, a, *weights.values(), EPS, tap[:, 100:228])
+    torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+    exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+    assert_close(found, torchs, exact)
+    assert torch.equal(tap[:, 100:228], found[0]) and bool(tap[:, :100].isnan().all())
+
+
+@pytest.mark.parametrize("shape", [(128, 64, 96, 80), (64, 192, 160, 48)], ids=str)
+def test_with_cublas_products_rows_beside_change_nothing(shape: tuple[int, int, int, int]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights, most = matrices(shape, device, torch.float32), linear.MAX_ROWS
+    x, a = torch.randn(most + 7, shape[0], device=device), torch.randn(most + 7, shape[1], device=device)
+    torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+    exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+    assert_close(cublas.finish_layer(x, a, *weights.values(), EPS), torchs, exact)
+    whole = cublas.finish_layer(x[:most], a[:most], *weights.values(), EPS)
+    assert_close(whole, *([t[..., :most, :] for t in each] for each in (torchs, exact)))
+    for rows in (1, 5, 16, 127):
+        found = cublas.finish_layer(x[:rows], a[:rows], *weights.values(), EPS)
+        assert all(torch.equal(one, many[..., :rows, :]) for one, many in zip(found, whole, strict=True))
+    tap = torch.full((3, 3 * shape[0]), math.nan, device=device)
+    last = cublas.finish_layer(x[:3], a[:3], *{**weights, "qkv": None}.values(), EPS, tap[:, : shape[0]])
+    assert last[2] is None and torch.equal(tap[:, : shape[0]], last[0]) and bool(tap[:, shape[0] :].isnan().all())
+
+
+def test_both_kinds_of_products_have_the_operations_of_the_reference() -> None:
+    for ops in (fused, cublas):
+        assert all(callable(getattr(ops, name)) and callable(getattr(reference, name)) for name in ops.__all__)
+    assert set(fused.__all__) == set(cublas.__all__)
+
+
+@pytest.mark.gpu
+def test_rows_padded_for_cublas_have_one_order_of_sums() -> None:
+    weights = matrices(SHAPES[0], "cuda", torch.bfloat16)
+    x, a = (torch.randn(128, n, device="cuda").bfloat16() for n in SHAPES[0][:2])
+    whole = cublas.finish_layer(x, a, *weights.values(), EPS)
+    for rows in ROWS:
+        found = cublas.finish_layer(x[:rows], a[:rows], *weights.values(), EPS)
+        assert all(torch.equal(one, many[..., :rows, :]) for one, many in zip(found, whole, strict=True)), rows
+    moved = cublas.finish_layer(x[77:78], a[77:78], *weights.values(), EPS)
+    assert all(torch.equal(one[..., 0, :], many[..., 77, :]) for one, many in zip(moved, whole, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, int, int, int]) -> None:
+    weights = matrices(shape, "cuda", torch.bfloat16)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[0], device="cuda").bfloat16()
+        a = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        tap = torch.full((rows, 3 * shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
+        view = tap[:, shape[0] : 2 * shape[0]]
+        found = fused.finish_layer(x, a, *weights.values(), EPS, view)
+        torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+        exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+        assert_close(found, torchs, exact)
+        assert torch.equal(view, found[0])
+        assert int(tap.isnan().sum()) == 2 * rows * shape[0]
+        i = rows // 2
+        alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
+        assert all(torch.equal(one[..., 0, :], many[..., i, :]) for one, many in zip(alone, found, strict=True))
+        weightless = {**weights, "qkv": None}
+        last = fused.finish_layer(x, a, *weightless.values(), EPS)
+        assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_in_fp8_against_float64_and_alone_against_in_company(shape: tuple[int, int, int, int]) -> None:
+    full = matrices(shape, "cuda", torch.bfloat16)
+    weights = in_fp8(full)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[0], device="cuda").bfloat16()
+        a = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        found = fused.finish_layer(x, a, *weights.values(), EPS)
+        assert found[1].dtype == torch.float8_e4m3fn
+        last = fused.finish_layer(x, a, *{**weights, "qkv": None}.values(), EPS)
+        assert torch.equal(last[0], found[0]) and last[1].dtype == torch.bfloat16 and last[2] is None
+        assert torch.equal(narrowed(last[1]).float(), found[1].float())
+        torchs = reference.finish_layer(x, a, *weights.values(), EPS)
+        exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+        assert_close((found[0], last[1], found[2]), torchs, exact)
+        unrounded = reference.finish_layer(x.double(), a.double(), *double(full).values(), EPS)
+        for ours, true, there in ((found[0], unrounded[0], x), (found[2].sum(0), unrounded[2][0], 0)):
+            error = (ours.double() - true).norm() / (true - there).norm()
+            assert 1e-3 < error < 0.08, "each of three products in a row is off by some 4 %"
+        i = rows // 2
+        alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
+        for one, many in zip(alone, found, strict=True):
+            assert torch.equal(one[..., 0, :].float(), many[..., i, :].float())
+
+
+@pytest.mark.gpu
+def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> None:
+    """o and down are cut alike; qkv is cut here as the one launch cuts it."""
+    w = matrices(SHAPES[0], "cuda", torch.bfloat16)
+    for rows in ROWS:
+        x, a = (torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2))
+        found = fused.finish_layer(x, a, *w.values(), EPS)
+        y, h = fused.add_rms_norm(x, fused.linear_partials(a, w["o"]), w["post_norm"], EPS)
+        y, h = fused.add_rms_norm(
+            y, fused.linear_partials(fused.linear_swiglu(h, w["gate_up"]), w["down"]), w["norm"], EPS
+        )
+        assert torch.equal(found[0], y) and torch.equal(found[1], h)
+        qkv = torch.empty_like(found[2])
+        tile = replace(linear.tile_for("partials", *w["qkv"].shape, rows), splits=len(qkv))
+        linear.launch_linear(h, w["qkv"], None, qkv, tile)
+        assert qkv.dtype == torch.float32 and torch.equal(found[2], qkv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "k"), [(151_936, 1024), (64, 128), (192, 256), (64 * 401, 896)], ids=str)
+def test_a_streamed_head_finds_what_its_tiles_find(columns: int, k: int) -> None:
+    weight = torch.randn(columns, k, device="cuda").bfloat16()
+    weight[columns // 2] = weight[columns // 3]  # a tie for whoever looks for that row
+    for rows in ROWS:
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        x[rows // 2] = 4 * weight[columns // 3]
+        found = launch_head(x, weight)
+        assert torch.equal(found, linear.linear_argmax(x, weight))
+        assert int(found[rows // 2]) == columns // 3

@@ -1,0 +1,189 @@
+"""The skinny products against float64 and their definitions, on the interpreter where there is no GPU."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.triton import linear as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS = (1, 3, 16, 17, 33, 128, 129)  # every padding, its edges, and the way out to torch
+# the interpreter's dot does not know bf16
+DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else []))
+KINDS = ("linear", "partials", "swiglu", "argmax")
+# Qwen3-8B and -4B, Qwen2.5-0.5B, and shapes that no model has
+SHAPES = [
+    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480), (2560, 9728),
+    (896, 896), (9728, 896), (896, 4864), (151936, 896), (64, 4224), (72, 1100), (200, 300), (10, 24), (10, 8),
+]  # fmt: skip
+
+
+def guarded(values: Tensor) -> Tensor:
+    """`values` with NaN before and behind it in memory: what a masked load must not let in."""
+    room = torch.full((values.numel() + 2 * 4096,), math.nan, dtype=values.dtype, device=DEVICE)
+    inside = room[4096 : 4096 + values.numel()].view(values.shape)
+    return inside.copy_(values)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K], weight [N, K] and bias [N], with products of order one."""
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(n)
+    return guarded(x.to(dtype)), guarded(weight.to(dtype)), guarded(bias.to(dtype))
+
+
+def assert_as_good_as_torch(found: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor) -> None:
+    """At most twice torch's worst error in the same dtype, the last rounding, and sums of `terms` in another order.
+
+    Args:
+        exact: the result in float64; terms: the sum of its terms' absolute values, in float64.
+    """
+    worst = (torchs.double() - exact).abs().max()
+    band = torch.finfo(torchs.dtype).eps * exact.abs() + 4 * torch.finfo(torch.float32).eps * terms
+    excess = (found.double() - exact).abs() - (2 * worst + band)
+    assert found.shape == exact.shape
+    assert bool((excess <= 0).all()), f"{excess.max().item():.2e} above the bound"  # NaN fails too
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(200, 300), (128, 256), (10, 24), (64, 129)])
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(m, n, k, dtype)
+    terms = x.double().abs() @ weight.double().abs().T
+    for b, exact in (
+        (None, x.double() @ weight.double().T),
+        (bias, F.linear(*(t.double() for t in (x, weight, bias)))),
+    ):
+        found = kernels.linear(x, weight, b)
+        assert found.dtype == dtype
+        assert_as_good_as_torch(found, reference.linear(x, weight, b), exact, terms + 2 * bias.double().abs())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k", "splits"), [(72, 1100, 2), (64, 1024, 2), (10, 24, 1), (130, 300, 1)])
+def test_linear_partials(m: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(m, n, k, dtype)
+    found = kernels.linear_partials(x, weight, bias)
+    if m <= 128:
+        assert (len(found), found.dtype) == (splits, torch.float32)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    terms = x.double().abs() @ weight.double().abs().T + 2 * bias.double().abs()
+    assert_as_good_as_torch(found.double().sum(0), reference.linear(x, weight, bias), exact, terms)
+
+
+def test_partials_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first() -> None:
+    x, weight, bias = operands(3, 72, 1100, torch.float32)
+    tile = kernels.tile_for("partials", 72, 1100, 3, fp32=True)
+    span = -(-1100 // (tile.splits * tile.block_k)) * tile.block_k
+    for i, part in enumerate(kernels.linear_partials(x, weight, bias)):
+        columns = slice(i * span, (i + 1) * span)
+        expected = F.linear(x[:, columns].double(), weight[:, columns].double(), bias.double() if i == 0 else None)
+        torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_split_behind_the_end_of_k_is_zero() -> None:
+    # 33 blocks in 8 splits of 5: the last has none
+    x, weight, bias = operands(3, 64, 4224, torch.float16)
+    found = kernels.linear_partials(x, weight, bias)
+    tile = kernels.tile_for("partials", 64, 4224, 3)
+    span = -(-4224 // (tile.splits * tile.block_k)) * tile.block_k
+    assert [bool((part == 0).all()) for part in found] == [i * span >= 4224 for i in range(len(found))]
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    terms = x.double().abs() @ weight.double().abs().T + 2 * bias.double().abs()
+    assert_as_good_as_torch(found.double().sum(0), reference.linear(x, weight, bias), exact, terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("width", "k"), [(100, 300), (64, 256), (5, 24), (33, 129)])
+def test_linear_swiglu(m: int, width: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(m, 2 * width, k, dtype)
+    product = x.double() @ weight.double().T
+    exact = F.silu(product[:, 0::2]) * product[:, 1::2]
+    terms = x.double().abs() @ weight.double().abs().T
+    # silu has slope at most 1.1 and magnitude at most its argument's
+    spread = 1.1 * terms[:, 0::2] * product[:, 1::2].abs() + product[:, 0::2].abs() * terms[:, 1::2]
+    found = kernels.linear_swiglu(x, weight)
+    assert found.dtype == dtype
+    assert_as_good_as_torch(found, reference.linear_swiglu(x, weight), exact, spread)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(300, 300), (256, 128), (10, 24), (1, 16)])
+def test_linear_argmax_takes_a_largest_column(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(m, n, k, dtype)
+    found = kernels.linear_argmax(x, weight)
+    assert (found.dtype, found.shape) == (torch.int64, (m,))
+    logits = x.double() @ weight.double().T
+    slack = 2 * torch.finfo(dtype).eps * logits.abs().max() + 2 * (reference.linear(x, weight) - logits).abs().max()
+    assert bool((logits.amax(-1) - logits.gather(1, found[:, None])[:, 0] <= slack).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])  # a padded column's zero may not win
+def test_linear_argmax_takes_the_lowest_of_tied_columns(m: int, sign: int, dtype: torch.dtype) -> None:
+    # small integers: the logits are exact, so that many columns tie, within a tile and across tiles
+    x = guarded(torch.randint(1, 3, (m, 40)).to(dtype))
+    weight = guarded(sign * torch.randint(1, 3, (30, 40)).to(dtype).repeat(11, 1))  # 330 rows, no multiple of a tile
+    logits = x.double() @ weight.double().T
+    lowest = [row.index(max(row)) for row in logits.tolist()]
+    assert kernels.linear_argmax(x, weight).tolist() == lowest
+
+
+def test_linear_argmax_ties_are_those_of_logits_in_the_models_dtype() -> None:
+    # 2048 + 1 is no fp16 number: as a stored logit it ties with 2048, and the lower column wins
+    x = guarded(torch.ones(2, 32, dtype=torch.float16))
+    weight = guarded(torch.zeros(200, 32, dtype=torch.float16))
+    weight[20, :2] = 1024
+    weight[150, :3] = torch.tensor([1024, 1024, 1])
+    assert kernels.linear_argmax(x, weight).tolist() == reference.linear_argmax(x, weight).tolist() == [20, 20]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_result_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
+    """Bitwise. Within 128 columns sums are exact, between them they round: only the order of blocks can show."""
+    n, k, block = 136, 1280, 128
+    scale = 2.0 ** torch.tensor([0, 14, 3, 17, 9, 1, 12, 6, 16, 4]).repeat_interleave(block)
+    x = guarded(torch.randint(-8, 9, (128, k)).float())
+    weight = guarded(torch.randint(-8, 9, (n, k)) * scale)
+    if kind == "swiglu":
+        weight *= 2.0**-24  # an exact factor that keeps silu away from its flat ends
+    function: Callable[[Tensor, Tensor], Tensor] = getattr(kernels, kind if kind == "linear" else f"linear_{kind}")
+    dim = 1 if kind == "partials" else 0
+    whole = function(x, weight)
+    if kind == "linear":  # the data can tell orders apart at all
+        assert not torch.equal(whole, F.linear(x.double(), weight.double()).float())
+    for rows in (1, 16, 17, 33, 64, 65):
+        assert torch.equal(function(x[:rows], weight), whole.narrow(dim, 0, rows)), rows
+    for i in (5, 77, 127):
+        assert torch.equal(function(x[i : i + 1], weight), whole.narrow(dim, i, 1)), i
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shared", [227 << 10, 163 << 10], ids=["of H200", "of A100"])
+def test_tiles_fit_and_what_orders_a_sum_is_the_same_for_all_row_counts(
+    kind: str, n: int, k: int, fp32: bool, shared: int
+) -> None:
+    tiles = {rows: kernels.tile_for(kind, n, k, rows, fp32=fp32, shared=shared) for rows in range(1, 129)}
+    elsewhere = kernels.tile_for(kind, n, k, 1, fp32=fp32)
+    assert {(tile.block_k, tile.splits) for tile in tiles.values()} == {(elsewhere.block_k, elsewhere.splits)}
+    for rows, tile in tiles.items():
+        padded = max(16, 1 << (rows - 1).bit_length())
+        # 64 rows for each warp group: all tiles then use wgmma, whose sums are alike
+        assert tile.block_n >= 64 and tile.warps % 4 == 0 and tile.block_n >= 16 * tile.warps
+        assert tile.block_k >= 16 and tile.block_k.bit_count() == tile.block_n.bit_count() == 1
+        assert tile.stages * (tile.block_n + padded) * tile.block_k * (4 if fp32 else 2) <= shared
+        assert tile.splits == 1 or kind == "partials"
+        assert 1 <= tile.splits <= max(1, k // tile.block_k)

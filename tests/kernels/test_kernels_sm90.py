@@ -1,0 +1,66 @@
+"""Every kernel compiles for Hopper without a GPU, and keeps its values in registers."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("triton")
+
+from dflash_toolkit.kernels.triton.attention import CUTS, cut_for, shared_bytes
+
+KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
+
+
+def test_kernels_compile_for_sm_90_without_spills() -> None:
+    # the interpreter, which the other tests run in, replaces the compiler for a whole process
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tests/helpers/sm90.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    sources = (ROOT / "dflash_toolkit/kernels").rglob("*.py")
+    kernels = {name for path in sources for name in KERNEL.findall(path.read_text())}
+    assert {report["kernel"] for report in found.values()} == kernels, "every kernel has a case"
+    assert len(found) >= 50
+    assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
+    assert [name for name, report in found.items() if report["serialized"]] == []
+    assert max(report["shared"] for report in found.values()) <= 227 * 1024
+    # what is older than a pass is read before the wait (hopper/attention.py), which is safe as long as there are
+    # launches between two attentions that start the next one only behind their own wait
+    starts: dict[str, set[str]] = {"early": set(), "late": set()}
+    for report in found.values():
+        if report["starts_next"]:
+            starts[report["starts_next"]].add(report["kernel"])
+    assert starts["early"] == {"_attention_kernel", "_merge_kernel", "hopper_attention_kernel", "_rope_write_kernel"}
+    behind = {"layer_kernel", "_linear_kernel", "_swiglu_kernel", "_add_rms_norm_kernel"}
+    assert behind <= starts["late"] - starts["early"]
+    rope = {name for name, report in found.items() if report["starts_next"] == "early" and "rope" in name}
+    assert rope == {"step: rope_write in a step"}
+    attention = [report["shared"] for report in found.values() if report["kernel"] == "_attention_kernel"]
+    assert max(attention) <= shared_bytes(128, 2, *CUTS[0])
+
+
+# bytes that Triton 3.7 gave the kernel: fp32 and wide heads take a minute to compile
+COMPILED = {
+    (64, 4, 64, 3): (98304, 98304), (128, 4, 64, 3): (180480, 180480), (128, 4, 64, 2): (114944, 114944),
+    (256, 4, 64, 2): (213248, 213248), (256, 4, 32, 2): (139520, 139520), (64, 2, 64, 3): (40960, 57344),
+    (128, 2, 64, 3): (90112, 114688), (256, 2, 64, 3): (172032, 229376), (256, 2, 64, 2): (106496, 163840),
+}  # fmt: skip
+A100, H200 = 166912, 232448
+
+
+def test_attention_is_cut_so_that_it_fits() -> None:
+    for (width, itemsize, keys, stages), compiled in COMPILED.items():
+        assert max(compiled) <= shared_bytes(width, itemsize, keys, stages) <= max(compiled) + 1024
+    for itemsize, width, on_a100, on_h200 in (
+        (2, 128, (64, 3), (64, 3)), (4, 64, (64, 3), (64, 3)), (4, 128, (64, 2), (64, 3)), (2, 256, (64, 2), (64, 3)),
+        (4, 256, (32, 2), (64, 2)),
+    ):  # fmt: skip
+        assert cut_for(width, itemsize, A100) == on_a100 and cut_for(width, itemsize, H200) == on_h200
+    with pytest.raises(ValueError, match="265 KiB of shared memory for a thread block, and it has 227"):
+        cut_for(512, 4, H200)

@@ -1,0 +1,398 @@
+"""What is written can be read by every loader, and nothing else is read as a drafter."""
+
+import errno
+import json
+import os
+import resource
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, check_same, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.models.dflash import checkpoint
+from dflash_toolkit.models.dflash.checkpoint import check_fits, config_json, read_config, serving_commands
+from dflash_toolkit.models.rope import RopeScaling
+
+Monkey = pytest.MonkeyPatch
+Changes = dict[str, Any]
+LAYER = (
+    "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj "
+    "self_attn.o_proj self_attn.q_norm self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
+)
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9, "is_causal": None}
+LINEAR = RopeScaling(rope_type="linear", factor=2.5)
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, mscale=0.5, truncate=False)
+SCALINGS = [LINEAR, YARN]
+KINDS = [{}, {"attention_bias": True}, {"block_size": 2}, {"is_causal": None}, {"is_causal": True}, SLIDING]
+KINDS += [{"rope_scaling": scaling} for scaling in SCALINGS]
+JUNK = [None, True, -1, 0, 7, 2.5, "x", "", [], ["x"], [0], [2.5], {}, {"a": 1}]
+REQUIRED = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size "
+    "rope_theta target_layer_ids mask_token_id"
+)
+CAUSALITY = [(True, False, True), (None, True, True), (None, False, False), (None, None, None)]
+
+
+@pytest.fixture
+def copy(drafter_dir: Path, tmp_path: Path) -> Path:
+    """A drafter directory for a test to damage."""
+    return Path(shutil.copytree(drafter_dir, tmp_path / "drafter"))
+
+
+def change_config(path: Path, change: Callable[[Changes], object]) -> None:
+    values = json.loads((path / "config.json").read_text())
+    change(values)
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def refusal(path: Path) -> str:
+    """The message with which `path` is refused: one line."""
+    with pytest.raises(UserError) as caught:
+        load_drafter(str(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"drafter {path}: ")
+    return message
+
+
+def files(path: Path) -> dict[str, bytes]:
+    """Everything below `path`; a folder counts as an empty file."""
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"" for p in path.rglob("*")}
+
+
+# ---- the form of z-lab, vLLM and SGLang ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=str)
+def test_a_drafter_is_read_back_as_it_was_written(target: Target, tmp_path: Path, changes: Changes) -> None:
+    drafter = make_drafter(target, **changes)
+    save_drafter(drafter, tmp_path / "out")
+    check_same(load_drafter(str(tmp_path / "out")), drafter)
+    assert load_drafter(str(tmp_path / "out"), dtype=torch.float32).dtype == torch.float32
+
+
+def test_the_config_holds_every_key_that_a_loader_asks_for(drafter: Drafter, drafter_dir: Path) -> None:
+    taps = list(drafter.config.target_layer_ids)
+    assert json.loads((drafter_dir / "config.json").read_text()) == {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "bfloat16",
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "intermediate_size": 48, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB, "max_position_embeddings": 512, "rope_theta": 1e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "layer_types": ["full_attention"] * 2, "is_causal": False, "sliding_window": None,
+        "use_sliding_window": False, "attention_bias": False, "attention_dropout": 0.0,
+        "tie_word_embeddings": False, "num_target_layers": 6, "block_size": 8,
+        "dflash_config": {"target_layer_ids": taps, "mask_token_id": VOCAB - 1, "block_size": 8},
+    }  # fmt: skip
+
+
+def test_the_file_holds_the_tensors_of_the_contract_in_bf16_and_no_other(drafter_dir: Path) -> None:
+    names = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    names |= {f"layers.{i}.{part}.weight" for i in range(2) for part in LAYER.split()}
+    tensors = load_file(drafter_dir / "model.safetensors")
+    assert set(tensors) == names
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert tensors["fc.weight"].shape == (32, 3 * 32)
+
+
+def test_provenance_is_one_key_of_our_own(drafter: Drafter, tmp_path: Path) -> None:
+    save_drafter(drafter, tmp_path, {"target": "tiny", "steps": 3})
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values.pop("dflash_toolkit") == {"target": "tiny", "steps": 3}
+    assert values == config_json(drafter.config)
+    assert read_config(tmp_path) == drafter.config
+
+
+def test_a_newer_published_form_has_its_block_size_nested_only(copy: Path, drafter: Drafter) -> None:
+    change_config(copy, lambda c: (c.pop("block_size"), c.pop("rope_theta"), c.pop("is_causal")))
+    assert read_config(copy).block_size == 8
+    assert read_config(copy).rope_theta == 1e4
+    assert read_config(copy).is_causal is None, "the type of the layer decides"
+
+
+def test_a_flat_form_without_rope_parameters_or_depth_of_the_target_is_read(copy: Path) -> None:
+    def flatten(config: Changes) -> None:
+        nested = config.pop("dflash_config")
+        config |= nested | {"rope_theta": 5e5}
+        for key in ("rope_parameters", "num_target_layers", "layer_types", "head_dim"):
+            del config[key]
+
+    change_config(copy, flatten)
+    config = read_config(copy)
+    assert (config.block_size, config.mask_token_id, config.rope_theta) == (8, VOCAB - 1, 5e5)
+    assert config.num_target_layers == max(config.target_layer_ids) + 2
+    assert config.layer_types == ("full_attention",) * 2
+    assert load_drafter(str(copy)).config.head_dim == 8
+
+
+@pytest.mark.parametrize(("top", "nested", "expected"), CAUSALITY)
+def test_top_level_causality_precedes_the_nested_one(copy: Path, top: Any, nested: Any, expected: Any) -> None:
+    def change(config: Changes) -> None:
+        config["is_causal"] = top
+        config["dflash_config"]["causal"] = nested
+
+    change_config(copy, change)
+    assert read_config(copy).is_causal is expected
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(mask_hidden=torch.ones(3)), "unknown tensor 'mask_hidden'"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(3)}), "unknown tensor 'lm_head.weight'"),
+        (lambda t: t.pop("layers.1.mlp.up_proj.weight"), "'layers.1.mlp.up_proj.weight' is missing"),
+        (lambda t: t.update({"fc.weight": torch.ones(2, 4)}), "'fc.weight' has shape (2, 4), not (32, 96)"),
+    ],
+    ids=["unknown", "head", "missing", "shape"],
+)
+def test_tensors_other_than_those_of_the_network_are_named(copy: Path, change: Any, message: str) -> None:
+    change_tensors(copy, change)
+    assert message in refusal(copy)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "truncated", "empty"])
+def test_a_corrupt_file_is_named(copy: Path, damage: str) -> None:
+    file = copy / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes({"garbage": b"\xff" * 64, "truncated": whole[: len(whole) // 2], "empty": b""}[damage])
+    assert "model.safetensors is corrupt" in refusal(copy)
+
+
+def test_a_directory_without_weights_or_config_is_refused(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert "no *.safetensors file" in refusal(copy)
+    (copy / "config.json").unlink()
+    assert "cannot read config.json" in refusal(copy)
+
+
+@pytest.mark.parametrize("text", ["{ half", "[]", "", "\xff"])
+def test_a_config_that_is_no_json_object_is_refused(copy: Path, text: str) -> None:
+    (copy / "config.json").write_bytes(text.encode("latin-1"))
+    assert "config.json" in refusal(copy)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c", "/" + "x" * 5000])
+def test_a_missing_directory_is_named(name: str) -> None:
+    with pytest.raises(UserError, match=f"^drafter {name}: no such directory$"):
+        load_drafter(name)
+
+
+@pytest.mark.parametrize("key", REQUIRED.split())
+def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
+    def drop(config: Changes) -> None:
+        for part in (config, config["dflash_config"], config["rope_parameters"]):
+            part.pop(key, None)
+
+    change_config(copy, drop)
+    assert f"config.json has no {key!r}" in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' needs 'factor'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"draft_vocab_size": 100}, "'draft_vocab_size'"),
+        ({"dflash_config": {"selector_rank": 8}}, "'selector_rank'"),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 64}}, "'use_swa'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"num_hidden_layers": 3}, "layer_types has 2 entries for 3 layers"),
+        ({"block_size": 1, "dflash_config": {"block_size": 1}}, "block_size is 1"),
+        ({"hidden_size": "wide"}, "'hidden_size' is 'wide'"),
+        ({"num_target_layers": 4}, "layer 3, the target's last"),
+        ({"dflash_config": {"target_layer_ids": [1, "2"]}}, "'target_layer_ids' is [1, '2']"),
+        ({"dflash_config": []}, "config.json has no 'target_layer_ids'"),
+        ({"dflash_config": [1]}, "'dflash_config' is [1]"),
+        ({"is_causal": "no"}, "is_causal is 'no'"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_config_of_another_network_is_refused(copy: Path, change: Changes, named: str) -> None:
+    def merge(config: Changes) -> None:
+        for key, value in change.items():
+            nested = key == "dflash_config" and isinstance(value, dict)
+            config[key] = config[key] | value if nested else value
+
+    change_config(copy, merge)
+    assert named in refusal(copy)
+
+
+@pytest.mark.parametrize("rows", [-1, 1, 100, VOCAB - 1, VOCAB + 1])
+def test_a_reduced_vocabulary_is_part_of_the_target_s(copy: Path, rows: int) -> None:
+    change_config(copy, lambda config: config.update(draft_vocab_size=rows))
+    if 0 < rows < VOCAB:
+        assert read_config(copy, layers_only=True).vocab_size == VOCAB
+    else:
+        with pytest.raises(UserError, match=f"'draft_vocab_size' is {rows}, 'vocab_size' {VOCAB}"):
+            read_config(copy, layers_only=True)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.rope_type)
+def test_the_scaling_of_rope_is_said_in_both_generations_of_the_form(drafter: Drafter, scaling: RopeScaling) -> None:
+    values = config_json(replace(drafter.config, rope_scaling=scaling))
+    assert values["rope_parameters"] == values["rope_scaling"] | {"rope_theta": drafter.config.rope_theta}
+    assert values["rope_scaling"]["rope_type"] == scaling.rope_type
+    assert "rope_scaling" not in config_json(drafter.config)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_no_value_in_a_config_leads_to_anything_but_a_drafter_or_a_user_error(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, drafter: Drafter
+) -> None:
+    scaling = data.draw(st.sampled_from([None, *SCALINGS]))
+    values = config_json(replace(drafter.config, rope_scaling=scaling))
+    if scaling and data.draw(st.booleans()):
+        del values["rope_parameters"]
+    groups = [values[key] for key in ("dflash_config", "rope_parameters", "rope_scaling") if key in values]
+    part = data.draw(st.sampled_from([values, *groups]))
+    part[data.draw(st.sampled_from(sorted(part)))] = data.draw(st.sampled_from(JUNK))
+    path = tmp_path_factory.getbasetemp() / "fuzzed"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    try:
+        config = read_config(path)
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        checkpoint.tensor_shapes(config)
+
+
+# ---- writing ---------------------------------------------------------------------------------------
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(drafter: Drafter, tmp_path: Path) -> None:
+    save_drafter(drafter, tmp_path)
+    assert len({(tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_last_export_intact(drafter: Drafter, copy: Path, monkeypatch: Monkey) -> None:
+    (copy / "metrics.jsonl").write_text("{}\n")
+    before = files(copy)
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    with pytest.raises(UserError, match=r"No space left on device.*free some space"):
+        save_drafter(drafter, copy)
+    assert files(copy) == before, "and no .partial- directory remains"
+
+
+def test_what_a_kill_left_behind_goes_with_the_next_export(drafter: Drafter, copy: Path) -> None:
+    before = files(copy)
+    for name, age in ((".partial-old", 2 * checkpoint.STALE_S), (".partial-new", 0.0)):
+        (copy / name).mkdir()
+        (copy / name / "model.safetensors").write_bytes(b"half")
+        os.utime(copy / name, (time.time() - age,) * 2)
+    save_drafter(drafter, copy)
+    assert not (copy / ".partial-old").exists()
+    assert (copy / ".partial-new").exists(), "another process may be writing there"
+    shutil.rmtree(copy / ".partial-new")
+    assert files(copy).keys() == before.keys()
+
+
+def test_a_write_that_the_system_cuts_short_leaves_it_intact_too(drafter: Drafter, copy: Path) -> None:
+    before = files(copy)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the weights are larger
+    try:
+        with pytest.raises(UserError) as caught:
+            save_drafter(drafter, copy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value).startswith(f"{copy}: cannot write the checkpoint")
+    assert files(copy) == before
+
+
+def test_a_new_export_replaces_weights_and_config_and_nothing_else(target: Target, copy: Path) -> None:
+    (copy / "metrics.jsonl").write_text("{}\n")
+    other = make_drafter(target, layers=1, block_size=4)
+    save_drafter(other, copy)
+    assert load_drafter(str(copy)).config == other.config
+    assert set(files(copy)) == {"config.json", "model.safetensors", "metrics.jsonl"}
+
+
+def test_a_path_that_is_a_file_is_refused(drafter: Drafter, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UserError, match="taken: cannot be written"):
+        save_drafter(drafter, tmp_path / "taken")
+
+
+def test_weights_that_read_back_otherwise_stay_out(drafter: Drafter, copy: Path, monkeypatch: Monkey) -> None:
+    before = files(copy)
+
+    def spoil(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        save_file(tensors | {"norm.weight": tensors["norm.weight"] + 1}, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save_file", spoil)
+    with pytest.raises(RuntimeError, match=r"norm\.weight read back differs"):
+        save_drafter(drafter, copy)
+    assert files(copy) == before
+
+
+# ---- fitting and serving ---------------------------------------------------------------------------
+
+
+def fitting(**changes: object) -> DrafterConfig:
+    return make_drafter(make_target(), **changes).config
+
+
+def test_a_drafter_fits_the_target_it_was_made_for() -> None:
+    check_fits(fitting(), make_target().config)
+    check_fits(fitting(mask_token_id=VOCAB - 1), make_target().config, embedding_rows=VOCAB + 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "message"),
+    [
+        ({"hidden_size": 64}, 6, "hidden size is 64, the target's 32"),
+        ({"num_target_layers": 9, "target_layer_ids": (1, 5)}, 6, r"taps layer 5; .*6 layers.*0\.\.4"),
+        ({"num_target_layers": 8}, 6, "a target of 8 layers; this one has 6"),
+        ({}, 7, "a target of 6 layers; this one has 7"),
+        ({"vocab_size": 400}, 6, "vocabulary is 400, the target's 300"),
+        ({"vocab_size": 400, "mask_token_id": 350}, 6, "mask id 350 is not a row of the target's 300"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_drafter_made_for_another_target_is_refused(changes: Changes, layers: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_fits(fitting(**changes), make_target(layers=layers).config)
+
+
+def test_a_drafter_that_does_not_record_the_depth_of_its_target_is_given_the_benefit_of_the_doubt() -> None:
+    inferred = fitting(target_layer_ids=(0, 2), num_target_layers=4)  # what read_config infers from (0, 2)
+    check_fits(inferred, make_target(layers=6).config)
+
+
+def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> None:
+    lines = serving_commands("Qwen/Qwen3-8B", "/out/my drafter", 16).splitlines()
+    vllm, sglang = map(shlex.split, lines)
+    assert vllm[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
+    speculative = {"method": "dflash", "model": "/out/my drafter", "num_speculative_tokens": 15}
+    assert json.loads(vllm[vllm.index("--speculative-config") + 1]) == speculative
+    assert sglang[sglang.index("--speculative-algorithm") + 1] == "DFLASH"
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "/out/my drafter"
+    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "16"

@@ -1,0 +1,177 @@
+"""Documents packed into one row: each has the hidden states that it has alone."""
+
+from functools import cache
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from dflash_toolkit import Target, UserError
+from dflash_toolkit.models import packed
+from train.features.source import FeatureSource
+from train.responses.rows import Row
+
+KINDS = ("llama", "qwen2", "qwen3")
+TAPS = (3, 1)
+
+
+@cache
+def exact(kind: str, window: int | None = None) -> Target:
+    """A tiny target in float64; `window`: its upper layers see so many tokens."""
+    extra = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 2}
+    tiny = make_target(kind, **extra)
+    return Target(tiny.model.double(), tiny.tokenizer, tiny.name)
+
+
+def documents(lengths: list[int], seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 250, (n,), generator=g) for n in lengths]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([("llama", None), ("qwen2", None), ("qwen3", None), ("qwen2", 5)]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.integers(0, 1000),
+)
+def test_a_document_sees_itself_alone(kind: tuple[str, int | None], lengths: list[int], seed: int) -> None:
+    target, texts = exact(*kind), documents(lengths, seed)
+    out = target.forward(torch.cat(texts)[None], taps=TAPS, logits="all", final=True, lengths=lengths)
+    for i, text in enumerate(texts):
+        alone = target.forward(text[None], taps=TAPS, logits="all", final=True)
+        for name in ("features", "logits", "final"):
+            together = getattr(out, name)[0].split(lengths)[i]
+            assert torch.allclose(together, getattr(alone, name)[0], rtol=1e-9, atol=1e-9), name
+
+
+def test_a_model_gets_its_attention_back_whatever_happens() -> None:
+    target, text = exact("llama"), torch.arange(12)[None]
+    before = target.model.config._attn_implementation
+    plain = target.forward(text, taps=TAPS).features
+    target.forward(text, taps=TAPS, lengths=[5, 7])
+    assert target.model.config._attn_implementation == before != packed.NAME
+    with pytest.raises(IndexError):
+        target.forward(text + 10**6, taps=TAPS, lengths=[5, 7])
+    assert target.model.config._attn_implementation == before
+    assert torch.equal(target.forward(text, taps=TAPS).features, plain)
+
+
+def test_what_is_no_row_of_documents_is_refused() -> None:
+    target, text = exact("llama"), torch.arange(12)[None]
+    for ids, lengths in ((text, [5, 6]), (text.view(2, 6), [6, 6]), (text, [12, 0])):
+        with pytest.raises(ValueError, match="documents of"):
+            target.forward(ids, taps=TAPS, lengths=lengths)
+    with pytest.raises(ValueError, match="no cache"):
+        target.forward(text, taps=TAPS, lengths=[5, 7], cache=target.new_cache())
+
+
+def test_rows_of_a_step_go_through_together_and_have_the_same_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    target = exact("qwen3")
+    rows = [Row(i, 3, text.tolist()) for i, text in enumerate(documents([30, 7, 55, 12, 21]))]
+    alone = FeatureSource(target, TAPS, 40)
+    together = FeatureSource(target, TAPS, 40)
+    monkeypatch.setattr(together, "_several", True)
+    seen: list[int] = []
+    target.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    found = together(rows).hidden
+    assert len(seen) == 1
+    assert torch.allclose(found, alone(rows).hidden, rtol=1e-9, atol=1e-9) and len(seen) == 6
+
+
+def test_this_pytorchs_flash_attention_takes_what_it_is_given() -> None:
+    q, kv, ends = (torch.empty(s, device="meta") for s in ((30, 14, 64), (30, 2, 64), (4,)))
+    for window in (None, 8):
+        assert packed.flash(q, kv, kv, ends.int(), 20, 0.125, window).shape == (30, 14, 64)
+
+
+def test_a_model_with_attention_sinks_is_refused_by_their_name() -> None:
+    """Without them its features were off by a tenth, in silence."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    few = {
+        "vocab_size": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "pad_token_id": 0,
+    }
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **few)).eval()
+    before = model.config._attn_implementation
+    with packed.alone(model, [5, 7]) as extra, pytest.raises(UserError, match=r"GptOssAttention asks for .* s_aux"):
+        model(torch.arange(12)[None], use_cache=False, **extra)
+    assert model.config._attn_implementation == before
+
+
+def test_only_arguments_without_an_effect_are_passed_over() -> None:
+    q, kv, ends = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def attend(mask: Tensor | None = None, **more: object) -> Tensor:
+        lengths = {"cu_seq_lens_q": ends, "max_length_q": 7}
+        return packed.attention(torch.nn.Module(), q, kv, kv, mask, **lengths, **more)[0]  # type: ignore[arg-type]
+
+    plain = attend()
+    for passed in (
+        {"dropout": 0.0},
+        {"is_causal": True},
+        {"is_causal": None},
+        {"position_ids": ends},
+        {"s_aux": None},
+        {"cu_seq_lens_k": ends, "max_length_k": 7, "use_cache": False, "output_attentions": False},
+    ):
+        assert torch.equal(attend(**passed), plain)
+    refused = {"dropout": 0.1, "is_causal": False, "s_aux": torch.zeros(4), "softcap": 30.0, "new_one": 0}
+    for name, value in refused.items():
+        with pytest.raises(UserError, match=rf"Module asks for attention with {name}"):
+            attend(**{name: value})
+    with pytest.raises(UserError, match="attention_mask"):
+        attend(torch.ones(1, 1, 12, 12))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(("heads", "groups", "width"), [(14, 2, 64), (8, 8, 128), (32, 8, 128), (4, 2, 16)])
+def test_flash_attention_is_as_exact_as_bf16_allows(heads: int, groups: int, width: int, window: int | None) -> None:
+    lengths = [1, 130, 64, 517, 3]
+    g = torch.Generator("cuda").manual_seed(heads)
+    q, k, v = (
+        torch.randn(sum(lengths), n, width, generator=g, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, groups, groups)
+    )
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    asked = ends, max(lengths), width**-0.5, window
+    exactly = packed.one_by_one(q.double(), k.double(), v.double(), asked[0], *asked[2:])
+    # probabilities are rounded to bf16 before they multiply the values, and so is the result
+    error = (packed.flash(q, k, v, *asked).double() - exactly).abs()
+    assert (error <= 2**-8 * (exactly.abs() + v.abs().max().double())).all()
+    other = torch.cat([q[:195], torch.randn_like(q[195:])])
+    assert torch.equal(packed.flash(other, k, v, *asked)[:195], packed.flash(q, k, v, *asked)[:195])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_features_on_a_gpu_are_as_close_to_float64_as_those_of_rows_alone(kind: str) -> None:
+    tiny = make_target(kind)
+    reference = exact(kind)
+    target = Target(tiny.model.to("cuda", torch.bfloat16), tiny.tokenizer, tiny.name)
+    taps = make_drafter(tiny).config.target_layer_ids
+    lengths = [97, 130, 61, 1, 200]
+    texts = documents(lengths)
+    together = target.forward(torch.cat(texts)[None].cuda(), taps=taps, lengths=lengths).features[0].split(lengths)
+    for text, found in zip(texts, together, strict=True):
+        exactly = reference.forward(text[None], taps=taps).features[0]
+        alone = target.forward(text[None].cuda(), taps=taps).features[0]
+        distance, usual = ((x.double().cpu() - exactly).norm() for x in (found, alone))
+        assert distance <= 1.25 * usual

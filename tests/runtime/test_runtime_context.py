@@ -1,0 +1,224 @@
+"""Plain steps leave the drafter's context for later; whoever needs it finds it as if it had been written at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_runtime_engine import make_engine, pair, prompts_of
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.kernels.reference import slots_of
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.runner import StepRunner
+
+PAGE = 4
+
+
+def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
+    """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
+    assert runner._proposer is not None
+    places, table = (torch.tensor([*of], device=runner.device)[None] for of in (range(tokens), pages))
+    return runner._proposer.cache[:, :, slots_of(places, table, runner.page_size)[0]]
+
+
+def written_at_once(ids: Sequence[int]) -> torch.Tensor:
+    """What a prefill of all of these tokens writes."""
+    engine = make_engine(*pair(), page_size=PAGE)
+    pages = range(1, 2 + len(ids) // PAGE)
+    engine.runner.prefill(ids, 0, pages)
+    return context_of(engine.runner, pages, len(ids))
+
+
+def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
+    """Steps of these block lengths, again and again; how many tokens were compared, of each row at every draft and of
+    all pages that others may find."""
+    compared: list[int] = []
+    runner, propose, publish = engine.runner, engine.runner._propose, engine.pool.publish
+    turn = iter(range(10**6))
+
+    def compare(ids: Sequence[int], pages: Sequence[int]) -> None:
+        torch.testing.assert_close(context_of(runner, pages, len(ids)), written_at_once(ids), rtol=1e-3, atol=1e-4)
+        compared.append(len(ids))
+
+    def proposing(last: torch.Tensor, rows: Any, block: int) -> torch.Tensor:
+        for request in engine.scheduler.running:
+            compare(request.known_ids, request.pages)
+        return propose(last, rows, block)
+
+    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+        compare(ids, pages)
+        publish(ids, pages)
+
+    def choose(requests: Sequence[Request]) -> int:
+        return blocks[next(turn) % len(blocks)]
+
+    engine.runner._propose = proposing  # type: ignore[method-assign]
+    engine.pool.publish = publishing  # type: ignore[method-assign]
+    engine.scheduler.choose_block = choose
+    return compared
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 8]), min_size=1, max_size=30),
+    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=5),
+    cancelled=st.sets(st.integers(0, 4)),
+    pages=st.sampled_from([30, 300]),
+)
+def test_context_is_there_when_it_is_read(
+    blocks: list[int], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
+) -> None:
+    """Blocks in any order, rows that come, move and go, requests that are cancelled or give way for want of pages."""
+    engine = make_engine(*pair(), page_size=PAGE, cache_tokens=PAGE * pages, max_context=80)
+    compared = watched(engine, blocks)
+    texts = prompts_of(*(length for length, _ in prompts))
+    requests = [
+        engine.submit(text, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        for text, (_, count) in zip(texts, prompts, strict=True)
+    ]
+    for turn in range(1000):
+        if not engine.step():
+            break
+        if turn % 7 == 6 and cancelled:
+            engine.cancel(requests[cancelled.pop() % len(requests)])
+    assert engine.scheduler.idle and compared
+    engine.pool.check()
+
+
+def test_tokens_of_many_plain_steps_are_projected_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(*pair())
+    writer = engine.runner._context
+    assert writer is not None
+    block, write, passes = engine.runner.max_block, writer.write, []
+
+    def counting(features: torch.Tensor, rows: Any, counts: torch.Tensor) -> None:
+        passes.append(counts.tolist())
+        write(features, rows, counts)
+
+    monkeypatch.setattr(writer, "write", counting)
+    watched(engine, [1])
+    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=2 * block + 4, ignore_eos=True))
+    assert passes == [[5], [block], [block], [3]], "the prompt, two whole blocks, and the rest when the request ends"
+    engine, passes[:] = make_engine(*pair(), prefix_cache=False), []
+    assert engine.runner._context is not None
+    monkeypatch.setattr(engine.runner._context, "write", lambda features, rows, counts: passes.append(counts.tolist()))
+    watched(engine, [1])
+    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=block, ignore_eos=True))
+    assert passes == [[5]], "nobody will find these pages"
+
+
+def test_requests_that_end_together_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(*pair(), max_batch=8, prefill_chunk=64)
+    writer, passes = engine.runner._context, []
+    assert writer is not None
+    write = writer._write_kept
+    monkeypatch.setattr(writer, "_write_kept", lambda size: (passes.append(size), write(size)))
+    compared = watched(engine, [1])
+    engine.generate(prompts_of(5, 9, 2, 7, 7), SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert passes == [8] and len(compared) == 10, "one pass for all five; every prompt and answer compared"
+
+
+def test_requests_that_came_one_by_one_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, passes = make_engine(*pair(), max_batch=8, prefix_cache=False), []
+    writer = engine.runner._context
+    assert writer is not None
+    write = writer._write_kept
+    monkeypatch.setattr(writer, "_write_kept", lambda size: (passes.append(size), write(size)))
+    engine.scheduler.choose_block = lambda requests: 1
+    for prompt in prompts_of(5, 9, 2, 7):
+        engine.submit(prompt, SamplingParams(max_new_tokens=100, ignore_eos=True))
+        for _ in range(3):
+            engine.step()
+    passes.clear()
+    for _ in range(40):
+        engine.step()
+    assert len(passes) == 40 // engine.runner.max_block
+
+
+def test_an_answer_ends_where_there_is_no_memory_to_settle_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are not published, and nothing else is different."""
+    engine = make_engine(*pair())
+    watched(engine, [1])
+    writer, params = engine.runner._context, SamplingParams(max_new_tokens=11, ignore_eos=True)
+    assert writer is not None
+    (expected,) = engine.generate(prompts_of(20), params)
+    write, failures = writer._write_kept, [1, 1]
+
+    def failing(size: int) -> None:
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("none left")
+        write(size)
+
+    other = prompts_of(20, seed=2)
+    monkeypatch.setattr(writer, "_write_kept", failing)
+    held = engine.submit(other[0], params)
+    for _ in range(5):
+        engine.step()
+    engine.cancel(held)
+    with pytest.raises(torch.OutOfMemoryError):  # a step that needs it fails as any step may
+        engine.generate(other, params)
+    assert not failures and engine.scheduler.idle and engine.pool.available == engine.pool.capacity
+    assert engine.generate(prompts_of(20), params)[0].tokens == expected.tokens
+    engine.pool.check()
+
+
+def test_who_never_drafts_keeps_nothing() -> None:
+    target, drafter = pair()
+    engine, plain = make_engine(target, drafter, block_size=1), make_engine(target, None)
+    assert engine.runner._context is None
+    params = SamplingParams(max_new_tokens=20)
+    answers = [[g.tokens for g in each.generate(prompts_of(4, 19), params)] for each in (engine, plain)]
+    assert answers[0] == answers[1]
+
+
+def test_acceptance_is_forgotten_between_requests_only() -> None:
+    engine = make_engine(*pair(), block_size=None)
+    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=60, ignore_eos=True))
+    learnt = engine.request([1]).acceptance.rate
+    engine.forget_acceptance()
+    assert learnt < engine.request([1]).acceptance.rate == pytest.approx(0.7)
+    engine.submit([1, 2])
+    with pytest.raises(ValueError, match="idle"):
+        engine.forget_acceptance()
+
+
+def test_a_step_that_is_timed_owes_nothing() -> None:
+    engine = make_engine(*pair())
+    for _ in range(3):
+        engine.runner.launcher(2, 1)()
+    assert engine.runner._context is not None and not engine.runner._context.counts.any()
+
+
+@pytest.mark.gpu
+def test_captured_settlements_write_the_same() -> None:
+    """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
+    import test_runtime_gpu as gpu
+
+    target, drafter = gpu.pair()
+    engine = gpu.make_engine(target, drafter, prefix_cache=True, max_batch=8)
+    blocks = [*[1] * 20, 4, *[1] * 5, 16, 16]
+    turn = iter(range(10**6))
+    engine.scheduler.choose_block = lambda requests: blocks[next(turn) % len(blocks)]
+    found: list[tuple[list[int], torch.Tensor]] = []
+    publish = engine.pool.publish
+
+    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+        found.append((list(ids), context_of(engine.runner, pages, len(ids)).clone()))
+        publish(ids, pages)
+
+    engine.pool.publish = publishing  # type: ignore[method-assign]
+    params = [SamplingParams(max_new_tokens=11 + 9 * i, ignore_eos=True) for i in range(20)]
+    engine.generate(gpu.prompts_of(20), params)
+    assert len(found) == 40, "every prompt and every answer"
+    fresh = gpu.make_engine(target, drafter)
+    for ids, context in found:
+        pages = range(1, 2 + len(ids) // fresh.runner.page_size)
+        fresh.runner.prefill_eagerly(ids, 0, pages)
+        expected = context_of(fresh.runner, pages, len(ids)).float()
+        distance = (context.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert distance.max() < 0.1, f"{len(ids)} tokens: {distance.max():.3f}"

@@ -1,0 +1,243 @@
+"""How long a block to draft: the choice, what it costs where drafts are useless, the step times it rests on."""
+
+import json
+import random
+import statistics
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import make_drafter, make_target
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.runtime import Engine, EngineOptions, load_engine, timing
+from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
+from dflash_toolkit.runtime.engine import expected_of_first_requests
+from dflash_toolkit.runtime.request import RollingAcceptance
+from dflash_toolkit.runtime.timing import cached_times
+
+OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
+
+
+def requests(*rates: float, tried: bool = True, known: bool = True, in_flight: tuple[int, ...] = ()) -> list[Any]:
+    acceptances = [SimpleNamespace(rate=rate, tried=tried, known=known) for rate in rates]
+    return [SimpleNamespace(acceptance=acceptance, blocks_in_flight=list(in_flight)) for acceptance in acceptances]
+
+
+def chooser(**times: float) -> BlockChooser:
+    """Times of blocks s1, s4, s8, s16 in milliseconds, for every bucket."""
+    table = {(1, int(name[1:])): t for name, t in times.items()}
+    return BlockChooser([int(name[1:]) for name in times], table, lambda rows: 1)
+
+
+def test_expected_tokens_are_the_sum_of_the_chances_to_get_so_far() -> None:
+    for rate in (0.0, 0.3, 0.865, 0.999):
+        assert expected_tokens(rate, 8) == pytest.approx(sum(rate**i for i in range(8)))
+    assert expected_tokens(1.0, 8) == 8
+
+
+def test_the_block_that_promises_most_tokens_a_second_is_chosen() -> None:
+    times = {"s1": 4.0, "s4": 5.0, "s8": 5.2, "s16": 5.6}
+    assert chooser(**times)(requests(0.95)) == 16
+    assert chooser(**times)(requests(0.5)) in (4, 8)
+    assert chooser(**times)(requests(0.05)) == 1, "plain decoding where drafts are useless"
+    compute_bound = {"s1": 4.0, "s4": 6.0, "s8": 10.0, "s16": 19.0}
+    assert chooser(**compute_bound)(requests(0.865)) < 16
+    assert chooser(**compute_bound)(requests(0.95)) == 8
+    assert chooser(**compute_bound)(requests(0.95, 0.0, 0.0, 0.0, 0.0)) == 4, "the batch as a whole"
+    assert chooser(**compute_bound, s2=4.4)(requests(0.6)) == 2
+
+
+def test_the_first_drafts_of_all_are_short_and_awaited() -> None:
+    choose = chooser(s1=4.0, s4=5.0, s16=5.6)
+    unknown: dict[str, Any] = {"tried": False, "known": False}
+    assert choose(requests(0.9, 0.9, **unknown)) == 4
+    assert choose(requests(0.9, 0.9, **unknown, in_flight=(4,))) == 1
+    assert choose(requests(0.9, 0.9, **unknown, in_flight=(1,))) == 4, "who drafted gave way, or was cancelled"
+    assert choose(requests(0.9, 0.9, tried=False, in_flight=(16,))) == 16, "those of others were judged"
+
+
+def test_what_is_known_of_others_is_known() -> None:
+    others = RollingAcceptance()
+    ours = RollingAcceptance(others)
+    assert not ours.known
+    others.observe(4, 0)
+    assert ours.known and not ours.tried
+
+
+def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
+    choose = chooser(s1=4.0, s2=4.9, s4=5.0, s16=5.6)
+    chosen = [choose(requests(0.0)) for _ in range(520)]
+    assert [i + 1 for i, block in enumerate(chosen) if block > 1] == [8, 24, 56, 120, 248, 376, 504]
+    assert choose(requests(0.95)) == 16, "it pays again"
+    assert [choose(requests(0.0)) for _ in range(8)] == [1] * 7 + [4], "soon at first, again"
+    dear = chooser(s1=5.1, s2=6.2, s4=7.4)  # as in large batches
+    assert [dear(requests(0.0)) for _ in range(8)] == [1] * 7 + [2], "the cheapest that tells"
+    none_shorter = chooser(s1=4.0, s8=5.0, s16=5.6)
+    assert [none_shorter(requests(0.0)) for _ in range(8)] == [1] * 7 + [8]
+
+
+@pytest.mark.parametrize(("new", "old", "steps"), [(1, 0, 8), (1, 3, 32), (2, 2, 16), (1, 31, 128)])
+def test_a_plain_batch_tries_sooner_the_more_of_it_is_new(new: int, old: int, steps: int) -> None:
+    choose = chooser(s1=4.0, s4=5.0)
+    for _ in range(500):
+        choose(requests(0.0))
+    while choose(requests(0.0)) == 1:
+        pass
+    batch = [*requests(*[0.0] * new, tried=False), *requests(*[0.0] * old)]
+    assert [choose(batch) for _ in range(steps)] == [1] * (steps - 1) + [4]
+
+
+# ms of a step of Qwen3-8B on an H200 by batch and block; blocks that were not measured lie between
+STEP_MS = {
+    1: {1: 4.27, 2: 5.2, 4: 5.25, 8: 5.3, 16: 5.31},
+    8: {1: 4.58, 2: 5.6, 4: 5.8, 8: 6.1, 16: 6.94},
+    32: {1: 5.09, 2: 6.4, 4: 7.8, 8: 10.1, 16: 16.0},
+}
+
+
+@pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
+def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: dict[int, float]) -> None:
+    """What drafting in vain costs over plain steps, whole answers; keys and values of the context come on top."""
+    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
+    expected = expected_of_first_requests()
+    unread = deque[int]()
+    those: list[Any] = [
+        SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=unread) for _ in range(batch)
+    ]
+    spent, over = 0.0, {}
+    for tokens in range(1, 257):
+        unread.append(choose(those))
+        spent += times[unread[-1]]
+        block = unread.popleft() if len(unread) > 1 else 1  # a step is launched before the one before it is read
+        for request in those:
+            if block > 1:
+                request.acceptance.observe(block - 1, 0)
+                expected.observe(block - 1, 0)
+        over[tokens] = spent / (tokens * times[1]) - 1
+    assert over[64] < 0.023 and over[128] < 0.013 and over[256] < 0.008
+
+
+@pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
+@pytest.mark.parametrize("rate", [0.0, 0.23, 0.3, 0.35, 0.5, 0.865])  # acceptance lengths of 1, 1.3, 1.4, 1.5, 2, 6.7
+def test_choosing_is_hardly_slower_than_plain_decoding_at_any_acceptance(
+    batch: int, times: dict[int, float], rate: float
+) -> None:
+    """Answers of 256 tokens, a batch behind the other, as the engine keeps what they accepted."""
+    chance = random.Random(0)
+    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
+    expected = expected_of_first_requests()
+    gains = []
+    for _ in range(24):
+        left = dict.fromkeys(range(batch), 256)
+        those: list[Any] = [SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=[]) for _ in left]
+        spent = 0.0
+        while left:
+            block = choose([those[row] for row in left])
+            spent += times[block]
+            for row in list(left):
+                accepted = next((i for i in range(block - 1) if chance.random() >= rate), block - 1)
+                if block > 1:
+                    those[row].acceptance.observe(block - 1, accepted)
+                    expected.observe(block - 1, accepted)
+                left[row] -= accepted + 1
+                if left[row] <= 0:
+                    del left[row]
+        gains.append(256 * times[1] / spent)
+    assert statistics.mean(gains) > 0.98 and min(gains) > 0.96
+    assert statistics.mean(gains) > (1.1 if rate == 0.5 else 2.0 if rate == 0.865 else 0.0)
+
+
+def test_a_small_gain_does_not_change_the_block() -> None:
+    choose = chooser(s8=5.00, s16=5.55)
+    first = choose(requests(0.80))
+    rates = [0.79, 0.81] * 10
+    assert {choose(requests(rate)) for rate in rates} == {first}
+
+
+def test_rolling_acceptance_follows_what_happens() -> None:
+    rolling = RollingAcceptance()
+    for _ in range(60):
+        rolling.observe(7, 0)
+    assert rolling.rate < 0.02
+    for _ in range(60):
+        rolling.observe(7, 7)
+    assert rolling.rate > 0.98
+    mixed = RollingAcceptance()
+    for i in range(400):
+        mixed.observe(7, 3 if i % 2 else 4)  # 3 or 4 of 4 or 5 judged
+    assert mixed.rate == pytest.approx(3.5 / 4.5, abs=0.02)
+
+
+def test_a_new_request_starts_where_others_lately_were() -> None:
+    target = make_target()
+    engine = Engine.of_modules(target, make_drafter(target), OPTIONS)
+    assert engine.request([1, 2]).acceptance.rate == pytest.approx(0.7)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    for prompt in ([1, 2, 3], [9, 9], [4]):
+        engine.generate([prompt], params)
+    stats = engine.stats
+    assert stats.drafted and stats.accepted < 0.2 * stats.steps, "a random drafter is of little use"
+    new = engine.request([1, 2]).acceptance
+    before = new.rate
+    assert before < 0.3 and not new.tried
+    judged = [step.accepted for step in engine.generate([[7, 7]], params)[0].steps if step.drafted]
+    assert judged and new.rate == engine.request([1, 2]).acceptance.rate < before, "what others had since counts too"
+    plain = Engine.of_modules(target, None, replace(OPTIONS, block_size=1))
+    plain.generate([[1, 2, 3]], params)
+    assert plain.request([1]).acceptance.rate == pytest.approx(0.7), "nothing was judged"
+
+
+def test_block_sizes_end_with_the_drafters_own() -> None:
+    assert block_sizes(16) == (1, 2, 4, 8, 16) and block_sizes(10) == (1, 2, 4, 8, 10) and block_sizes(2) == (1, 2)
+
+
+def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[int] = []
+
+    def measure() -> dict[tuple[int, int], float]:
+        calls.append(1)
+        return {(1, 16): 0.5, (8, 4): 0.25}
+
+    for key in ("a", "a", "b"):
+        assert cached_times([key], measure) == {(1, 16): 0.5, (8, 4): 0.25}
+    assert len(calls) == 2
+    (file, _) = sorted((tmp_path / "dflash-toolkit").iterdir())
+    file.write_text("torn {")
+    other = json.dumps("x")
+    assert cached_times([other], measure) and len(calls) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no directory: nothing can be kept
+    assert cached_times(["a"], measure) and len(calls) == 4
+
+
+def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(timing, "KERNELS", tmp_path)
+    for source, seconds in (("x = 1", 0.5), ("x = 2", 0.25)):
+        (tmp_path / "linear.py").write_text(source)
+        for _ in range(2):
+            assert cached_times("key", lambda now=seconds: {(1, 1): now}) == {(1, 1): seconds}
+
+
+def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:
+    free = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4)
+    params = SamplingParams(max_new_tokens=30)
+    answers = []
+    for options in (free, OPTIONS):
+        engine, _ = load_engine(str(target_dir), str(drafter_dir), "cpu", options=options)
+        answers.append([g.tokens for g in engine.generate([[1, 2, 3], [7] * 20, [9]], params)])
+    assert answers[0] == answers[1]
+
+
+def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
+    target = make_target()
+    engine = Engine.of_modules(target, make_drafter(target), EngineOptions(max_batch=1, cache_tokens=1200, page_size=4))
+    times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
+    engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
+    (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    drafting = [step for step in got.steps if step.drafted]
+    assert len(drafting) <= 12, "a dozen of 300"

@@ -1,0 +1,396 @@
+"""The runtime writes what `decode.py` writes, whatever else it does at the same time."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import hf_greedy
+from torch import Tensor
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit.decode import Generation
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.runner import StepRunner
+
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+    SamplingParams(max_new_tokens=24, temperature=1.2, seed=2**63 + 7),
+    SamplingParams(max_new_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(max_new_tokens=24, temperature=0.8, logit_bias=((5, 4.0), (7, -3.0)), logprobs=3, seed=1),
+    SamplingParams(max_new_tokens=24, logprobs=0),
+]
+
+
+@cache
+def pair(kind: str = "llama", limit: int = 512, **extra: Any) -> tuple[Target, Drafter]:
+    target = make_target(kind, tied=kind != "qwen2", limit=limit, **extra)
+    return target, make_drafter(target)
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
+    dice = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (n,), generator=dice).tolist() for n in lengths]
+
+
+def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
+    size = drafter.config.block_size if drafter else 1
+    defaults = {"block_size": size, "page_size": 4, "max_batch": 3, "prefill_chunk": 16, "cache_tokens": 1200}
+    return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
+
+
+def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Callable[[int], bool]) -> None:
+    """Let the engine draft what the answers hold, except at the positions that `miss` names."""
+
+    def propose(last: Tensor, rows: Any, block: int) -> Tensor:
+        drafts = torch.zeros(len(last), block - 1, dtype=torch.int64)
+        for row, request in enumerate(engine.scheduler.running):
+            text = request.prompt_ids + answers[tuple(request.prompt_ids)]
+            for k in range(1, block):
+                position = int(rows.lengths[row]) + k
+                token = text[position] if position < len(text) else 0
+                drafts[row, k - 1] = (token + 1) % 256 if miss(position) else token
+        return drafts
+
+    engine.runner._propose = propose  # type: ignore[method-assign]
+
+
+def same(got: Generation, expected: Generation) -> bool:
+    return (got.tokens, got.steps, got.finish_reason) == (expected.tokens, expected.steps, expected.finish_reason)
+
+
+# ---- the same as decode.py ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
+    target, drafter = pair(kind)
+    engine, prompts = make_engine(target, drafter), prompts_of(1, 5, 17, 33, 40, 8)
+    params = [SamplingParams(max_new_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
+    for prompt, each, got in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        assert same(got, generate(target, drafter, prompt, each))
+    engine.pool.check()
+    assert engine.pool.available == engine.pool.capacity
+    assert engine.stats.requests == 6 and engine.stats.generated_tokens == sum(p.max_new_tokens for p in params)
+
+
+def test_greedy_answers_are_those_of_hugging_face() -> None:
+    target, drafter = pair("qwen3")
+    prompts = prompts_of(3, 21, 9)
+    for prompt, got in zip(
+        prompts, make_engine(target, drafter).generate(prompts, SamplingParams(max_new_tokens=60)), strict=True
+    ):
+        assert got.tokens == hf_greedy(target, prompt, 60)
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "logprobs"])
+def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(params: SamplingParams) -> None:
+    target, drafter = pair()
+    prompts = prompts_of(4, 19, 7)
+    greedy = SamplingParams(max_new_tokens=24)
+    together = make_engine(target, drafter).generate([prompts[0], *prompts], [greedy, *[params] * 3])
+    for prompt, each, got in zip([prompts[0], *prompts], [greedy, *[params] * 3], together, strict=True):
+        expected = generate(target, drafter, prompt, each)
+        assert same(got, expected)
+        assert [t.chosen for t in got.logprobs] == pytest.approx([t.chosen for t in expected.logprobs], abs=1e-4)
+        assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in expected.logprobs]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=40), *SAMPLINGS[:4]])
+@pytest.mark.parametrize("every", [3, 5, 1000])
+def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParams, every: int) -> None:
+    target, drafter = pair()
+    prompts = prompts_of(4, 19, 7, 26)
+    plain = make_engine(target, None).generate(prompts, params)
+    engine = make_engine(target, drafter)
+    answers = {tuple(p): g.tokens for p, g in zip(prompts, plain, strict=True)}
+    knowing(engine, answers, lambda position: position % every == 0)
+    drafted = engine.generate(prompts, params)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert [g.finish_reason for g in drafted] == [g.finish_reason for g in plain]
+    assert [len(g.logprobs) for g in drafted] == [len(g.logprobs) for g in plain]
+    assert sum(len(g.steps) for g in drafted) < sum(len(g.steps) for g in plain) / (1.5 if every == 3 else 2)
+    steps, stats = [step for g in drafted for step in g.steps], engine.stats
+    assert stats.accepted == sum(step.accepted for step in steps) == sum(stats.accepted_per_position)
+    for name, counts in (("drafted", stats.drafted_per_position), ("accepted", stats.accepted_per_position)):
+        assert counts == [sum(getattr(step, name) > k for step in steps) for k in range(len(counts))]
+    assert sum(stats.drafted_per_position) == stats.drafted == sum(step.drafted for step in steps)
+
+
+@pytest.mark.parametrize("index", range(1, 14))
+def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
+    target, drafter = pair()
+    (prompt,) = prompts_of(9)
+    text = generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=(text[index],))
+    expected = generate(target, None, prompt, params)
+    for block in (2, 5, 8):
+        engine = make_engine(target, drafter, block_size=block)
+        knowing(engine, {tuple(prompt): text}, lambda position: False)
+        got = engine.generate([prompt, prompt], [params, SamplingParams(max_new_tokens=index)])
+        assert got[0].tokens == expected.tokens and got[0].finish_reason == "stop"
+        assert got[1].tokens == text[:index] and (got[1].finish_reason == "length" or text[index - 1] == EOS)
+        engine.pool.check()
+
+
+@pytest.mark.parametrize("room", [1, 2, 7, 8, 9])
+def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
+    target, drafter = pair(limit=64)
+    (prompt,) = prompts_of(64 - room)
+    params = SamplingParams(ignore_eos=True)
+    got = make_engine(target, drafter, max_batch=2).generate([prompt, prompt], params)
+    expected = generate(target, drafter, prompt, params)
+    assert len(expected.tokens) == room and all(same(g, expected) for g in got)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+    ids=lambda s: s["rope_type"],
+)  # fmt: skip
+def test_scaled_rope_is_that_of_hugging_face(scaling: dict[str, Any]) -> None:
+    target = make_target(rope_parameters=scaling)
+    (prompt,) = prompts_of(50)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    assert same(make_engine(target, None).generate([prompt], params)[0], generate(target, None, prompt, params))
+
+
+def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
+    target = make_target()
+    drafter = make_drafter(target, attention_bias=True)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    for prompt in prompts_of(9, 14, seed=7):
+        assert same(
+            make_engine(target, drafter).generate([prompt], params)[0], generate(target, drafter, prompt, params)
+        )
+
+
+# ---- pages -------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_hit_brings_target_and_draft_pages() -> None:
+    target, drafter = pair()
+    (prefix, *tails) = prompts_of(24, 5, 9, 1)
+    engine = make_engine(target, drafter)
+    params = SamplingParams(max_new_tokens=12)
+    for tail in tails:
+        (got,) = engine.generate([prefix + tail], params)
+        assert same(got, generate(target, drafter, prefix + tail, params)), "steps too: the drafter sees the same"
+    assert engine.stats.cached_prompt_tokens == 2 * 24
+    again = engine.generate([prefix], params)[0]  # the last token must be computed, so its page is not taken
+    assert same(again, generate(target, drafter, prefix, params))
+    assert engine.stats.cached_prompt_tokens == 2 * 24 + 20
+
+
+def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
+    target, drafter = pair()
+    (prompt, more) = prompts_of(10, 6)
+    engine = make_engine(target, drafter)
+    first = engine.generate([prompt], SamplingParams(max_new_tokens=15, ignore_eos=True))[0]
+    turn = prompt + first.tokens + more
+    second = engine.generate([turn], SamplingParams(max_new_tokens=15))[0]
+    assert same(second, generate(target, drafter, turn, SamplingParams(max_new_tokens=15)))
+    assert engine.stats.cached_prompt_tokens == 24  # of 24 written tokens, in pages of 4
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, prefix_cache=False)
+    (prompt,) = prompts_of(30)
+    engine.generate([prompt, prompt], SamplingParams(max_new_tokens=3))
+    assert engine.stats.cached_prompt_tokens == 0
+
+
+def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(30, 25, 40, 12, 33)
+    params = [SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
+    engine = make_engine(target, drafter, cache_tokens=140)
+    got = engine.generate(prompts, params)
+    assert engine.stats.preemptions > 0
+    for prompt, each, answer in zip(prompts, params, got, strict=True):
+        assert answer.tokens == generate(target, None, prompt, each).tokens
+    engine.pool.check()
+
+
+def test_cancelled_requests_free_their_rows_and_the_others_do_not_notice() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(20, 30, 9, 14)
+    engine = make_engine(target, drafter, max_batch=2)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    requests = [engine.submit(p, params) for p in prompts]
+    for turn in range(400):
+        if turn == 3:
+            engine.cancel(requests[0])  # running
+            engine.cancel(requests[3])  # waiting
+            engine.cancel(requests[3])
+        if not engine.step():
+            break
+    for request, prompt in zip(requests[1:3], prompts[1:3], strict=True):
+        assert same(request.generation, generate(target, drafter, prompt, params))
+    assert len(requests[0].tokens) < 30 and requests[3].tokens == []
+    engine.pool.check()
+    assert engine.pool.available == engine.pool.capacity
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 25), st.integers(0, 12)), min_size=1, max_size=7),
+    st.integers(1, 4),
+    st.sampled_from([120, 300, 1200]),
+)
+def test_any_arrival_of_any_requests_gives_each_its_own_answer(
+    arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int
+) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_batch=max_batch, cache_tokens=cache_tokens)
+    prompts = prompts_of(*(length for length, _, _ in arrivals), seed=7)
+    pending = [
+        (turn, prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        for prompt, (_, count, turn) in zip(prompts, arrivals, strict=True)
+    ]
+    requests = []
+    for turn in range(2000):
+        for when, prompt, params in pending:
+            if when == turn:
+                requests.append((engine.submit(prompt, params), prompt, params))
+        if not engine.step() and turn > 12:
+            break
+    assert len(requests) == len(arrivals)
+    for request, prompt, params in requests:
+        assert request.tokens == generate(target, None, prompt, params).tokens
+    engine.pool.check()
+
+
+# ---- the rest ----------------------------------------------------------------------------------------------
+
+
+def test_synthetic_acceptance_is_as_long_as_asked() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(*[5] * 8)
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    for synthetic, expected in (
+        (SyntheticAcceptance(rate=0.8), (1 - 0.8**8) / 0.2),
+        (SyntheticAcceptance(mean_length=3.4), 3.4),
+        (SyntheticAcceptance(rate=0.0), 1.0),
+    ):
+        answers = make_engine(target, drafter, synthetic=synthetic, cache_tokens=2000).generate(prompts, params)
+        length = sum(len(g.tokens) - 1 for g in answers) / sum(len(g.steps) for g in answers)
+        assert length == pytest.approx(expected, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 9}, "block_size is 9; the drafter's blocks have at most 8 tokens"),
+        ({"max_context": 513}, "max_context is 513; the target was made for 512"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_engine(*pair(), **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1] * 512, {}, "the prompt has 512 tokens; the context limit is 512"),
+        ([1, 300], {}, r"the prompt holds token 300; the target's embedding has rows 0\.\.299"),
+        ([1], {"logit_bias": ((300, 1.0),)}, "logit_bias names token 300"),
+        ([1] * 100, {"max_new_tokens": 100}, "the request may need 208 tokens of cache and there are 100"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: dict[str, Any], message: str) -> None:
+    engine = make_engine(*pair(), cache_tokens=100 if len(prompt) == 100 else 1200)
+    with pytest.raises(UserError, match=message):
+        engine.submit(prompt, SamplingParams(**params))
+    assert engine.scheduler.idle
+
+
+def test_a_refused_prompt_leaves_nothing_of_the_others_behind() -> None:
+    target = make_target()
+    engine = make_engine(target, None)
+    with pytest.raises(UserError, match="token 999"):
+        engine.generate([[1], [2], [999]], SamplingParams(max_new_tokens=3))
+    with pytest.raises(ValueError, match="shorter"):
+        engine.generate([[1], [2]], [SamplingParams(max_new_tokens=3)])
+    assert engine.scheduler.idle and engine.pool.available == engine.pool.capacity
+
+
+def test_an_interrupted_batch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_target(), None)
+    real, turns = engine.step, iter(range(3))
+    monkeypatch.setattr(engine, "step", lambda: real() if next(turns, None) is not None else _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1], [2]], SamplingParams(max_new_tokens=50, ignore_eos=True))
+    assert engine.scheduler.idle and engine.pool.available == engine.pool.capacity
+
+
+def _interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() -> None:
+    target, drafter = pair("qwen3")
+    ids, more = prompts_of(21, 6, seed=9)
+    pages = [7, 3, 9, 5, 8, 6, 2]
+
+    def caches(run: Callable[[Any, list[int], int], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        runner = make_engine(target, drafter).runner
+        hidden = [run(runner, ids, 0), run(runner, more, len(ids))]
+        assert runner._proposer is not None
+        both = [runner._verifier.cache, runner._proposer.cache]
+        page = torch.arange(both[0].shape[2]) // runner.page_size
+        return hidden, [cache[:, :, page > 0] for cache in both]  # padding may go into the trash page
+
+    def unpadded(runner: Any, ids: list[int], start: int) -> Tensor:
+        runner.prefill(ids, start, pages)
+        return runner._last_hidden
+
+    def padded(runner: Any, ids: list[int], start: int) -> Tensor:
+        runner.place(ids, start, pages)
+        return runner.padded_prefill(64)
+
+    (one, kept), (other, written) = caches(unpadded), caches(padded)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    last = torch.zeros(kept[0].shape[2], dtype=torch.bool)  # the request's own slot behind its text may hold padding
+    last[(pages[-1] - 1) * 4 + 3] = True
+    for a, b in zip(kept, written, strict=True):
+        torch.testing.assert_close(a[:, :, ~last], b[:, :, ~last], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [8, None])
+def test_an_engine_that_nobody_holds_is_gone_at_once(block_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the memory that it has: a second one would find none while the first waits to be collected."""
+    runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
+    init = StepRunner.__init__
+
+    def noted(self: StepRunner, *args: Any, **named: Any) -> None:
+        runners.add(self)
+        init(self, *args, **named)
+
+    monkeypatch.setattr(StepRunner, "__init__", noted)
+    models = pair()
+    with no_collection():
+        engine = make_engine(*models, block_size=block_size, prefix_cache=True)
+        assert list(runners) == [engine.runner], "the one that measures what passes take is gone"
+        engine.generate(prompts_of(4, 9), SamplingParams(max_new_tokens=9))
+        left = weakref.ref(engine)
+        del engine
+        assert left() is None and not runners

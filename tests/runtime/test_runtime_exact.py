@@ -1,0 +1,46 @@
+"""What the runtime draws, in batches and from drafts, is what the target alone would: counted, not token by token."""
+
+import pytest
+from test_decode import (
+    SMALL_PROMPT,
+    SMALL_SAMPLINGS,
+    check_answers,
+    exact_answers,
+    likely_draft,
+    small_vocabulary_pair,
+)
+from torch import Tensor
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.runner import Rows
+
+SEEDS = range(1000, 1900)  # not those of `generate` in test_decode.py: the engine would draw the same tokens again
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
+def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
+    sampling: dict[str, float], prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = small_vocabulary_pair(8)
+    joint = exact_answers(target, **sampling)
+    size = drafter.config.block_size
+    engine = Engine.of_modules(
+        target,
+        drafter,
+        EngineOptions(block_size=size, page_size=2, max_batch=32, cache_tokens=400, prefix_cache=prefix_cache),
+    )
+    draft_at, propose = likely_draft(joint), engine.runner._propose
+
+    def likely(last: Tensor, rows: Rows, block: int) -> Tensor:
+        drafts = propose(last, rows, block)  # the real drafter runs all the same
+        positions = rows.lengths.tolist()
+        return drafts.new_tensor([[draft_at(start + k) for k in range(1, block)] for start in positions])
+
+    monkeypatch.setattr(engine.runner, "_propose", likely)
+    params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in SEEDS]
+    answers = engine.generate([SMALL_PROMPT] * len(params), params)
+    check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))
+    assert max(step.drafted for answer in answers for step in answer.steps) == size - 1
+    assert (engine.stats.cached_prompt_tokens > 0) == prefix_cache

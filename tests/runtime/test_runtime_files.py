@@ -1,0 +1,88 @@
+"""What lies in a target's folder and what the engine makes of it: which files are read, and whose head is used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_target
+from safetensors.torch import load_file, save_file
+
+from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit.models.target import context_limit
+from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
+
+PROMPT, SHORT = [1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True)
+OPTIONS = EngineOptions(max_batch=1, cache_tokens=1200, page_size=4)
+
+
+def saved(target: Target, path: Path) -> Path:
+    target.model.save_pretrained(path)
+    target.tokenizer.save_pretrained(path)
+    return path
+
+
+def configured(path: Path, **values: Any) -> None:
+    config = json.loads((path / "config.json").read_text()) | values
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def answer(path: Path) -> list[int]:
+    engine, _ = load_engine(str(path), None, "cpu", options=OPTIONS)
+    return engine.generate([PROMPT], SHORT)[0].tokens
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "scheduler.safetensors", "model-00001-of-00002.safetensors"]
+)
+def test_other_tensors_beside_the_weights_are_not_read(name: str, tmp_path: Path) -> None:
+    target = make_target()
+    path = saved(target, tmp_path)
+    save_file({"base_model.model.lora_A.weight": torch.ones(2, 2)}, path / name)
+    assert answer(path) == generate(target, None, PROMPT, SHORT).tokens
+
+
+def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path) -> None:
+    path = saved(make_target(tied=False), tmp_path)
+    expected = answer(path)
+    configured(path, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"stores another lm_head.weight; set tie_word_embeddings to false"):
+        answer(path)
+    loaded = Target.load(str(path), "cpu")
+    if loaded.head_weight is not loaded.embedding.weight:  # newer transformers decode with the stored head
+        assert generate(loaded, None, PROMPT, SHORT).tokens == expected
+        for make in (TargetWeights.of_module, TargetWeights.shared_with):
+            with pytest.raises(UserError, match="stores another"):
+                make(loaded.model, ModelSpec.of_target(loaded.config))
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert answer(path) == generate(Target.load(str(path), "cpu"), None, PROMPT, SHORT).tokens
+
+
+def test_yarn_stretches_the_context_whatever_max_position_embeddings_says() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+    stretched = make_target(limit=160, rope_parameters=yarn)
+    assert context_limit(stretched.config) == stretched.context_limit == 512
+    assert ModelSpec.of_target(stretched.config).context_limit == 512
+    wide = make_target(limit=2048, rope_parameters=yarn)
+    assert wide.context_limit == 2048
+    assert make_target(limit=77).context_limit == 77
+
+
+def test_on_a_cpu_the_first_token_does_not_wait_for_the_step_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, order = make_target(), []
+    engine = Engine.of_modules(target, None, OPTIONS)
+    real = engine.runner.decode
+
+    def decode(*args: Any) -> Any:
+        order.append("step")
+        return real(*args)
+
+    monkeypatch.setattr(engine.runner, "decode", decode)
+    engine.submit(PROMPT, SHORT, lambda request, step: order.append("first" if step is None else "read"))
+    while engine.step():
+        pass
+    assert order == ["first"] + ["step", "read"] * 7

@@ -1,0 +1,402 @@
+"""The runtime on a GPU in bf16: kernels against float64, and a drafter that does not change a single token."""
+
+import asyncio
+import copy
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
+from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.memory import workspace_of
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
+from dflash_toolkit.runtime.sampler import Mode
+from dflash_toolkit.runtime.stack import Rows
+from dflash_toolkit.runtime.weights import DrafterWeights
+
+pytestmark = pytest.mark.gpu
+VOCAB, LIMIT = 4096, 1024
+
+
+@cache
+def pair(kind: str = "qwen3") -> tuple[Target, Drafter]:
+    """A random bf16 target of a few million weights whose answers are varied, and a random drafter."""
+    torch.manual_seed(3)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+        "num_attention_heads": 8 if kind == "qwen3" else 14, "num_key_value_heads": 2, "max_position_embeddings": LIMIT,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.06,
+    }  # fmt: skip
+    if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
+        shape["hidden_size"] = 14 * 64
+    config = Qwen3Config(head_dim=64, **shape) if kind == "qwen3" else Qwen2Config(**shape)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    target = Target(model, make_tokenizer(), f"small-{kind}")
+    drafter = Drafter(
+        DrafterConfig(
+            hidden_size=config.hidden_size, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64,
+            intermediate_size=1024, vocab_size=VOCAB, num_target_layers=6,
+            target_layer_ids=default_target_layer_ids(6, 3), mask_token_id=VOCAB - 1, block_size=16, rope_theta=1e4,
+        )
+    )  # fmt: skip
+    drafter.init_weights(torch.Generator().manual_seed(5), std=0.05)
+    return target, drafter.to("cuda", torch.bfloat16).eval()
+
+
+def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
+    defaults = {"block_size": 16 if drafter else 1, "max_batch": 8, "cache_tokens": 16 * LIMIT, "prefix_cache": False}
+    return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
+
+
+def prompts_of(count: int, seed: int = 1) -> list[list[int]]:
+    dice = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 200, (count,), generator=dice).tolist()
+    return [torch.randint(0, VOCAB - 1, (n,), generator=dice).tolist() for n in lengths]
+
+
+def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
+    """Nats that the worst token of an answer lacks to the model's best, in Hugging Face's bf16."""
+    text = torch.tensor([prompt + answer], device="cuda")
+    with torch.inference_mode():
+        logprobs = target.model(text).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return float((logprobs.amax(-1) - logprobs.gather(1, text[0, len(prompt) :, None])[:, 0]).max())
+
+
+def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    """Draft the known answers on the device, wrong at every seventh position: the graph holds the real steps."""
+    texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
+    runner: StepRunner = engine.runner
+    table = torch.zeros(runner.max_batch, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
+    join, move = runner.join, runner.move
+
+    def joined(row: int, request: Request) -> Any:
+        text = texts[tuple(request.prompt_ids)]
+        table[row, : len(text)] = text
+        return join(row, request)
+
+    def moved(source: int, target: int) -> None:
+        table[target].copy_(table[source])
+        move(source, target)
+
+    def propose(last: Tensor, rows: Any, block: int) -> Tensor:
+        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
+        drafts = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))
+        return torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts)
+
+    for name, function in (("join", joined), ("move", moved), ("_propose", propose)):
+        setattr(runner, name, function)
+    runner._graphs.clear()  # those that were captured for their times hold the random drafter
+
+
+@pytest.mark.parametrize(("kind", "few"), [("qwen3", 4), ("qwen2", 4), ("qwen2", 5)])  # 5: blocks of 16 in pairs
+def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dflash_toolkit.kernels.triton.attention.FEW", few)
+    target, drafter = pair(kind)
+    prompts = prompts_of(320)
+    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
+    assert [g.tokens for g in make_engine(target, None, max_batch=1).generate(prompts, params)] == plain
+    for batch, block in ((8, 16), (1, 16), (8, 8), (8, 4), (8, 2), (8, None)):
+        engine = make_engine(target, drafter, max_batch=batch, block_size=block)
+        knowing(engine, prompts, plain)
+        drafted = engine.generate(prompts, params)
+        assert [g.tokens for g in drafted] == plain
+        steps = sum(len(g.steps) for g in drafted)
+        assert steps < 320 * 47 / (1.5 if block in (2, None) else 2.5), "drafts were accepted"  # None: as it pays
+        engine.pool.check()
+        buffers = len(engine.runner._results._free)  # first tokens of a whole batch are on their way at one time
+        assert 1 <= buffers <= batch + engine.runner.lag + 1, "buffers of results are used again"
+
+
+@pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
+def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str) -> None:
+    target, drafter = pair()
+    prompts = prompts_of(40, seed=2)
+    params = [SamplingParams(max_new_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
+    plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
+    engine = make_engine(target, drafter, prefix_cache=True, draft_dtype=draft_dtype)
+    assert engine.options.draft_dtype == draft_dtype and make_engine(target, drafter).options.draft_dtype == "fp8"
+    assert [g.tokens for g in engine.generate(prompts, params)] == plain
+    assert len(engine.runner._graphs) >= 4, "the batch grew and shrank through its buckets"
+    again = engine.generate(prompts, params)  # now with prefix hits: a prefill cut elsewhere resolves ties otherwise
+    assert engine.stats.cached_prompt_tokens > 1000
+    assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 28
+    regrets = [regret(target, prompt, answer.tokens) for prompt, answer in zip(prompts, again, strict=True)]
+    assert max(regrets) <= 0.2, "the others are near ties too"
+
+
+@pytest.mark.parametrize("block", [2, 8, 16])  # of 16 requests: 32 and 128 rows in one kernel a layer, 256 in more
+def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_toolkit.runtime.weights.WIDE_IN_FP8", 0)
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_batch=16, block_size=block, draft_dtype="fp8")
+    for prompt in prompts_of(16, seed=4):
+        engine.submit(prompt, SamplingParams(max_new_tokens=300, ignore_eos=True))
+    for _ in range(60):
+        engine.step()
+    runner = engine.runner
+    assert runner.active.all() and runner.drafter is not None
+    assert runner._proposer is not None and isinstance(runner._proposer.layers[1].qkv, ScaledMatrix)
+    rows = Rows(runner.lengths.clone(), runner.page_table, runner.page_size)
+    with torch.inference_mode():
+        rounded = runner._propose(runner.last_token, rows, block)
+        loaded = DrafterWeights.of_module(drafter)
+        monkeypatch.setattr(runner, "drafter", loaded)
+        monkeypatch.setattr(runner, "_proposer", replace(runner._proposer, layers=loaded.layers))
+        full = runner._propose(runner.last_token, rows, block)
+    assert (rounded == full).float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
+
+
+def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, drafter = pair()
+    prompts = prompts_of(5)
+    params = [SamplingParams(max_new_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
+    expected = make_engine(target, drafter, block_size=None).generate(prompts, params)
+    engine = make_engine(target, drafter, block_size=None)  # step times are known by now, so no step is captured
+    prepared = 0
+    while engine.prepare():
+        prepared += 1
+    assert prepared == len(PREFILL_SIZES) + 4 + 3 * 4 * 5, "prefills; buckets up to 8; modes, buckets, block lengths"
+    assert not engine.prepare() and engine.scheduler.idle
+    there = set(engine.runner._graphs)
+    answers = engine.generate(prompts, params)
+    assert set(engine.runner._graphs) == there
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+
+
+def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short behind long and long behind short, other lengths of answers, every batch bucket on the way up and down."""
+    target, drafter = pair()
+    words = torch.randint(0, VOCAB - 1, (900,), generator=torch.Generator().manual_seed(8)).tolist()
+    lengths = (5, 700, 12, 300, 64, 3, 150, 900)
+    prompts = [[(i + token) % VOCAB for token in words[:n]] for i, n in enumerate(lengths)]
+    each = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (90, 75, 1, 60, 45, 33, 50, 40)]
+    engine = make_engine(target, drafter)
+    alone = [engine.generate([prompt], params)[0].tokens for prompt, params in zip(prompts, each, strict=True)]
+    buckets: list[int] = []
+    real = engine.runner.decode
+
+    def watched(requests: Sequence[Request], block: int) -> Any:
+        buckets.append(engine.runner.bucket(len(requests)))
+        return real(requests, block)
+
+    monkeypatch.setattr(engine.runner, "decode", watched)
+    for order in (range(8), reversed(range(8))):
+        buckets.clear()
+        requests = {}
+        for i in order:
+            requests[i] = engine.submit(prompts[i], each[i])
+            for _ in range(2):
+                engine.step()
+        while engine.step():
+            pass
+        assert [requests[i].tokens for i in range(8)] == alone
+        changes = set(itertools.pairwise(buckets))
+        assert changes >= {(1, 2), (2, 4), (4, 8), (8, 4), (4, 2), (2, 1)}
+
+
+def test_launching_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter)
+    while engine.prepare():
+        pass  # a capture waits
+    real = engine.runner.decode
+
+    def watched(requests: Sequence[Request], block: int) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return real(requests, block)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine.runner, "decode", watched)
+    for params in (
+        SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1),
+        SamplingParams(max_new_tokens=40, logprobs=2, presence_penalty=0.5),
+    ):  # fmt: skip
+        assert all(answer.tokens for answer in engine.generate(prompts_of(5), params))
+
+
+def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair()
+    prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
+    prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]  # chunks of 512 tokens, the last near the end
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    captured = make_engine(target, drafter, prefill_chunk=512)
+    found = [g.tokens for g in captured.generate(prompts, params)]
+    assert {64, 128, 512} < set(captured.runner._prefills) <= set(PREFILL_SIZES)
+    monkeypatch.setattr(StepRunner, "_prefill_graph", lambda runner, size: (Eagerly(), runner.padded_prefill(size)))
+    assert [g.tokens for g in make_engine(target, drafter, prefill_chunk=512).generate(prompts, params)] == found
+    monkeypatch.setattr(
+        "dflash_toolkit.runtime.runner.PREFILL_SIZES", (0,)
+    )  # unpadded: longer products add up otherwise
+    plain = [g.tokens for g in make_engine(target, drafter, prefill_chunk=512).generate(prompts, params)]
+    assert sum(a == b for a, b in zip(found, plain, strict=True)) >= len(prompts) - 2
+
+
+class Eagerly:
+    def replay(self) -> None:
+        """What a graph would do has been done."""
+
+
+def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(8, seed=4)
+    params = [
+        SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.9, top_k=50, seed=i, logprobs=2)
+        for i in range(8)
+    ]
+    together = make_engine(target, drafter).generate(prompts, params)
+    alone = [make_engine(target, None, max_batch=1).generate([p], s)[0] for p, s in zip(prompts, params, strict=True)]
+    assert sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True)) >= 7
+    assert all(len(g.logprobs) == 40 for g in together)
+
+
+def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
+    """At every token of an answer; and ours are those of the model in fp32 about as often as its own in bf16 are."""
+    target, _ = pair()
+    exact = copy.deepcopy(target.model).float()
+    prompts = prompts_of(64, seed=5)
+    answers = make_engine(target, None).generate(prompts, SamplingParams(max_new_tokens=48, ignore_eos=True))
+    ours = theirs = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = torch.tensor([prompt + answer.tokens], device="cuda")
+        chosen = text[0, len(prompt) :, None]
+        with torch.inference_mode():
+            logits, sharp = (m(text).logits[0, len(prompt) - 1 : -1].float() for m in (target.model, exact))
+        logprobs = logits.log_softmax(-1)
+        assert (logprobs.amax(-1) - logprobs.gather(1, chosen)[:, 0] <= 0.2).all()
+        best = sharp.argmax(-1)
+        ours += int((chosen[:, 0] == best).sum())
+        theirs += int((logits.argmax(-1) == best).sum())
+    print(f"the exact model's choice: {ours} of ours, {theirs} of Hugging Face's of {64 * 48}")
+    assert ours >= 0.9 * 64 * 48 and ours >= 0.98 * theirs
+
+
+def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
+    """Rubbish may hold the graphs of an engine that is gone, and to free one voids a capture under way."""
+    target, _ = pair()
+    during: list[bool] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        during.append(torch.cuda.is_current_stream_capturing())
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(20)
+    try:
+        make_engine(target, None, max_batch=1).generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert during and not any(during)
+
+
+def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    target, drafter = pair()
+    prompts, params = prompts_of(3, seed=6), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected = [a.tokens for a in make_engine(target, drafter, max_batch=16).generate(prompts, params)]
+    engine = AsyncEngine(make_engine(target, drafter, max_batch=16))  # captures, as it has nothing else to do
+    while not engine._prepared:
+        torch.empty(1 << 24, device="cuda").zero_().cpu()
+        torch.cuda.empty_cache()
+    assert asyncio.run(streamed(engine, prompts, params)) == expected
+    assert not caplog.records
+
+
+def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
+    target, drafter = pair()
+    runner: StepRunner = make_engine(target, drafter, max_batch=64).runner
+    workspace = workspace_of(runner, 512).total
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    runner.run_eagerly(64, 16, Mode.FULL)
+    torch.cuda.synchronize()
+    assert 64 * 16 * VOCAB * 4 < torch.cuda.max_memory_allocated() - held <= workspace
+
+
+def test_the_largest_passes_stay_inside_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `scripts/bench/memcheck.py`, which sees an access behind a tensor's end; by itself, that nothing fails."""
+    monkeypatch.setattr("dflash_toolkit.runtime.runner.faster_products", lambda *given: given[-1])  # no graphs there
+    for drafting in (pair()[1], None):
+        runner: StepRunner = make_engine(pair()[0], drafting, max_batch=3, max_context=LIMIT - 25).runner
+        workspace_of(runner, 4096)
+        for mode in Mode:
+            runner.run_eagerly(3, 16 if drafting else 1, mode)
+        runner.check()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_runs_on_the_gpu_it_is_told(tmp_path: Path) -> None:
+    target, drafter = pair()
+    target.model.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    save_drafter(drafter, tmp_path / "drafter")
+    prompts, params = prompts_of(4), SamplingParams(max_new_tokens=24, ignore_eos=True)
+    options = EngineOptions(max_batch=4, cache_tokens=4 * LIMIT, prefix_cache=False)
+    found = {}
+    for device in ("cuda:0", "cuda:1"):
+        engine, _ = load_engine(str(tmp_path / "target"), str(tmp_path / "drafter"), device, options=options)
+        assert str(engine.runner.device) == device
+        found[device] = [a.tokens for a in engine.generate(prompts, params)]
+        found[device, "thread"] = asyncio.run(streamed(AsyncEngine(engine), prompts, params))
+    torch.cuda.set_device(0)
+    assert all(tokens == found["cuda:0"] for tokens in found.values())
+
+
+async def streamed(engine: AsyncEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    async def one(prompt: list[int]) -> list[int]:
+        return [token async for progress in engine.decode(prompt, params) for token in progress.tokens]
+
+    try:
+        return [await one(prompt) for prompt in prompts]
+    finally:
+        engine.close()
+
+
+def rel(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1152, 896), (896, 4864)])
+def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int, k: int) -> None:
+    from dflash_toolkit.kernels import fused, reference
+    from dflash_toolkit.kernels.scaled import ScaledMatrix
+
+    x = torch.randn(128, k, device="cuda", dtype=torch.bfloat16)
+    dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    for weight in (dense, ScaledMatrix.of(dense)):
+        exact = weight.dense(torch.float64) if isinstance(weight, ScaledMatrix) else weight.double()
+        operations: list[tuple[Callable[..., Tensor], Tensor]] = [
+            (fused.linear, x.double() @ exact.T),
+            (lambda *a: fused.linear_partials(*a).sum(0), x.double() @ exact.T),
+            (fused.linear_swiglu, reference.linear_swiglu(x.double(), exact)),
+        ]
+        for operation, expected in operations:
+            whole = operation(x, weight)
+            assert rel(whole, expected) < 5e-3
+            for rows in (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 100, 127):
+                assert torch.equal(operation(x[:rows], weight), whole[:rows])
+            assert torch.equal(operation(x[77:78].contiguous(), weight)[0], whole[77])
+        best = fused.linear_argmax(x, weight)
+        logits = (x.double() @ exact.T).float()
+        chosen = logits.gather(1, best[:, None])[:, 0]
+        # with a head in fp8 the rows are rounded too: 1/50 of a logit's spread, of which the largest is some four
+        slack = 0.01 if isinstance(weight, Tensor) else 0.05
+        assert (logits.amax(1) - chosen <= slack * logits.amax(1)).all()
+        assert torch.equal(fused.linear_argmax(x[:5], weight), best[:5])

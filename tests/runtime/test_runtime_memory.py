@@ -1,0 +1,381 @@
+"""What does not fit into a GPU is said in one line that says how much is missing, and which knob helps."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+
+from dflash_toolkit import SamplingParams, Target, UserError
+from dflash_toolkit.evaluation import decoders as runtimes
+from dflash_toolkit.models import target as target_module
+from dflash_toolkit.runtime import Engine, EngineOptions, memory
+from dflash_toolkit.runtime import engine as engine_module
+from dflash_toolkit.runtime import load as loading
+from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
+from dflash_toolkit.runtime.sampler import Mode
+from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from train.responses import backends
+
+TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
+STEP = GIB // 5
+OPTIONS = EngineOptions(max_batch=4, max_context=1000)
+SPEC: Any = SimpleNamespace(kv_values_per_token=1 << 16)  # 128 KiB a token in 16 bits
+PAGE_BYTES = 64 * (1 << 17)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 24 GiB with weights of 16, whose passes take half a GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - WEIGHTS, TOTAL))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP))
+
+
+def runner(room: Room) -> Any:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    return SimpleNamespace(device=device, dtype=dtype, lag=1, max_batch=4, max_block=16)
+
+
+def pages_of(options: EngineOptions, spec: Any = SPEC, context: int = 1000) -> int:
+    room = room_for_cache(runner, [spec], options, context)
+    assert room.scratch == STEP
+    return room.pages
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_cache_gets_what_is_left_of_its_share() -> None:
+    left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
+    long = replace(OPTIONS, max_context=20000)
+    assert pages_of(long, context=20000) == int(left // PAGE_BYTES)
+    assert pages_of(OPTIONS) == 1 + 4 * 4 * (-(-(1000 + 3 * 16) // 64)), "and no more than is of use"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
+    left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
+    missing = 50000 * (1 << 17) - left
+    with pytest.raises(
+        UserError, match=r"short of one request of 50000 tokens; lower max_context .*memory_fraction"
+    ) as e:
+        pages_of(OPTIONS, context=50000)
+    assert float(str(e.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_cache_that_is_asked_for_may_take_all_of_the_memory_but_no_more() -> None:
+    room = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES) // PAGE_BYTES) - 1
+    assert pages_of(replace(OPTIONS, cache_tokens=64 * room)) == room + 1
+    with pytest.raises(UserError, match=r"0\.\d GiB short of a cache of \d+ tokens; lower cache_tokens or max_batch"):
+        pages_of(replace(OPTIONS, cache_tokens=64 * room + 1))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_that_does_not_fit_names_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x")
+
+    monkeypatch.setattr(memory, "workspace_of", full)
+    with pytest.raises(UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_batch, block"):
+        pages_of(OPTIONS)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def full(*_: object) -> int:
+        raise errors.OutOfResources(180480, 166912, "shared memory")
+
+    def runner_of_heads(room: Room) -> Any:
+        return SimpleNamespace(**vars(runner(room)), target=SimpleNamespace(spec=SimpleNamespace(head_dim=128)))
+
+    monkeypatch.setattr(memory, "workspace_of", full)
+    with pytest.raises(UserError, match=r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
+        room_for_cache(runner_of_heads, [SPEC], OPTIONS, 1000)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        room_for_cache(runner_of_heads, [SPEC], OPTIONS, 1000)
+
+
+@pytest.mark.parametrize("where", ["copies", "cache"])
+def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_knobs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
+
+    monkeypatch.setattr(DrafterWeights, "rounded", full if where == "copies" else lambda self, head: self)
+    if where == "cache":
+        monkeypatch.setattr(engine_module, "StepRunner", full)
+    target = make_target()
+    for draft_dtype in ("fp8", "full"):
+        options = EngineOptions(max_batch=2, draft_dtype=draft_dtype)
+        if where == "copies" and draft_dtype == "full":
+            Engine.of_modules(target, make_drafter(target), options)
+            continue
+        with pytest.raises(UserError, match=r"Tried to allocate 3.00 GiB.*lower max_batch, max_context") as caught:
+            Engine.of_modules(target, make_drafter(target), options)
+        assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ModelSpec.of_target(make_target(tied=False).config)
+    needed = sum(
+        view.nbytes for view in TargetWeights.empty(spec, torch.device("cpu"), torch.float32).places().values()
+    )
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
+        if fits:
+            check_weights("T", spec, torch.device("cuda"), torch.float32)
+            continue
+        with pytest.raises(UserError, match=r"target T: its weights take .* of 24.0 GiB free.*take a smaller target"):
+            check_weights("T", spec, torch.device("cuda"), torch.float32)
+
+
+# ---- GPUs that cannot run the kernels ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the GPU says of itself."""
+    facts = {"capability": (9, 0), "shared": 227 << 10}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: facts["capability"])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(shared_memory_per_block_optin=facts["shared"])
+    )
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "line"),
+    [
+        ((7, 5), 64, "Some GPU is too old for the runtime: it needs capability 8.0 or more"),
+        ((8, 9), 99, "Some GPU has 99 KiB of shared memory for a thread block and the runtime's kernels need 160"),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_kernels_is_refused(
+    capability: tuple[int, int], shared: int, line: str, named: dict[str, Any]
+) -> None:
+    pytest.importorskip("triton")
+    named.update(capability=capability, shared=shared << 10)
+    with pytest.raises(UserError, match=line):
+        engine_module.operations(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("width", "dtype", "shared", "way_out"), [
+    (128, torch.float32, 227, None),
+    (128, torch.float32, 163, None),
+    (512, torch.float32, 227, "take dtype bfloat16, or serve the target with vLLM or SGLang"),
+    (512, torch.bfloat16, 163, "has 163; serve the target with vLLM or SGLang"),
+    (512, torch.float32, 163, "has 163; serve the target with vLLM or SGLang"),  # for bfloat16 is refused, too
+])  # fmt: skip
+def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
+    width: int, dtype: torch.dtype, shared: int, way_out: str | None, named: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pytest.importorskip("triton")
+    named.update(shared=shared << 10)
+    target = make_target()
+    spec = replace(ModelSpec.of_target(target.config), head_dim=width)
+    loaded = []
+    monkeypatch.setattr(TargetWeights, "load", lambda *_: loaded.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))
+    monkeypatch.setattr(loading, "_folder", lambda name: name)
+    monkeypatch.setattr("dflash_toolkit.models.target.load_generation_config", lambda _: None)
+
+    def load() -> None:
+        loading.load_target("T", target.config, spec, torch.device("cuda"), dtype)
+
+    if way_out is None:
+        load()
+        assert loaded
+        return
+    with pytest.raises(UserError, match=rf"attention heads of 512 in \w+ need \d+ KiB of shared memory .*{way_out}"):
+        load()
+    assert not loaded
+
+
+def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
+    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    named.update(shared=163 << 10)
+    target, device = make_target(), torch.device("cuda")
+    drafter = make_drafter(target, head_dim=512)
+    weights = DrafterWeights.of_module(drafter)
+
+    def load(*_: object) -> None:
+        pytest.fail("the target is loaded")
+
+    for module in (backends, runtimes, loading, engine_module, target_module):
+        for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
+                            ("load_tokenizer", None), ("load_draft", weights), ("operations", None)):  # fmt: skip
+            monkeypatch.setattr(module, name, lambda *_, found=found: found, raising=False)
+        monkeypatch.setattr(module, "load_target", load, raising=False)
+    refused = pytest.raises(UserError, match=r"attention heads of 512 in bfloat16 need \d+ KiB")
+    with refused:
+        loading.load_engine("T", "D")
+    with refused:
+        runtimes.EngineRuntime.load("T", drafter)
+    with refused:
+        backends.open_backend("T", runtime="engine", drafter="D", batch=1, context=100)
+    monkeypatch.setattr(Target, "load", lambda *_: target)
+    backend = backends.open_backend("T", runtime="auto", drafter="D", batch=1, context=100)
+    assert isinstance(backend, backends.ReferenceBackend)
+    assert "the engine cannot: attention heads of 512" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
+
+    monkeypatch.setattr("dflash_toolkit.models.dflash.checkpoint.load_drafter", load)
+    found = r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
+    with pytest.raises(UserError, match=found):
+        loading.load_draft("D", make_target().config, torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("named")
+def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(engine_module.importlib, "import_module", missing)
+    with pytest.raises(
+        UserError, match=r"triton is not installed; install it with: pip install 'dflash-toolkit\[gpu\]'"
+    ):
+        engine_module.operations(torch.device("cuda"))
+
+
+def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
+    spec = ModelSpec.of_target(make_target().config)
+    options = EngineOptions(draft_dtype="fp8", max_context=100)
+    options.fitted(spec, None, torch.device("cuda"))
+    named["capability"] = (8, 0)
+    with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto or full"):
+        options.fitted(spec, None, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "dtype", "found"),
+    [
+        ("auto", (9, 0), torch.bfloat16, "fp8"),
+        ("auto", (9, 0), torch.float16, "full"),
+        ("auto", (10, 0), torch.bfloat16, "full"),  # where nothing was measured
+        ("auto", (8, 9), torch.bfloat16, "full"),
+        ("full", (9, 0), torch.bfloat16, "full"),
+        ("fp8", (8, 9), torch.float16, "fp8"),
+    ],
+)
+def test_drafts_are_in_fp8_where_that_is_faster(
+    asked: str, capability: tuple[int, int], dtype: torch.dtype, found: str, named: dict[str, Any]
+) -> None:
+    named["capability"] = capability
+    assert engine_module.resolve_draft_dtype(asked, torch.device("cuda"), dtype) == found
+    assert engine_module.resolve_draft_dtype("auto", torch.device("cpu"), dtype) == "full"
+
+
+def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step runs before it is captured; were it to count, the device would be ahead of the host's pages."""
+    target = make_target()
+    options = EngineOptions(max_batch=2, max_context=100, page_size=16, block_size=8, cache_tokens=600)
+    engine = Engine.of_modules(target, make_drafter(target), options)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    expected = engine.generate([[1, 2, 3]], params)[0].tokens
+    runner, failures = engine.runner, 3
+
+    def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
+        nonlocal failures
+        result = run()
+        if failures:
+            failures -= 1
+            raise torch.OutOfMemoryError("no room for the graph")
+        return None, result
+
+    def decode(requests: Sequence[Request], block: int) -> Any:  # as on a GPU
+        runner.graph(runner.bucket(len(requests)), block, Mode.GREEDY)
+        return StepRunner.decode(runner, requests, block)
+
+    monkeypatch.setattr(runner, "_captured", captured)
+    monkeypatch.setattr(runner, "decode", decode)
+    request = engine.submit([1, 2, 3], params)
+    while not request.finished:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            engine.step()
+    assert failures == 0 and request.tokens == expected
+
+
+def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that nobody held any more was collected during the largest step, which seemed to take less."""
+    held = peak = 0
+
+    class Block:
+        def __init__(self, size: int) -> None:
+            nonlocal held, peak
+            self.size, self.itself = size, self  # a cycle
+            held += size
+            peak = max(peak, held)
+
+        def __del__(self) -> None:
+            nonlocal held
+            held -= self.size
+
+    def takes(size: int) -> Callable[..., None]:
+        def run(*_: Any) -> None:
+            rubbish = [[] for _ in range(3 * gc.get_threshold()[0])]  # enough for a collection
+            rubbish.append([Block(size)])
+
+        return run
+
+    def reset() -> None:
+        nonlocal peak
+        peak = held
+
+    for name, fake in {
+        "synchronize": lambda: None, "empty_cache": lambda: None, "reset_peak_memory_stats": reset,
+        "memory_allocated": lambda: held, "max_memory_allocated": lambda: peak,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    probe: Any = SimpleNamespace(page_table=torch.zeros(1, 4), page_size=64, max_batch=1, max_block=16)
+    probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
+    gc.collect()
+    Block(1000)
+    assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
+    gc.collect()
+    assert held == 0
+
+
+@pytest.mark.gpu
+def test_graphs_find_their_scratch_allocated() -> None:
+    from test_runtime_gpu import VOCAB, make_engine, pair
+
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_batch=32)
+    engine.runner.launcher(1, 1)
+    first = engine.runner._captured._first
+    assert first is not None, "the first capture takes the scratch"
+
+    def held() -> int:
+        """Bytes of the graphs' pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(first.pool()))
+
+    taken, captured = held(), 0
+    largest = memory.workspace_of(engine.runner, 512).step
+    assert taken >= largest > 32 * 16 * VOCAB * 4
+    while engine.prepare():
+        captured += 1
+    assert captured == len(PREFILL_SIZES) + 3 * 7, "prefills; modes, buckets up to 32"
+    assert held() - taken <= 16 << 20, "what is smaller than a MiB, and what graphs return"

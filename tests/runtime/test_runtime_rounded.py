@@ -1,0 +1,94 @@
+"""Drafting in eight bits: how the engine holds and takes the weights; answers are what they are without."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_engine import make_engine, pair, prompts_of
+from torch import Tensor
+
+from dflash_toolkit import SamplingParams, generate
+from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime import weights as model
+from dflash_toolkit.runtime.stack import Decoder
+
+
+def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[bool] = []  # of the drafter: whether in eight bits
+    forward = Decoder.forward
+
+    def noted(decoder: Decoder, x: Tensor, *rest: Any) -> Tensor:
+        if decoder.spec == weights.spec:
+            passes.append(isinstance(decoder.layers[0].down, ScaledMatrix))
+        return forward(decoder, x, *rest)
+
+    monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
+    monkeypatch.setattr(Decoder, "forward", noted)
+    target, drafter = pair("qwen3")
+    engine = make_engine(target, drafter, draft_dtype="fp8")
+    weights = engine.runner.drafter
+    assert weights is not None and isinstance(weights.head, ScaledMatrix)
+    prompts = prompts_of(5, 18)
+    params = SamplingParams(max_new_tokens=20)
+    for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert got.tokens == generate(target, None, prompt, params).tokens
+    assert passes and all(passes)
+    assert isinstance(weights.layers[0].qkv, Tensor), "has a launch of its own, in bf16"
+    for name, matrix in (("down", weights.layers[1].down), ("o", weights.layers[0].o)):
+        assert isinstance(matrix, ScaledMatrix)
+        exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
+        error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
+        assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 90.0])
+def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size: float) -> None:
+    weights = make_engine(*pair("qwen3")).runner.drafter
+    assert weights is not None
+    for layer in weights.layers:
+        for norm in (layer.input_norm, layer.post_norm):
+            norm.copy_(size * (0.5 + torch.rand(len(norm))))
+    for i, layer in enumerate(weights.layers):
+        rounded = layer.rounded(first=i == 0)
+        pairs = [("post_norm", "gate_up")] + [("input_norm", "qkv")] * (i > 0)
+        for norm, matrix in pairs:
+            old, new, narrow = getattr(layer, norm), getattr(rounded, norm), getattr(rounded, matrix)
+            assert 0.5 < float(new.square().mean().sqrt()) < 2
+            exact = getattr(layer, matrix) * old
+            error = (narrow.dense(torch.float32) * new - exact).norm() / exact.norm()
+            assert 0.001 < error < 0.04, "what the one lost the other has"
+        if i == 0:
+            assert rounded.qkv is layer.qkv and rounded.input_norm is layer.input_norm
+
+
+def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = make_engine(*pair(), max_batch=1, block_size=None)
+    weights = engine.runner.drafter
+    for kind, files in (("auto", 1), ("full", 1), ("fp8", 2), ("fp8", 2), ("auto", 2)):
+        again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))
+        assert len(list(tmp_path.rglob("times-*.json"))) == files
+        assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind != "fp8")
+    assert weights is not None and weights.head is None, "whoever gave them has them as they were"
+
+
+def test_layers_of_a_small_model_stay_what_they_are() -> None:
+    weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
+    assert weights is not None and isinstance(weights.head, ScaledMatrix)
+    assert all(isinstance(layer.o, Tensor) for layer in weights.layers)
+
+
+def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
+    weights = make_engine(*pair("qwen3")).runner.drafter
+    assert weights is not None
+    (first, *rest), size = weights.layers, weights.spec.hidden_size
+    biased = replace(weights.layers[-1], o_bias=torch.zeros(size))
+    for layers, in_fp8 in (([first, *rest], True), ([first, biased], False)):
+        weights.layers = layers
+        rounded = weights.rounded(torch.randn(40, size))
+        assert all(isinstance(layer.down, ScaledMatrix) == in_fp8 for layer in rounded.layers)
+        assert isinstance(rounded.head, ScaledMatrix)

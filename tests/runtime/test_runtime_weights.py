@@ -1,0 +1,198 @@
+"""From checkpoint files to fused weights, and what is refused on the way."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_target
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
+
+OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
+CPU = torch.device("cpu")
+
+
+def test_an_engine_from_names_writes_what_the_modules_write(
+    target_dir: Path, drafter_dir: Path, target: Target, drafter: Drafter
+) -> None:
+    engine, tokenizer = load_engine(str(target_dir), str(drafter_dir), "cpu", options=OPTIONS)
+    params = SamplingParams(max_new_tokens=30)
+    assert engine.generate([[1, 2, 3]], params)[0].tokens == generate(target, drafter, [1, 2, 3], params).tokens
+    assert len(tokenizer) == len(target.tokenizer)
+
+
+def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Drafter) -> None:
+    """The largest one that memory is measured with does, beyond the context; rope has to reach as far."""
+    runner = Engine.of_modules(target, drafter, replace(OPTIONS, page_size=64, max_context=70)).runner
+    positions = runner.pages_per_request * 64
+    assert positions > 70 + 2 * 8
+    runner.prefill_eagerly([1] * positions, 0, [1] * runner.pages_per_request)
+
+
+def test_an_engine_starts_without_importing_the_networks_of_transformers(target_dir: Path, drafter_dir: Path) -> None:
+    """They take as long to import as an 8B target takes to load."""
+    program = (
+        "import sys; from dflash_toolkit.runtime import EngineOptions, load_engine; "
+        "load_engine(sys.argv[1], sys.argv[2], 'cpu', options=EngineOptions(max_batch=1, block_size=4)); "
+        "print(*(f'transformers.{name}' in sys.modules for name in ('configuration_utils', 'modeling_utils')))"
+    )
+    words = [sys.executable, "-c", program, str(target_dir), str(drafter_dir)]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["True", "False"]
+
+
+ROPES = {
+    "default": {}, "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> None:
+    rope = {"rope_type": kind, "rope_theta": 5e5, "original_max_position_embeddings": 4096} | ROPES[kind]
+    spec = ModelSpec.of_target(config(rope_parameters=rope, max_position_embeddings=16384))
+    theirs = LlamaRotaryEmbedding(config(rope_parameters=rope, max_position_embeddings=16384))
+    assert spec.rope_frequencies == tuple(theirs.inv_freq.double().tolist())
+    assert spec.rope_factor == theirs.attention_scaling and (spec.rope_factor != 1.0) == (kind == "yarn")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
+    target = make_target(kind, tied=False)
+    target.model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    spec = ModelSpec.of_target(target.config)
+    loaded = TargetWeights.load(tmp_path, spec, CPU, torch.float32)
+    copied = TargetWeights.of_module(target.model, spec)
+    for name, view in loaded.places().items():
+        assert torch.equal(view, copied.places()[name]), name
+    assert (loaded.layers[0].q_norm is not None) == (kind == "qwen3")
+    assert (loaded.layers[0].qkv_bias is not None) == (kind == "qwen2")
+
+
+def edited(target_dir: Path, tmp_path: Path, edit: Any) -> Path:
+    """A copy of a checkpoint whose tensors went through `edit`."""
+    for path in target_dir.iterdir():
+        if path.suffix == ".json":
+            (tmp_path / path.name).write_text(path.read_text())
+    tensors = load_file(target_dir / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "1 tensors are missing from its weights, first 'model.norm.weight'"),
+        (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}), "'model.layers.9.mlp.up_proj"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"has shape \(3,\), not \(32,\)"),
+    ],
+    ids=["missing", "unknown", "misshapen"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(target_dir: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_engine(str(edited(target_dir, tmp_path, edit)), None, "cpu", options=EngineOptions(block_size=1))
+
+
+@pytest.mark.parametrize("options", [{"block_size": 9}, {"max_context": 100_000}], ids=str)
+def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, options: dict[str, int]
+) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=f"{next(iter(options))} is "):
+        load_engine(str(path), str(drafter_dir), "cpu", options=EngineOptions(**options))
+
+
+def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:500])
+    with pytest.raises(UserError, match="cannot read its weights"):
+        load_engine(str(path), None, "cpu")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no \*.safetensors there"):
+        load_engine(str(path), None, "cpu")
+
+
+@pytest.mark.parametrize("text", ["{", "", "{}", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\udcff"])
+def test_an_index_that_is_none_is_named(target_dir: Path, tmp_path: Path, text: str) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: not the index"):
+        load_engine(str(path), None, "cpu")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [["x"]]}'])
+def test_stop_ids_that_cannot_be_read_do_not_vanish(target_dir: Path, tmp_path: Path, text: str) -> None:
+    path = edited(target_dir, tmp_path, lambda t: None)
+    (path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"generation_config\.json|eos_token_id"):
+        load_engine(str(path), None, "cpu")
+    (path / "generation_config.json").unlink()
+    load_engine(str(path), None, "cpu", options=EngineOptions(block_size=1))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding-window attention"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope type 'dynamic'",
+        ),
+    ],
+)
+def test_what_the_runtime_does_not_compute_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelSpec.of_target(config)
+
+
+def test_named_shapes_make_random_weights_that_fit() -> None:
+    for name, config in SHAPES.items():
+        assert drafter_for(config).feature_size == 5 * ModelSpec.of_target(config).hidden_size, name
+    small = Qwen2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    a, b = (random_target(ModelSpec.of_target(small), CPU, torch.float32, seed=3) for _ in range(2))
+    assert torch.equal(a.layers[7].down, b.layers[7].down) and 0.01 < a.head.std() < 0.03
+    assert random_drafter(drafter_for(small), CPU, torch.float32).context_kv.shape == (5 * 2 * 2 * 4, 16)
+    with pytest.raises(UserError, match="shape 'qwen9' is not known"):
+        named_shape("qwen9")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0"), ({"page_size": 24}, "page_size is 24; it must be a power of two"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"), ({"block_size": 0}, "block_size is 0"),
+    ],
+)  # fmt: skip
+def test_engine_options_refuse_values_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(**values)
+
+
+@pytest.mark.parametrize("values", [{}, {"rate": 0.5, "mean_length": 2.0}, {"rate": 1.5}, {"mean_length": 0.5}])
+def test_synthetic_acceptance_refuses_nonsense(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="synthetic"):
+        SyntheticAcceptance(**values)
+
+
+# ---- how long a block ----------------------------------------------------------------------------------------

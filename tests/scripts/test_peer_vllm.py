@@ -1,0 +1,185 @@
+"""scripts/peers/vllm_decode.py without vllm: what it makes of counters, and what it compares with."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import make_drafter, make_target
+from paths import ROOT
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.acceptance import Acceptance
+from dflash_toolkit.config import UserError
+from dflash_toolkit.decode import Generation, Step
+from dflash_toolkit.evaluation.decoders import ReferenceRuntime
+from dflash_toolkit.evaluation.measure import EncodedPrompt
+from dflash_toolkit.evaluation.run import evaluate
+
+PROMPTS = [EncodedPrompt("a/1", [1, 2, 3]), EncodedPrompt("a/2", [4, 5])]
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("peer_vllm", ROOT / "scripts/peers/vllm_decode.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["peer_vllm"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    """A result of bench/train_real.py with two runs, and the reports of the first."""
+
+    def sets(tau: float) -> dict[str, Any]:
+        return {"a": {"requests": 2, "tau_pooled": tau, "tokens_per_second": 100.0}}
+
+    path = tmp_path / "result.json"
+    runs = [{"name": "2m", "minutes": 2.0, "sets": sets(2.0)}, {"name": "8m", "minutes": 8.0, "sets": sets(4.0)}]
+    path.write_text(json.dumps({"runs": runs}))
+    for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
+        report = {"sets": {}, "arguments": {"max_new_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "report.json").write_text(json.dumps(report))
+    return path
+
+
+# ---- counters ----------------------------------------------------------------------------------------------------
+
+
+def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answers_end(program: ModuleType) -> None:
+    # of blocks of 4, the last step of the first answer accepts two drafts behind the stop token, which is cut off
+    stopped = Generation([1, 2, 3, 4, 9], [Step(3, 2, (2, 3, 4)), Step(3, 1, (9,))], "stop", 0.5, 1.0)
+    whole = Generation([1, 2, 3, 4], [Step(3, 0, (2,)), Step(3, 1, (3, 4))], "length", 0.5, 2.0)
+    ours = Acceptance.of([stopped, whole], 4)
+    counts = program.Counts(
+        requests=2, tokens=9, seconds=4.0, decode_seconds=3.0, drafts=4, accepted=2 + 2 + 0 + 1, answers=[]
+    )
+    found = program.figures(counts, {"tau_pooled": ours.tau_pooled, "tokens_per_second": 7.0, "speedup": 2.0})
+    assert found["tau_pooled"] == ours.tau_pooled == 7 / 4 and found["tau_of_ours"] == 1
+    assert found["tau"] == 1 + 5 / 4
+    assert found["tokens_per_second"] == 9 / 4
+    assert found["decode_tokens_per_second"] == round(ours.tokens_per_second, 4) == round(7 / 3, 4)
+    assert found["ours"] == {"tau_pooled": 7 / 4, "tokens_per_second": 7.0}
+
+
+def test_without_a_drafter_nothing_is_said_of_drafts(program: ModuleType) -> None:
+    found = program.figures(program.Counts(2, 9, 3.0, 2.0, None, None, []))
+    assert set(found) == {
+        "requests", "tokens", "seconds", "decode_seconds", "tokens_per_second", "decode_tokens_per_second",
+    }  # fmt: skip
+
+
+def test_what_could_not_be_measured_is_null(program: ModuleType) -> None:
+    found = program.figures(program.Counts(2, 2, 3.0, 0.0, 0, 0, []), {"tau_pooled": None, "tokens_per_second": None})
+    assert found["tau"] is None and found["tau_pooled"] is None and found["decode_tokens_per_second"] is None
+    assert found["ours"] == {} and "tau_of_ours" not in found
+
+
+def test_answers_that_are_the_same_are_compared_by_themselves(program: ModuleType) -> None:
+    theirs = [program.Answer("x", 9, 4), program.Answer("y", 101, 10), program.Answer("z", 5, 2)]
+    ours = [program.Answer("x", 9, 2), program.Answer("other", 50, 1), program.Answer("z", 5, 2)]
+    counts = program.Counts(3, 115, 4.0, 3.0, 16, 99, theirs)
+    found = program.figures(counts, {"tau_pooled": 9.0}, ours)
+    assert found["same_answers"] == {"requests": 2, "tau_pooled": 2.0, "ours": 3.0, "tau_of_ours": round(2 / 3, 4)}
+    assert "answers" not in found
+    assert "same_answers" not in program.figures(counts, {"tau_pooled": 9.0}, [])
+    none = program.same_answers(theirs[:1], [program.Answer("w", 9, 2)])
+    assert none == {"requests": 0, "tau_pooled": None, "ours": None, "tau_of_ours": None}
+
+
+# ---- what it is compared with ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name", "chosen"),
+    [("out/drafter-2m", None, "2m"), ("elsewhere/mine", None, "8m"), ("out/drafter-8m", "2m", "2m")],
+)
+def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
+    drafter: str, name: str | None, chosen: str, program: ModuleType, result: Path
+) -> None:
+    ours = program.read_ours(result, drafter, name)
+    assert ours.run == chosen
+    assert ours.sets["a"]["tau_pooled"] == {"2m": 2.0, "8m": 4.0}[chosen]
+    assert len(ours.reports) == (2 if chosen == "2m" else 0) and ours.answers("a") == []
+
+
+def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(program: ModuleType, tmp_path: Path) -> None:
+    target = make_target()
+    runtime = ReferenceRuntime(target, make_drafter(target))
+    report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_new_tokens=4), baseline=False).to_json()
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    ours = program.read_ours(tmp_path / "report.json", "mine", None)
+    assert [answer.tokens for answer in ours.answers("a")] == [4, 4] and len(ours.answers("a")[0].sha256) == 16
+    assert ours.run is None and ours.sets["a"]["tau_pooled"] == report["sets"]["a"]["tau_pooled"]
+    assert report["arguments"]["prompt_tokens_sha256"]["a"] == program.prompts_hash(PROMPTS)
+    program.check_same(ours, {"a": PROMPTS}, 4)
+    with pytest.raises(UserError, match="other prompts of 'a'"):
+        program.check_same(ours, {"a": PROMPTS[::-1]}, 4)
+    with pytest.raises(UserError, match="--max-new-tokens 4, not 5"):
+        program.check_same(ours, {"a": PROMPTS}, 5)
+
+
+def test_a_result_over_other_prompts_is_refused(program: ModuleType, result: Path) -> None:
+    last = program.read_ours(result, "mine", None)
+    program.check_same(last, {"a": PROMPTS}, 512)
+    with pytest.raises(UserError, match="decoded 2 prompts of 'a', not 1"):
+        program.check_same(last, {"a": PROMPTS[:1]}, 512)
+    with pytest.raises(UserError, match="has no set 'c': a"):
+        program.check_same(last, {"c": PROMPTS}, 512)
+    with pytest.raises(UserError, match="other prompts of 'a'"):
+        program.check_same(program.read_ours(result, "mine", "2m"), {"a": PROMPTS}, 512)
+
+
+def test_what_is_no_result_is_said_in_one_line(program: ModuleType, result: Path) -> None:
+    with pytest.raises(UserError, match=r"--run 4m: .* has 2m, 8m"):
+        program.read_ours(result, "mine", "4m")
+    for content in ("{", "[]", "{}", '{"runs": []}', '{"runs": [{}]}'):
+        result.write_text(content)
+        with pytest.raises(UserError, match="no result of bench/train_real") as raised:
+            program.read_ours(result, "mine", None)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="no result of"):
+        program.read_ours(result.with_name("none.json"), "mine", None)
+
+
+# ---- the program -------------------------------------------------------------------------------------------------
+
+
+def test_without_vllm_it_ends_in_one_line_before_anything_is_read(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert program.main(["--target", "none", "--drafter", "none", "--prompts", "a=none", "--output", "x.json"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: vllm is not installed here: pip install") and error.count("\n") == 1
+
+
+def test_prompts_are_encoded_as_the_target_wants_them_and_the_plain_set_is_one_of_them(
+    program: ModuleType, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "say.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(9)))
+    sets = program.encoded(str(target_dir), [f"a={path}", f"b={path}[6:]"], 2)
+    assert [prompt.id for prompt in sets["b"]] == ["say.jsonl/7", "say.jsonl/8"]
+    chat = [{"role": "user", "content": "say 7"}]
+    asked = make_target().tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert sets["b"][1].token_ids == asked
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: name)
+    arguments = ["--target", str(target_dir), "--drafter", "none", "--prompts", f"a={path}", "--plain", "c"]
+    assert program.main([*arguments, "--output", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err == "error: --plain c: none of the sets: a\n"
+
+
+def test_its_own_command_parses(program: ModuleType) -> None:
+    args = program.parse(
+        ["--target", "/m/model", "--drafter", "/o/drafter-8m", "--prompts", "a=/w/a.jsonl", "b=b.jsonl[8:]",
+         "--ours", "/o/result.json", "--output", "/o/peer.json"]
+    )  # fmt: skip
+    assert args.prompts == ["a=/w/a.jsonl", "b=b.jsonl[8:]"] and args.max_new_tokens == 512 and args.run is None

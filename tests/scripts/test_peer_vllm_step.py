@@ -1,0 +1,74 @@
+"""scripts/peers/vllm_step.py without vllm: what it asks of it, and what it makes of what it measured."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from paths import ROOT
+from transformers import AutoConfig
+
+from dflash_toolkit.models.dflash.checkpoint import read_config
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    path = ROOT / "scripts/peers/vllm_step.py"
+    spec = importlib.util.spec_from_file_location("peer_vllm_step", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["peer_vllm_step"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_engine_is_asked_for_the_shape_and_our_acceptance(program: ModuleType, tmp_path: Path) -> None:
+    args = program.parse(["--output", "x.json", "--batch", "1", "4", "--accept", "0.5"])
+    options = program.options_of(args, tmp_path, 3)
+    drafts = options["speculative_config"]
+    assert drafts["synthetic_acceptance_rates"] == [0.5, 0.25, 0.125], "each position behind those before it"
+    assert drafts["num_speculative_tokens"] == 3 and options["max_num_seqs"] == 4
+    target = AutoConfig.from_pretrained(options["model"])
+    assert (target.num_hidden_layers, target.hidden_size, target.architectures) == (36, 4096, ["Qwen3ForCausalLM"])
+    drafter = read_config(Path(drafts["model"]))
+    assert (drafter.block_size, drafter.num_layers, drafter.hidden_size) == (4, 5, 4096)
+    (tmp_path / "plain").mkdir()
+    assert "speculative_config" not in program.options_of(args, tmp_path / "plain", 0)
+
+
+def test_figures_are_the_long_answers_less_the_short_ones(program: ModuleType) -> None:
+    short = [program.Run(seconds, 128, 10.0, 30.0) for seconds in (0.3, 0.2, 0.9)]
+    long = [program.Run(seconds, 768, 110.0, 330.0) for seconds in (1.3, 1.2, 1.4)]
+    found = program.figures(2, short, long)
+    assert found["ms_per_step"] == pytest.approx(1e3 * (1.3 - 0.3) / 100)
+    assert found["tokens_per_second"] == pytest.approx(640 / 1.0)
+    assert found["tokens_per_step"] == pytest.approx(640 / 100 / 2)
+    assert found["spread"] == pytest.approx(0.2 / 1.3) and found["tau_by_counters"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--accept", "1.0"], "--accept is 1.0"),
+        (["--k", "-1"], "--k must be >= 0"),
+        (["--short", "384"], "--short less than --long"),
+        (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
+        (["--batch", "8", "0"], "--batch is 0; it must be >= 1"),
+        (["--prompt", "8000"], "--prompt and --long are 8384 tokens; vllm is started for 8192"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    program: ModuleType, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        program.parse(["--output", "x.json", *words])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_without_vllm_it_says_so(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vllm is here")
+    assert program.main(["--output", str(tmp_path / "x.json")]) == 2
+    assert "vllm" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert program.main(["--output", str(tmp_path / "no" / "x.json")]) == 2

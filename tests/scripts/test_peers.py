@@ -1,0 +1,131 @@
+"""z-lab's own client, in its own environment, decodes an exported drafter as we do: `make test-peers`.
+
+It takes the demo's checkpoint (`make demo`), or the pair in DFLASH_PEERS_TARGET and DFLASH_PEERS_DRAFTER. Greedy, in
+fp32 on the CPU. Equal answers alone prove little, as any drafter gives the target's answer: the tokens drafted and
+the number accepted at every step are what show that both clients run the same network on the same context.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter
+from dflash_toolkit.data.prompts import encode_chat, read_prompts
+from dflash_toolkit.decode import Generation
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+
+PEER = os.environ.get("DFLASH_PEERS_PYTHON")
+TARGET = Path(os.environ.get("DFLASH_PEERS_TARGET", ROOT / "demo/target"))
+DRAFTER = Path(os.environ.get("DFLASH_PEERS_DRAFTER", ROOT / "demo/drafter"))
+PROMPTS, MAX_NEW_TOKENS = 8, 80  # with the demo, two answers end by the stop token and six at the limit
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one client made of one prompt; the logits are the first drafted block's [S - 1, V]."""
+
+    tokens: list[int]
+    committed: list[int]  # by each step, bonus included
+    drafted: list[list[int]]
+    logits: Tensor
+
+
+@contextmanager
+def recorded_blocks(target: Target) -> Iterator[list[Tensor]]:
+    """Collect the logits of every block that decoding drafts."""
+    blocks: list[Tensor] = []
+
+    def head(hidden: Tensor) -> Tensor:
+        blocks.append(Target.head(target, hidden))
+        return blocks[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "head", head)
+        yield blocks
+
+
+def ours(target: Target, drafter: Drafter, prompt: list[int]) -> Run:
+    with recorded_blocks(target) as blocks:
+        answer: Generation = generate(target, drafter, prompt, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+    drafted = [logits.argmax(-1).tolist() for logits in blocks]
+    return Run(answer.tokens, [len(step.tokens) for step in answer.steps], drafted, blocks[0])
+
+
+def theirs(request: dict[str, Any], folder: Path) -> list[Run]:
+    requests, logits = folder / "requests.json", folder / "logits.safetensors"
+    requests.write_text(json.dumps(request))
+    # -I: the peer sees neither this checkout nor this environment's PYTHONPATH
+    command = [str(PEER), "-I", str(ROOT / "scripts/peers/zlab.py"), *map(str, (TARGET, DRAFTER, requests, logits))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"z-lab's client failed:\n{done.stderr[-4000:]}"
+    blocks, answers = load_file(logits), json.loads(done.stdout)["answers"]
+    return [Run(**answer, logits=blocks[str(i)]) for i, answer in enumerate(answers)]
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Drafter:
+    if not PEER:
+        pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
+    for path in (TARGET, DRAFTER):
+        if not (path / "config.json").is_file():
+            pytest.skip(f"no checkpoint in {path}: run `make demo` first")
+    return load_drafter(str(DRAFTER), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pairs(drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Run, Run]]:
+    """Ours and theirs, for every prompt."""
+    target = Target.load(str(TARGET), "cpu", "float32")
+    rows = read_prompts(ROOT / "scripts/demo/prompts/count_held_out.jsonl", PROMPTS)
+    prompts = [encode_chat(target.tokenizer, row.messages) for row in rows]
+    request = {"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": list(target.stop_token_ids), "prompts": prompts}
+    runs = theirs(request, tmp_path_factory.mktemp("peer"))
+    return [(ours(target, drafter, prompt), peer) for prompt, peer in zip(prompts, runs, strict=True)]
+
+
+def full_steps(run: Run, block_size: int) -> int:
+    """How many steps z-lab's client ran on a whole block.
+
+    It shortens the block to the tokens that are still wanted plus the anchor, and a non-causal drafter drafts
+    otherwise in a shorter block. We always draft a whole one and cut it, so only the last steps before
+    `max_new_tokens` may differ in what they draft and how much of it is right; the answer cannot.
+    """
+    done = 1  # the prefill gives the first token
+    for step, count in enumerate(run.committed):
+        if MAX_NEW_TOKENS - done < block_size - 1:
+            return step
+        done += count
+    return len(run.committed)
+
+
+def test_the_answers_are_equal(pairs: list[tuple[Run, Run]]) -> None:
+    assert len(pairs) == PROMPTS
+    for own, peer in pairs:
+        assert own.tokens == peer.tokens
+
+
+def test_every_whole_block_drafts_and_commits_the_same(drafter: Drafter, pairs: list[tuple[Run, Run]]) -> None:
+    steps, accepted = 0, 0
+    for own, peer in pairs:
+        count = full_steps(peer, drafter.config.block_size)
+        assert own.committed[:count] == peer.committed[:count]
+        assert own.drafted[:count] == peer.drafted[:count]
+        steps, accepted = steps + count, accepted + sum(n - 1 for n in own.committed[:count])
+    assert accepted > steps > PROMPTS, "a drafter that is never right would hide a misplaced context"
+
+
+def test_the_first_blocks_logits_are_equal(pairs: list[tuple[Run, Run]]) -> None:
+    for own, peer in pairs:
+        torch.testing.assert_close(own.logits, peer.logits, rtol=1e-4, atol=1e-4)

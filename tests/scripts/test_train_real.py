@@ -1,0 +1,215 @@
+"""scripts/bench/train_real.py from prompts to result.json on the tiny target, and what it is made of."""
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import MASK, make_drafter, make_target
+from paths import ROOT
+
+from dflash_toolkit.models.rope import RopeScaling
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.features.source import FeatureSource
+from train.loop import train
+from train.objective import step
+from train.objective.blocks import sample_blocks
+from train.responses.rows import Row
+from train.run.data import hold_out, usable
+from train.run.estimate import teacher_forced_length
+
+SMALL = ["drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "optim.pack_tokens=256", "optim.pack_blocks=32",
+         "prompts.max_length=128", "run.log_every=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_real", ROOT / "scripts/bench/train_real.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_real"] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "say.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(12)))
+    return path
+
+
+def result_of(output: Path) -> dict[str, Any]:
+    text = (output / "result.json").read_text()
+    assert "/tmp" not in text and str(output.parent) not in text, "no paths of this machine"
+    return json.loads(text)
+
+
+def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
+    program: ModuleType, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    arguments = [
+        "--target", str(target_dir), "--prompts-train", f"say={prompts}[:8]", f"more={prompts}[6:9]", "--samples", "3",
+        "--answer-tokens", "24", "--batch", "4", "--minutes", "0.01", "0.02", "--prompts", f"a={prompts}[8:]",
+        f"b={prompts}[10:]", "--limit", "2", "--tokens", "12", "--pool", "b", "--baseline", "b",
+        "--output", str(output), *SMALL, "run.features=memory", "run.feature_cache_gb=1",
+    ]  # fmt: skip
+    assert program.main(arguments) == 0
+    shown, progress = capsys.readouterr()
+    result = result_of(output)
+    assert sum(line.startswith("features ") for line in progress.splitlines()) == 1, "filled once for both"
+    assert result["answers"]["left_out"]["in_evaluation"] == 3, "row 8 is both trained and measured on"
+    assert result["answers"]["rows"] + result["answers"]["left_out"]["repeated"] == 3 * 8
+    assert [run["name"] for run in result["runs"]] == ["0.01m", "0.02m"]
+    for run in result["runs"]:
+        assert run["steps"] >= 1 and run["epochs"] > 0 and run["sequences_per_second"] > 0
+        assert set(run["seconds"]) == {"features", "compile", "training", "evaluation"}
+        assert run["sets"]["a"]["requests"] == 2 and 1 <= run["sets"]["a"]["tau_pooled"] <= 4
+        assert run["pooled"]["tau"] == run["sets"]["b"]["tau_pooled"]
+        assert (output / f"drafter-{run['name']}/model.safetensors").exists()
+        assert f"| {run['name']} |" in shown
+        assert run["seconds"]["training"] >= 60 * run["minutes"]
+    assert "speedup" not in result["runs"][0]["sets"]["b"] and "speedup" not in result["runs"][1]["sets"]["a"]
+    assert result["runs"][1]["sets"]["b"]["identical_to_plain"] == 1
+    rows = [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
+    greedy = [row for row in rows if row["sample"] == 0]
+    reference = make_target()
+    for row in greedy[:2]:
+        ids = torch.tensor([row["tokens"]])
+        logits = reference.forward(ids, logits="all").logits
+        assert logits is not None
+        start = row["prompt_tokens"]
+        assert logits[0, start - 1 : -1].argmax(-1).tolist() == row["tokens"][start:], "the first answer is greedy"
+    assert len({tuple(row["tokens"]) for row in rows if row["index"] == 0}) > 1, "the others are not"
+    assert program.main(arguments) == 2 and "result.json is there already" in capsys.readouterr().err
+    (output / "result.json").unlink()
+    assert program.main(arguments) == 0, "all is done but the result"
+    assert result_of(output)["runs"] == result["runs"]
+    assert program.main([*arguments, "run.seed=1"]) == 2 and "is there already" in capsys.readouterr().err
+    (output / "result.json").unlink()
+    assert program.main([*arguments, "run.seed=1"]) == 2 and "of another command" in capsys.readouterr().err
+
+
+def test_variants_are_compared_on_held_out_answers(
+    program: ModuleType, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, output = tmp_path / "answers.jsonl", tmp_path / "out"
+    lines = [{"prompt_ids": [i, 1, 2], "output_ids": [i, 5, 6, 7] * 5} for i in range(20)]
+    answers.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[0]]))
+    arguments = [
+        "--target", str(target_dir), "--answers", str(answers), "--minutes", "0.01", "--held-out", "4",
+        "--variant", "decay", "loss.weights=decay", "--variant", "taps", "drafter.taps=3", "--output", str(output),
+        *SMALL,
+    ]  # fmt: skip
+    assert program.main(arguments) == 0
+    result = result_of(output)
+    assert result["answers"] | {"left_out": 0} == {
+        "regenerated": False, "rows": 16, "tokens": 16 * 20, "held_out": 4, "left_out": 0,
+    }  # fmt: skip
+    assert [(run["name"], run["settings"]) for run in result["runs"]] == [
+        ("decay", ["loss.weights=decay"]), ("taps", ["drafter.taps=3"]),
+    ]  # fmt: skip
+    assert all(1 <= run["held_out_tau"] <= 4 for run in result["runs"])
+    assert result["runs"][0]["parameters"] < result["runs"][1]["parameters"]
+    assert "Held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--prompts", "a=FILE[90:]"], "no such rows"),
+        (["--prompts", "FILE"], "expected NAME=SOURCE"),
+        (["--prompts", "a=FILE", "--pool", "c"], "'c' is none of the sets"),
+        (["--minutes", "1", "1"], "two runs have one name"),
+        (["optim.learning_rat=1"], "learning_rate"),
+        (["answers.temperature=1.0"], "answers.temperature=1.0: only knobs of drafter"),
+        (["--variant", "x", "loss.weights=no"], "is not one of"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_loaded(
+    wrong: list[str], said: str, program: ModuleType, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [item.replace("FILE", str(prompts)) for item in wrong]
+    # options that take several values would swallow what follows them
+    overrides = [item for item in given if "=" in item and "." in item.partition("=")[0] and "--variant" not in given]
+    flags = [item for item in given if item not in overrides]
+    output = ["--output", str(tmp_path / "out")]
+    assert program.main(["--target", "nowhere", "--answers", "none", *flags, *output, *overrides]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_of_the_readme_and_of_its_own_text_parse(program: ModuleType) -> None:
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/training.md")]
+    text = "\n".join([*pages, program.__doc__ or ""])
+    commands = re.findall(r"python scripts/bench/train_real\.py(.*?)(?:`|\n\n|\n```)", text, flags=re.S)
+    assert len(commands) == 3
+    for command in commands:
+        args = program.parse(shlex.split(command.replace("\\\n", " ")))
+        assert program.jobs_of(args) and str(args.output)
+
+
+# ---- what it is made of ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_kept_once_and_never_from_what_is_measured() -> None:
+    texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9], [1, 2, 3]]
+    kept, left_out = usable([Row(10 + i, 2, tokens) for i, tokens in enumerate(texts)], 4, {(5, 6)})
+    assert kept == [Row(0, 2, [1, 2, 3, 4]), Row(1, 2, [1, 2, 9, 9])], "cut, and numbered anew"
+    assert left_out == {"repeated": 1, "in_evaluation": 1, "too_short": 1}
+
+
+def test_all_rows_of_a_held_out_prompt_are_kept_out() -> None:
+    rows = [Row(i, 2, [i // 3, 1, *range(10 + i)]) for i in range(12)]
+    training, held_out = hold_out(rows, 2, seed=0)
+    assert len(training) == 6 and len(held_out) == 2
+    assert not {row.tokens[0] for row in training} & {row.tokens[0] for row in held_out}
+    assert all(row.index % 3 == 0 for row in held_out), "the first answer of each"
+
+
+def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_batched(tmp_path: Path) -> None:
+    target = make_target()
+    drafter = make_drafter(target, block_size=4).train()
+    rows = [Row(i, 3, [i, 1, 2] + [i, 5, 6, 7] * (i + 3)) for i in range(6)]
+    config = TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=4), loss=LossKnobs(anchors=64), run=RunKnobs(log_every=1000),
+        optim=OptimKnobs(optimizer="adamw", steps=40, learning_rate=3e-3),
+    )  # fmt: skip
+    train(config, target, drafter, rows[:3], [], tmp_path, {}, lambda *_: None)
+    found = []
+    for knobs in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
+        batched = replace(config, optim=OptimKnobs(**knobs))
+        source = FeatureSource(target, drafter.config.target_layer_ids, 64, packed=knobs.get("pack_tokens", 0))
+        found.append(teacher_forced_length(drafter, target, source, rows, batched))
+    assert 1.3 < found[0] < 4 and found == pytest.approx([found[0]] * 4)
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(rope_type="linear", factor=4.0)], ids=str)
+def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(
+    scaling: RopeScaling | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(step._run, backend="eager", fullgraph=True)  # its guards are those of every backend
+    monkeypatch.setattr(step, "_compiled_run", lambda: compiled)
+    target = make_target()
+    source = FeatureSource(target, (1, 2, 3), 64, packed=128)
+    features = source([Row(i, 3, list(range(40))) for i in range(3)])
+    blocks = sample_blocks(features, 16, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
+    config = TrainConfig(target="tiny", run=RunKnobs(compile="on"))
+
+    def one_step() -> None:
+        drafter = make_drafter(target, rope_scaling=scaling).train()
+        step.compute_loss(drafter, target, features, blocks, config, False).loss.backward()
+
+    one_step()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        one_step()

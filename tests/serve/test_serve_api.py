@@ -1,0 +1,403 @@
+"""The server as its clients see it: the real `openai` client over a real socket, on tiny models."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, APIStatusError, OpenAI
+from test_serve_engine import LATE_S, gated, make_engine, wait_until
+
+from dflash_toolkit import Drafter, SamplingParams, Target, generate
+from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.decode import Generation
+from serve.app import MAX_BODY, create_app
+from serve.engine import Engine
+from serve.server import Server, listen, url_of
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
+LONG = {"ignore_eos": True}
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, **options: Any) -> Iterator[str]:
+    """The URL of a server that runs in a thread."""
+    ready = threading.Event()
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        url = url_of(listener)
+        thread.start()
+        try:
+            assert ready.wait(LATE_S)
+            yield url
+        finally:
+            server.should_exit = True
+            thread.join(LATE_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def engine(target: Target, drafter: Drafter) -> Engine:
+    return make_engine(target, drafter)
+
+
+@pytest.fixture(scope="session")
+def url(engine: Engine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+def client_of(url: str, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=LATE_S)
+
+
+@pytest.fixture(scope="session")
+def client(url: str) -> OpenAI:
+    return client_of(url)
+
+
+def chat(client: OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "org/tiny", "messages": MESSAGES, "max_tokens": 40} | options)
+
+
+def complete(client: OpenAI, **options: Any) -> Any:
+    return client.completions.create(**{"model": "org/tiny", "prompt": "The sky", "max_tokens": 40} | options)
+
+
+def joined(chunks: Any) -> tuple[str, str | None, Any]:
+    """Text, finish reason and usage of a stream, of either endpoint."""
+    text, reason, usage = "", None, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert reason is None, "text after the finish reason"
+            text += (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+            reason = choice.finish_reason
+    return text, reason, usage
+
+
+def text_of(target: Target, generation: Generation) -> str:
+    tokens = generation.tokens[:-1] if generation.finish_reason == "stop" else generation.tokens
+    return target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+# ---- answers -------------------------------------------------------------------------------------------------
+
+
+def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, drafter: Drafter) -> None:
+    ids = encode_chat(target.tokenizer, MESSAGES)
+    expected = generate(target, drafter, ids, SamplingParams(max_new_tokens=40))
+    answer = chat(client, temperature=0)
+    assert answer.object == "chat.completion" and answer.model == "org/tiny" and answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == text_of(target, expected)
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(expected.tokens),
+        "total_tokens": len(ids) + len(expected.tokens),
+        "dflash": {
+            "verify_steps": len(expected.steps),
+            "drafted": sum(step.drafted for step in expected.steps),
+            "accepted": sum(step.accepted for step in expected.steps),
+            "acceptance_length": expected.acceptance_length,
+        },
+    }
+
+
+def test_a_prompt_as_text_list_or_tokens_gives_the_same(client: OpenAI, target: Target, drafter: Drafter) -> None:
+    ids = target.tokenizer.encode("The sky")
+    expected = text_of(target, generate(target, drafter, ids, SamplingParams(max_new_tokens=16)))
+    for prompt in ("The sky", ["The sky"], ids):
+        answer = client.completions.create(model="org/tiny", prompt=prompt, temperature=0)
+        assert answer.object == "text_completion"
+        assert answer.choices[0].text == expected, "16 tokens is OpenAI's default"
+
+
+def test_the_drafter_changes_the_statistics_only(client: OpenAI, target: Target) -> None:
+    drafted = chat(client, seed=3, max_tokens=24)
+    with serving(make_engine(target, None)) as url:
+        plain = chat(client_of(url), seed=3, max_tokens=24)
+    assert plain.choices[0] == drafted.choices[0]
+    assert plain.usage.completion_tokens == drafted.usage.completion_tokens
+    assert plain.usage.dflash["drafted"] == 0 < drafted.usage.dflash["drafted"]
+    assert plain.usage.dflash["acceptance_length"] == 1.0
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, ask: Callable[..., Any], seed: int) -> None:
+    answer = ask(client, seed=seed)
+    choice = answer.choices[0]
+    whole = choice.message.content if ask is chat else choice.text
+    text, reason, usage = joined(ask(client, seed=seed, stream=True, stream_options={"include_usage": True}))
+    assert (text, reason, usage) == (whole, choice.finish_reason, answer.usage)
+    assert joined(ask(client, seed=seed, stream=True))[2] is None
+
+
+def test_sampling_parameters_reach_the_sampler(client: OpenAI, target: Target, drafter: Drafter) -> None:
+    ids = encode_chat(target.tokenizer, MESSAGES)
+    common = {"temperature": 1.0, "seed": 7, "max_new_tokens": 24}
+    plain = generate(target, drafter, ids, SamplingParams(**common))
+    stop = {"stop_token_ids": [plain.tokens[9]]}
+    for options in ({"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.4}, {"temperature": 0.5}, stop):
+        expected = text_of(target, generate(target, drafter, ids, SamplingParams(**common | options)))
+        assert expected != text_of(target, plain)
+        answer = chat(client, seed=7, max_tokens=24, extra_body=options)
+        assert answer.choices[0].message.content == expected, options
+
+
+def test_a_seed_repeats_an_answer_and_none_does_not(client: OpenAI) -> None:
+    first, again, *others = (chat(client, seed=seed).choices[0].message.content for seed in (5, 5, None, None))
+    assert first == again
+    assert len({first, *others}) == 3
+
+
+def test_colder_than_fp32_can_divide_is_greedy(client: OpenAI) -> None:
+    assert chat(client, temperature=1e-40).choices[0] == chat(client, temperature=0).choices[0]
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
+    whole = chat(client, temperature=0).choices[0].message.content
+    stop = whole[9:12]  # three characters, so at least two tokens
+    stopped = chat(client, temperature=0, stop=[stop, "never said"])
+    assert stopped.choices[0].message.content == whole[: whole.find(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    assert 0 < stopped.usage.completion_tokens < 40
+    text, reason, usage = joined(
+        chat(client, temperature=0, stop=stop, stream=True, stream_options={"include_usage": True})
+    )
+    assert (text, reason, usage) == (whole[: whole.find(stop)], "stop", stopped.usage)
+
+
+def test_ignore_eos_and_the_two_names_of_the_limit(client: OpenAI) -> None:
+    answer = chat(client, max_tokens=3, max_completion_tokens=60, extra_body=LONG)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (60, "length")
+    whole_context = complete(client, prompt="a" * 480, max_tokens=10**6, extra_body=LONG)
+    assert whole_context.usage.total_tokens == 512
+
+
+def test_content_parts_developer_role_and_harmless_extras(client: OpenAI) -> None:
+    parts = [{"type": "text", "text": "Why is "}, {"type": "text", "text": "the sky blue?"}]
+    plain = chat(client, temperature=0, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES])
+    other = chat(
+        client,
+        temperature=0,
+        messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": "me"}],
+        user="someone", metadata={"a": "b"}, store=False, service_tier="auto", n=1, logprobs=False,
+        presence_penalty=0, frequency_penalty=0.0, tools=[], response_format={"type": "text"}, seed=None,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )  # fmt: skip
+    assert other.choices[0] == plain.choices[0]
+
+
+def test_models_health_and_metrics(url: str, client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["org/tiny"]
+    assert client.models.retrieve("org/tiny").to_dict()["max_model_len"] == 512
+    assert httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200
+
+    before = counters(url)
+    usage = chat(client, temperature=0).usage
+    after = counters(url)
+    assert after["dflash_completion_tokens_total"] - before["dflash_completion_tokens_total"] == 40
+    assert after["dflash_prompt_tokens_total"] - before["dflash_prompt_tokens_total"] == usage.prompt_tokens
+    for name, key in (("verify_steps", "verify_steps"), ("accepted_tokens", "accepted"), ("drafted_tokens", "drafted")):
+        assert after[f"dflash_{name}_total"] - before[f"dflash_{name}_total"] == usage.dflash[key]
+    assert after['dflash_requests_total{outcome="length"}'] > before.get('dflash_requests_total{outcome="length"}', 0)
+
+
+def counters(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=LATE_S).text.splitlines()
+    return {name: float(value) for name, value in (x.split() for x in lines if not x.startswith("#"))}
+
+
+# ---- many clients --------------------------------------------------------------------------------------------
+
+
+def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
+    def ask(i: int) -> str:
+        options = {"prompt": f"Prompt {i}", "temperature": 0, "max_tokens": 24}
+        if i % 2:
+            return joined(complete(client, **options, stream=True))[0]
+        return complete(client, **options).choices[0].text
+
+    alone = [ask(i) for i in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert len(set(alone)) == 8
+
+
+def ask_and_leave(engine: Engine, url: str, body: dict[str, Any], answers: int) -> None:
+    """A client that asks and is gone before the end: the engine does not decode one step more for it."""
+    name = 'dflash_requests_total{outcome="disconnected"}'
+    before, address = counters(url).get(name, 0), httpx.URL(url)
+    with gated(engine, 10) as gate:
+        connection = http.client.HTTPConnection(address.host, address.port or 0, timeout=LATE_S)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        gate.wait()
+        if body["stream"]:
+            with connection.getresponse() as response:
+                assert response.readline().startswith(b"data: ")
+        connection.close()
+        wait_until(lambda: counters(url).get(name, 0) == before + answers)
+        gate.wait_idle()
+        assert gate.done <= 11, "the one that was under way"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_stops_its_decoding(engine: Engine, url: str, client: OpenAI, streamed: bool) -> None:
+    ask_and_leave(engine, url, {"model": "org/tiny", "prompt": "a", "max_tokens": 400, "stream": streamed, **LONG}, 1)
+    assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, in OpenAI's form and no other."""
+    body = json.loads(response.read())
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"n": 0}, "n"), ({"n": 129}, "n"), ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"logit_bias": {"a": 2}}, "logit_bias"), ({"logit_bias": {"1": 200}}, "logit_bias"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"), ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
+        ({"extra_body": {"top_k": 1.5}}, "top_k"), ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
+        ({"seed": 2**64}, "seed"), ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"),
+        ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "chat_template_kwargs.x"),
+    ],
+)  # fmt: skip
+def test_what_a_chat_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        chat(client, **options)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+    assert error_of(caught.value.response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"best_of": 2}, "best_of"), ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"),
+        ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [["a"]]}, "prompt"), ({"prompt": ["a"] * 9, "n": 128}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [300]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", [300]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+    ],
+)  # fmt: skip
+def test_what_a_completion_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        complete(client, **options)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+    error_of(caught.value.response)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"", b'{"model": "\\ud800"}', b"[" * 100_000])
+def test_a_body_that_is_no_request_is_a_400(url: str, body: bytes) -> None:
+    response = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=LATE_S)
+    assert response.status_code == 400
+    error_of(response)
+
+
+def test_a_prompt_longer_than_the_context(client: OpenAI) -> None:
+    for ask, options, param in (
+        (complete, {"prompt": "a" * 512}, "prompt"),
+        (chat, {"messages": [{"role": "user", "content": "a" * 600}], "stream": True}, "messages"),
+    ):
+        with pytest.raises(APIStatusError) as caught:
+            ask(client, **options)
+        assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
+        assert caught.value.param == param
+    assert complete(client, prompt="a" * 511, max_tokens=5, extra_body=LONG).usage.completion_tokens == 1
+
+
+def test_a_model_that_is_not_served(client: OpenAI) -> None:
+    for ask in (lambda: chat(client, model="other"), lambda: client.models.retrieve("other")):
+        with pytest.raises(APIStatusError) as caught:
+            ask()
+        assert (caught.value.status_code, caught.value.code) == (404, "model_not_found")
+
+
+def test_unknown_paths_and_wrong_methods(url: str) -> None:
+    for path in ("/", "/v2", "/v1/chat/completions/", "/docs"):
+        response = httpx.get(f"{url}{path}", timeout=LATE_S)
+        assert response.status_code == 404 and path in error_of(response)["message"]
+    response = httpx.get(f"{url}/v1/chat/completions", timeout=LATE_S)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    error_of(response)
+
+
+def test_a_body_over_the_limit(url: str, client: OpenAI) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        complete(client, prompt="a" * MAX_BODY)
+    assert (caught.value.status_code, caught.value.code) == (413, "request_too_large")
+
+    chunks = (b" " * 65536 for _ in range(MAX_BODY // 65536 + 1))
+    response = httpx.post(f"{url}/v1/completions", content=chunks, timeout=LATE_S)
+    assert response.status_code == 413
+    error_of(response)
+
+
+def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    name = 'dflash_requests_total{outcome="refused"}'
+    before = counters(url).get(name, 0)
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.1)  # most often the server takes the request up meanwhile; it must not matter
+    wait_until(lambda: counters(url).get(name, 0) == before + 1)
+    assert caplog.records == []
+
+
+def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
+    with serving(make_engine(target, None), api_key="sécret") as url:
+        for given in ("Bearer wrong", "Bearer sécre", "Bearer", "Basic sécret"):
+            headers = {"Authorization": given.encode()}
+            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):
+                response = httpx.request(method, f"{url}{path}", headers=headers, timeout=LATE_S)
+                assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
+        key = {"Authorization": "Bearer sécret".encode()}
+        right = httpx.get(f"{url}/v1/models", headers=key, timeout=LATE_S)
+        assert right.status_code == 200
+        assert httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200
+
+
+def test_a_failure_inside_is_an_error_the_client_can_read(
+    engine: Engine, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("secret details")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.runner, "decode", fail)
+        with pytest.raises(APIStatusError) as caught:
+            chat(client, extra_body=LONG)
+        assert caught.value.status_code == 500
+        assert "secret" not in str(error_of(caught.value.response))
+        assert caught.value.response.headers["connection"] == "close", "uvicorn closes it"
+        with pytest.raises(APIError, match="internal error"):
+            joined(chat(client, stream=True, extra_body=LONG))
+    assert chat(client, max_tokens=1, extra_body=LONG).usage.completion_tokens == 1, "the next request is served"

@@ -1,0 +1,129 @@
+"""`dflash-serve` as a command: what it refuses in one line, what it prints, and how it ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import make_drafter, make_target
+from openai import APIError, OpenAI
+from paths import ROOT
+
+from dflash_toolkit import save_drafter
+from serve import cli
+from serve.engine import Engine
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that the command prints, without its start."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "target: required"),
+        (["--target", "./nowhere"], "./nowhere: no such directory"),
+        (["--target", "x", "--port", "70000"], "port is 70000; it must be in 0..65535"),
+        (["--target", "x", "--port", "http"], "port: expected int"),
+        (["--target", "x", "--api-key", ""], "api_key is empty"),
+        (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
+        (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
+        (["--target", "x", "--draft-dtype", "int4"], "draft_dtype: 'int4' is not one of auto, fp8, full"),
+        (["--target", "x", "--draft-dtype", "fp8", "prot=1"], "did you mean `port`?"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = [] if "--port" in argv or "192.0.2.1" in argv else ["--port", "0"]
+    assert expected in refusal(capsys, *argv, *port)
+
+
+def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal(capsys, "--target", "./nowhere", "--port", port)
+    assert line == f"cannot listen on 127.0.0.1 port {port} (Address already in use); give another --host or --port"
+
+
+def test_a_drafter_of_another_target_is_refused(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_drafter(make_drafter(make_target(layers=8)), tmp_path)
+    line = refusal(capsys, "--target", str(target_dir), "--drafter", str(tmp_path), "--port", "0")
+    assert "layers" in line
+
+
+@pytest.mark.parametrize("package", cli.EXTRA)
+def test_a_missing_package_names_the_extra(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    line = refusal(capsys, "--target", "x")
+    assert line == f"{package} is not installed; install it with: pip install 'dflash-toolkit[serve]'"
+
+
+def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
+    assert cli.ServeConfig(target="demo/target").model == "demo/target"
+    assert cli.ServeConfig(target="demo/target", served_model_name="mine").model == "mine"
+
+
+def test_a_step_that_does_not_end_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(os, "_exit", asked.append)
+    for ended, codes in ((True, []), (False, [0])):
+        engine = SimpleNamespace(close=lambda: asked.append("close"), join=lambda seconds, ended=ended: ended)
+        cli._end(engine)
+        assert asked == ["close", *codes]
+        asked.clear()
+
+
+def test_ctrl_c_while_it_loads_is_an_interruption(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "load", interrupted)
+    assert cli.main(["--target", str(target_dir), "--port", "0"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path) -> None:
+    command = [
+        sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--drafter", str(drafter_dir),
+        "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-batch", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            match = re.fullmatch(r"dflash-serve: (http://127.0.0.1:\d+)/v1 serves tiny \(.*, float32 on cpu\)\n", line)
+            assert match, line + process.stderr.read()
+            assert urllib.request.urlopen(f"{match[1]}/health", timeout=60).status == 200
+
+            # Ctrl-C with answers under way: the client is told, the server does not wait for the end
+            client = OpenAI(base_url=f"{match[1]}/v1", api_key="none", max_retries=0, timeout=60)
+            answer = client.completions.create(
+                model="tiny", prompt=["hello"] * 40, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(answer))
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(APIError, match="shutting down"):
+                list(answer)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "", "")

@@ -1,0 +1,463 @@
+"""Several processes are one run: the same losses, the same resume point, the same end when something breaks."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from forked import CONTEXT, start_server, stop_at, wait_stopped
+from paths import ROOT
+from test_train_loop import argv, lines_without_speed, losses, rows
+from torch import Tensor
+
+from dflash_toolkit import UserError
+from train.cli import main
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.distributed.parallel import Processes, without_local_rank
+from train.distributed.zero import deepspeed_config
+from train.features.source import FeatureSource
+from train.features.store import GIB
+from train.loop import train
+from train.objective.blocks import Features, sample_blocks
+from train.objective.step import compute_loss
+from train.responses.rows import Row
+
+# 8 answers: of two processes each has 4, in micro batches of 3 and 1
+SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkserver() -> None:
+    start_server()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(10)))
+    return path
+
+
+def _one(
+    rank: int, world: int, port: int, arguments: list[str], log: Path, largest_file: int, until: tuple[Path, int] | None
+) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"})
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(log.parent / "compiled")
+    torch.set_num_threads(1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    if until and not rank:
+        stop_at(*until)
+    sys.exit(main(arguments))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start(
+    arguments: list[str], log: Path, world: int = 2, largest_file: int = 0, until: tuple[Path, int] | None = None
+) -> list[BaseProcess]:
+    """What a launcher does; a launcher would also end the others when one dies.
+
+    The first process stands still where `until` says (`forked.stop_at`), and the others wait for it.
+    """
+    port = free_port()
+    made = [
+        CONTEXT.Process(target=_one, args=(rank, world, port, arguments, log, largest_file, until))
+        for rank in range(world)
+    ]
+    for process in made:
+        process.start()
+    return made
+
+
+def ended(processes: list[BaseProcess]) -> list[int | None]:
+    """Exit codes; None is a process that hangs."""
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return torch.load(run / "work/state.pt")["drafter"]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every line of the metrics, and the weights, up to the order of sums."""
+    lines = [lines_without_speed(run / "work/metrics.jsonl") for run in (one, other)]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
+    for a, b in zip(*lines, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == (b[key] if key == "slot_accuracy" else pytest.approx(b[key], rel=1e-5)), (a["step"], key)
+    first, second = weights(one), weights(other)
+    assert all(torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-6) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process that accumulates what two would do at a time."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert main(argv(target_dir, data, output, *SHORT, "optim.accumulate=2")) == 0
+    assert len(losses(output / "work/metrics.jsonl")) == 6, "12 micro batches, two a step"
+    return output
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_two_processes_of_torchrun_are_one_run(
+    machines: int, target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    """Of one launcher; and of two that meet as those of two machines do, each with a first process of its own."""
+    meeting = ["--standalone"] if machines == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nnodes={machines}",
+             f"--nproc-per-node={2 // machines}", "-m", "train.cli", *argv(target_dir, data, tmp_path / "run", *SHORT)],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(machines)
+    ]  # fmt: skip
+    said = [launcher.communicate(timeout=240) for launcher in launchers]
+    stdout, stderr = ("".join(texts) for texts in zip(*said, strict=True))
+    assert [launcher.returncode for launcher in launchers] == [0] * machines, stderr
+    assert stdout.count("vllm serve") == stderr.count("2 processes") == 1, "only the first process speaks"
+    assert_same_run(whole, tmp_path / "run")
+    answers = [(tmp_path / "run/work" / name).read_text().splitlines() for name in ("answers.jsonl", "answers.1.jsonl")]
+    assert [len(lines) for lines in answers] == [4, 4]
+
+
+def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
+    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1")
+    metrics = tmp_path / "run/work/metrics.jsonl"
+    for lines, victim in ((1, 1), (3, 0)):
+        running = start(arguments, tmp_path / "log", until=(metrics, lines))
+        wait_stopped(running[0])
+        running[victim].kill()
+        if victim:
+            os.kill(running[0].pid or 0, signal.SIGCONT)
+        codes = ended(running)
+        assert codes[victim] == -signal.SIGKILL and None not in codes, "the other ends by itself"
+    assert main([*arguments, "optim.accumulate=2"]) == 0
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=3")
+    taken: list[int] = []
+    real = FeatureSource.__call__
+
+    def watched(self: FeatureSource, rows: list) -> object:  # type: ignore[type-arg]
+        taken.extend(row.index for row in rows)
+        return real(self, rows) if len(taken) < 12 or again else sys.exit(1)
+
+    again = False
+    monkeypatch.setattr(FeatureSource, "__call__", watched)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    first = taken[:8]  # three micro batches were saved: an epoch
+    again, taken[:] = True, []
+    assert main([*arguments, "optim.accumulate=4"]) == 0
+    assert "goes on after 3 micro batches in 3 steps with 4 a step" in capsys.readouterr().err
+    assert sorted(first) == sorted(taken[:8]) == sorted(taken[8:16]) and first != taken[:8]
+    assert [line["epoch"] for line in lines_without_speed(tmp_path / "run/work/metrics.jsonl") if "loss" in line] == [
+        pytest.approx(epoch, abs=1e-4) for epoch in (3 / 8, 6 / 8, 1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_packed_rows_are_dealt_to_several_processes_as_to_one(
+    world: int, target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    packed = argv(target_dir, data, tmp_path / "one", *SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12")
+    assert main([*packed, f"optim.accumulate={world}"]) == 0
+    packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "several")
+    packed += ["optim.recompute=true", f"run.fsdp={str(world == 4).lower()}"]
+    assert ended(start(packed, tmp_path / "log", world)) == [0] * world, (tmp_path / "log").read_text()
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+
+
+def _counted(rank: int, world: int, port: int, folder: Path, config: TrainConfig, texts: list[Row]) -> None:
+    """One of the processes of a run; leaves how many forwards of the target it made, and over which rows."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    torch.set_num_threads(1)
+    target, met = make_target(), set()
+    forwards: list[int] = []
+    target.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+    call = FeatureSource.__call__
+
+    def watched(self: FeatureSource, rows: list[Row]) -> Features:
+        met.update(row.index for row in rows)
+        return call(self, rows)
+
+    FeatureSource.__call__ = watched  # type: ignore[method-assign]
+    with Processes.started("cpu") as processes:
+        drafter = make_drafter(target).train()
+        train(config, target, drafter, texts, [], folder, {}, lambda trained, tau: None, processes)
+    (folder / f"forwards.{rank}.json").write_text(json.dumps([len(forwards), sorted(met)]))
+
+
+@pytest.mark.parametrize(
+    ("world", "count", "kept", "forwards"),
+    [
+        (2, 36, 36, [18, 18]),
+        (4, 34, 16, [19, 19, 16, 16]),  # lanes of 9, 9, 8 and 8 rows, of which 4 are kept in the first of 3 epochs
+    ],
+)
+def test_processes_share_the_rows_and_the_cache_of_a_machine(
+    world: int, count: int, kept: int, forwards: list[int], tmp_path: Path
+) -> None:
+    target, g = make_target(), torch.Generator().manual_seed(1)
+    texts = [Row(i, 6, torch.randint(0, 250, (30,), generator=g).tolist()) for i in range(count)]
+    taps = make_drafter(target).config.target_layer_ids
+    cache = (kept + 0.5) * FeatureSource(target, taps, 3072).nbytes(texts[:1]) / GIB
+    runs = []
+    for processes in (1, world):
+        config = TrainConfig(
+            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
+            optim=OptimKnobs(
+                optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3, accumulate=world // processes
+            ),
+            run=RunKnobs(log_every=1, feature_cache_gb=cache),
+        )  # fmt: skip
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        port = free_port()
+        running = [
+            CONTEXT.Process(target=_counted, args=(rank, processes, port, folder, config, texts))
+            for rank in range(processes)
+        ]
+        for process in running:
+            process.start()
+        assert ended(running) == [0] * processes
+        runs.append([json.loads((folder / f"forwards.{rank}.json").read_text()) for rank in range(processes)])
+    (alone, everything), several = runs[0][0], runs[1]
+    assert [made for made, _ in several] == forwards and sum(forwards) == alone
+    assert sorted(i for _, rows in several for i in rows) == everything == list(range(count)), "each has its own"
+    curves = [losses(tmp_path / str(processes) / "metrics.jsonl") for processes in (1, world)]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and len(curves[0]) >= 9
+
+
+def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
+    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=2")
+    (tmp_path / "run/work").mkdir(parents=True)
+    broken = tmp_path / "run/work/answers.1.jsonl"  # the second process's own
+    broken.symlink_to(tmp_path / "nowhere/at_all")
+    for name, size in (("answers.1.jsonl", 0), ("state.pt", 40_000)):
+        log = tmp_path / name
+        assert ended(start(arguments, log, largest_file=size)) == [2, 2], log.read_text()
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and "free some space" in errors[0] and name in errors[0]
+        broken.unlink(missing_ok=True)
+    assert not list(tmp_path.rglob("*.partial*"))
+    assert main([*arguments, "optim.accumulate=2"]) == 0
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
+    """The loss is divided by the weights of all micro batches together, not each by its own."""
+    # a step has all twelve rows either way
+    runs = {"large": OptimKnobs(batch_size=12), "accumulated": OptimKnobs(batch_size=3, accumulate=4)}
+    target, curves, trained = make_target(), [], []
+    for name, knobs in runs.items():
+        optim = OptimKnobs(
+            optimizer="adamw", steps=6, learning_rate=3e-3, batch_size=knobs.batch_size, accumulate=knobs.accumulate
+        )
+        config = TrainConfig(  # an anchor wherever there can be one, so that no draw differs
+            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=64), optim=optim,
+            run=RunKnobs(log_every=1),
+        )  # fmt: skip
+        (tmp_path / name).mkdir()
+        drafter = make_drafter(target).train()
+        train(config, target, drafter, rows(12), [], tmp_path / name, {}, lambda trained, tau: None)
+        curves.append(losses(tmp_path / name / "metrics.jsonl"))
+        trained.append(drafter.state_dict())
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5) and len(curves[0]) == 6
+    assert all(torch.allclose(trained[0][k], trained[1][k], rtol=1e-4, atol=1e-6) for k in trained[0])
+
+
+def test_recomputed_activations_change_nothing() -> None:
+    target = make_target()
+    gradients, kept = [], []
+    for recompute in (False, True):
+        drafter = make_drafter(target).train()
+        drafter.recompute = recompute
+        features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows(3))
+        blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = compute_loss(drafter, target, features, blocks, TrainConfig(target="tiny"), flex=False).loss
+        loss.backward()
+        kept.append(sum(sizes))
+        gradients.append({"loss": loss.detach()} | {name: p.grad for name, p in drafter.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])  # type: ignore[arg-type]
+    assert kept[1] < 0.7 * kept[0]
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "place", "gpus", "message"),
+    [
+        ("cpu", {"WORLD_SIZE": "2"}, 0, "RANK is no number: start with torchrun"),
+        ("cpu", {"WORLD_SIZE": ""}, 0, "WORLD_SIZE is '', but WORLD_SIZE is no number"),
+        ("cpu", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 0, "MASTER_ADDR is not set: start with torchrun"),
+        ("cuda", {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "4 processes .* 2 G"),
+        ("cuda", {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}, 2, "3 processes on this machine, but 2 GPUs"),
+        ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "run.device is cuda:1, but 2 processes"),
+    ],
+)
+def test_an_impossible_place_is_one_line(
+    device: str, place: dict[str, str], gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    if gpus:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=message), Processes.started(device):
+        pass
+
+
+def test_a_mistake_on_every_process_is_said_by_the_first_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as exit:
+        main(["--target", "x", "optim.accumulate=0"])
+    assert exit.value.code == 2 and capsys.readouterr().err == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["--target", "x", "optim.accumulate=0"]) == 2
+    assert "optim.accumulate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["run.zero=4"], "run.zero is 4; it must be 0"),
+        (["run.zero=1", "run.fsdp=true"], "run.fsdp=true and run.zero=1 are both given"),
+        (["run.zero=1", "optim.ema=0.9"], "run.zero keeps no average of the weights"),
+    ],
+)
+def test_an_impossible_sharding_is_one_line(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", "x", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_deepspeed_its_extra_is_named(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert main(argv(target_dir, data, tmp_path / "run", "run.zero=1")) == 2
+    assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()
+
+
+def test_the_other_optimizer_s_resume_point_is_one_line(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", "optim.steps=1", "optim.optimizer=adamw")
+    assert main(arguments) == 0
+    state = torch.load(tmp_path / "run/work/state.pt")
+    state["optimizer"]["1"] = {}  # as `auto` leaves it on a GPU
+    state["optimizer"]["0"]["param_groups"] = state["optimizer"]["0"]["param_groups"][:1]
+    torch.save(state, tmp_path / "run/work/state.pt")
+    (tmp_path / "run/run.json").unlink()
+    for way in ("run.fsdp=false", "run.fsdp=true"):
+        assert main([*arguments, way]) == 2
+        assert "another optimiser's state" in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------------------
+
+
+def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_knobs_say() -> None:
+    assert without_local_rank(["--local_rank=1", "--target", "x", "run.zero=2"]) == ["--target", "x", "run.zero=2"]
+    config = TrainConfig(target="x", optim=OptimKnobs(accumulate=3, batch_size=5, clip=0.5), run=RunKnobs(zero=2))
+    told = deepspeed_config(config, packed=False, device=torch.device("cpu"))
+    assert told["train_micro_batch_size_per_gpu"] == 5 and told["gradient_accumulation_steps"] == 3
+    assert told["gradient_clipping"] == 0.5 and told["zero_optimization"] == {"stage": 2}
+    assert told["torch_autocast"]["enabled"] is False
+    on_gpu = deepspeed_config(config, packed=True, device=torch.device("cuda"))
+    assert on_gpu["train_micro_batch_size_per_gpu"] == 1 and on_gpu["torch_autocast"]["enabled"] is True
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its collectives for CPUs")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
+    stage: int, target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1", "optim.recompute=true")
+    metrics = tmp_path / "run/work/metrics.jsonl"
+    for lines in (1, 3):
+        running = start([*arguments, f"run.zero={stage}"], tmp_path / "log", until=(metrics, lines))
+        wait_stopped(running[0])
+        for process in running:  # as a launcher does when one of them has died
+            process.kill()
+        ended(running)
+    assert json.loads((tmp_path / "run/work/deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
+    last = start([*arguments, f"run.zero={1 + stage % 3}", "optim.accumulate=2"], tmp_path / "log", 1)
+    assert ended(last) == [0], (tmp_path / "log").read_text()
+    assert not (tmp_path / "compiled").exists(), "nothing is compiled, which takes a minute"
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_the_deepspeed_command_of_a_hostfile_is_one_run(
+    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+) -> None:
+    """Of two machines that cannot reach each other by ssh: the same line on each, but for its rank."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.device=cpu")
+    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}", "--no_ssh"]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={tmp_path / 'hosts'}", *place,
+             f"--node_rank={rank}", "--module", "train.cli", *arguments],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = "".join(launcher.communicate(timeout=240)[0] for launcher in launchers)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert said.count("vllm serve") == said.count("2 processes") == 1, "only the first process speaks"
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_one_process_of_deepspeed_s_has_the_local_rank_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    monkeypatch.delenv("LOCAL_RANK")
+    with Processes.started("cpu", group=True) as processes:
+        assert os.environ["LOCAL_RANK"] == "0" and processes.main

@@ -1,0 +1,193 @@
+"""Several processes share Muon's work and step as one does; on GPUs a whole run of them learns what one GPU learns."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from paths import ROOT
+from test_train_loop import argv, losses
+from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: F401  # the fixture starts what forks
+from torch import Tensor, nn
+
+from train.config import OptimKnobs
+from train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
+
+AS_USERS = ["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16"]
+
+
+def module() -> nn.Module:
+    g = torch.Generator().manual_seed(3)
+    found = nn.Module()
+    for i, shape in enumerate([*SHAPES, (9,)]):
+        found.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, generator=g)))
+    return found
+
+
+def stepped(optimizer: Optimizers, weights: nn.Module, steps: range) -> None:
+    for step in steps:
+        for i, p in enumerate(weights.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _process(rank: int, world: int, folder: Path, first: int) -> None:
+    """Goes on from the file of step `first`, for two steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
+    weights = module()
+    optimizer = make_optimizer(weights, OptimKnobs(optimizer="muon", weight_decay=0.1), rank, world)
+    if first:
+        kept = torch.load(folder / f"{first}.pt")
+        weights.load_state_dict(kept["weights"])
+        optimizer.load_state_dict(kept["optimizer"])
+    stepped(optimizer, weights, range(first, first + 2))
+    state = optimizer.state_dict()
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, weights.state_dict())
+    assert all(torch.equal(everyone[0][name], other[name]) for other in everyone for name in other)
+    if rank == 0:
+        torch.save({"weights": weights.state_dict(), "optimizer": state}, folder / f"{first + 2}.pt")
+    dist.destroy_process_group()
+
+
+def flat(state: Any) -> dict[str, Tensor]:
+    """The tensors of a nested state by their place."""
+    if isinstance(state, Tensor):
+        return {"": state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return {f"{key}.{place}": tensor for key, value in items for place, tensor in flat(value).items()}
+
+
+def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: Path) -> None:
+    for first, world in ((0, 3), (2, 7), (4, 1)):  # of seven, two have no matrix
+        processes = [CONTEXT.Process(target=_process, args=(rank, world, tmp_path, first)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        assert ended(processes) == [0] * world
+    weights = module()
+    optimizer = make_optimizer(weights, OptimKnobs(optimizer="muon", weight_decay=0.1))
+    stepped(optimizer, weights, range(6))
+    found = torch.load(tmp_path / "6.pt")
+    alone = {"weights": weights.state_dict(), "optimizer": optimizer.state_dict()}
+    assert flat(alone).keys() == flat(found).keys()
+    assert all(torch.equal(tensor, flat(found)[place]) for place, tensor in flat(alone).items())
+
+
+def _in_shards(rank: int, world: int, folder: Path) -> None:
+    """Steps of Muon on whole matrices beside those on rows of them, and on the flat partitions of ZeRO's stages."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    options, steps = OptimKnobs(optimizer="muon", weight_decay=0.1), range(3)
+    whole = module()
+    stepped(make_optimizer(whole, options), whole, steps)
+    shapes = [torch.Size(shape) for shape in SHAPES]
+
+    start = module()
+    rows = nn.ParameterList(rows_of(p.data, world)[rank].clone() if p.dim() == 2 else p for p in start.parameters())
+    optimizer = make_optimizer(rows, options, rank, world, shapes)
+    for step in steps:
+        for i, (p, full) in enumerate(zip(rows, whole.parameters(), strict=True)):
+            gradient = torch.randn(full.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            p.grad = rows_of(gradient, world)[rank] if p.dim() == 2 else gradient
+        optimizer.step()
+    for p, full in zip(rows, whole.parameters(), strict=True):
+        assert torch.equal(p, rows_of(full, world)[rank] if p.dim() == 2 else full)
+
+    def partition(tensors: list[Tensor], by_matrix: bool) -> Tensor:
+        """Of the matrices, each padded to a multiple of the processes, or of all of them behind each other."""
+        runs = [t.flatten() for t in tensors] if by_matrix else [torch.cat([t.flatten() for t in tensors])]
+        padded = [torch.cat([run, run.new_zeros(-len(run) % world)]) for run in runs]
+        return torch.cat([run.chunk(world)[rank] for run in padded])
+
+    for by_matrix in (False, True):
+        flat = nn.Parameter(partition([p.data for p in list(module().parameters())[: len(SHAPES)]], by_matrix))
+        parts = make_optimizer(module(), options).parts
+        optimizer = FlatMuon(parts[0], parts[1], rank, world)  # type: ignore[arg-type]
+        optimizer.shapes[flat], optimizer.by_matrix = shapes, by_matrix
+        optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [flat], []
+        for step in steps:
+            generators = (torch.Generator().manual_seed(100 * step + i) for i in range(len(SHAPES)))
+            flat.grad = partition(
+                [torch.randn(s, generator=g) for s, g in zip(SHAPES, generators, strict=True)], by_matrix
+            )
+            optimizer.step()
+        expected = partition([p.data for p in list(whole.parameters())[: len(SHAPES)]], by_matrix)
+        assert torch.equal(flat, expected), by_matrix
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 7])
+def test_muon_of_shards_is_muon_of_whole_matrices_to_the_bit(world: int, tmp_path: Path) -> None:
+    processes = [CONTEXT.Process(target=_in_shards, args=(rank, world, tmp_path)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    assert ended(processes) == [0] * world
+
+
+@given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), world=st.integers(1, 9))
+def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs: list[int], world: int) -> None:
+    rounds = deal(costs, world)
+    assert sorted(i for owners in rounds for i in owners.values()) == list(range(len(costs)))
+    loads = [sum(costs[owners[rank]] for owners in rounds if rank in owners) for rank in range(world)]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("way", "tolerance"),
+    [
+        (["optim.optimizer=muon"], 1e-2),  # its products are in bf16
+        (["optim.optimizer=adamw"], 1e-5),
+        (["optim.optimizer=muon", "run.fsdp=true"], 1e-2),
+        (["optim.optimizer=muon", "run.zero=2"], 1e-2),
+        (["optim.optimizer=adamw", "run.fsdp=true"], 1e-5),
+        (["optim.optimizer=adamw", "run.zero=1"], 1e-5),
+        (["optim.optimizer=adamw", "run.zero=2"], 1e-5),
+        (["optim.optimizer=adamw", "run.zero=3"], 1e-5),
+        (AS_USERS, 3e-2),
+        (
+            ["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "run.fsdp=true"],
+            3e-2,
+        ),
+    ],
+    ids=lambda way: "-".join(knob.split("=")[1] for knob in way) if isinstance(way, list) else "",
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpus_learn_what_one_learns(
+    world: int, way: list[str], tolerance: float, target_dir: Path, tmp_path: Path
+) -> None:
+    """The same micro batches on several GPUs at a time as on one after the other; in fp32 but for the last."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(24)))
+    knobs = [
+        "run.dtype=float32", "run.attention=sdpa", "run.compile=off", "optim.pack_tokens=128", "optim.pack_blocks=12",
+        "optim.steps=8", "answers.runtime=reference", "run.evaluate_runtime=reference", *way,
+    ]  # fmt: skip
+    curves = []
+    for gpus in (1, world):
+        output = tmp_path / f"on{gpus}"
+        arguments = argv(target_dir, data, output, *knobs, f"optim.accumulate={world // gpus}")
+        torchrun = [f"--nproc-per-node={gpus}", f"--master-port={free_port()}", "-m", "train.cli"]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        curves.append(losses(output / "work/metrics.jsonl"))
+    # sums have another order, and every update adds to what the ones before it made of that
+    assert len(curves[0]) == 8
+    for step, (one, several) in enumerate(zip(*curves, strict=True)):
+        assert several == pytest.approx(one, rel=tolerance * max(step, 1))

@@ -1,0 +1,350 @@
+"""Where features are kept changes nothing; shards survive kills; FP8 is bounded; a disk that is too small says so."""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from dflash_toolkit import Target, UserError
+from dflash_toolkit.config import from_mapping
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.features.source import FeatureSource, fitting, open_features
+from train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
+from train.loop import train
+from train.responses.rows import Row
+
+TAPS = (1, 3)
+
+
+def rows(count: int) -> list[Row]:
+    g = torch.Generator().manual_seed(9)
+    lengths = torch.randint(20, 50, (count,), generator=g).tolist()
+    return [Row(i, 6, torch.randint(0, 250, (n,), generator=g).tolist()) for i, n in enumerate(lengths)]
+
+
+def config(**run: Any) -> TrainConfig:
+    return TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
+        optim=OptimKnobs(optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3),
+        run=RunKnobs(log_every=1, save_every=2, **run),
+    )  # fmt: skip
+
+
+def curve(folder: Path, **run: Any) -> list[float]:
+    """Losses of a run of three epochs over ten rows."""
+    folder.mkdir(exist_ok=True)
+    target = make_target()
+    train(config(**run), target, make_drafter(target).train(), rows(10), [], folder, {}, lambda trained, tau: None)
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def source_in(folder: Path, target: Target, count: int = 10, **run: Any) -> FeatureSource:
+    return open_features(config(feature_dir=str(folder), **run), target, TAPS, rows(count), folder)
+
+
+def forwards(target: Target) -> list[int]:
+    """Grows by one with every forward of the target."""
+    seen: list[int] = []
+    target.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    return seen
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------
+
+
+def test_wherever_features_are_kept_a_run_is_bit_identical(tmp_path: Path) -> None:
+    online = curve(tmp_path / "online", features="online")
+    assert len(online) == 9
+    for mode in ("auto", "memory", "disk", "hybrid"):
+        assert curve(tmp_path / mode, features=mode, feature_cache_gb=1.0) == online, mode
+    assert not (tmp_path / "memory/features").exists() and (tmp_path / "hybrid/features/index.json").exists()
+    rounded = curve(tmp_path / "float8", features="disk", feature_dtype="float8")
+    assert rounded == curve(tmp_path / "float8 online", features="online", feature_dtype="float8")
+    assert rounded != online and rounded == pytest.approx(online, rel=0.05)
+
+
+def test_rows_announced_ahead_come_from_the_shards_as_they_are(tmp_path: Path) -> None:
+    target, texts = make_target(), rows(10)
+    direct = FeatureSource(target, TAPS, 3072)(texts[2:5])
+    source = source_in(tmp_path, target, features="disk")
+    computed = forwards(target)
+    source.ahead(texts[3:7])
+    assert source.reads_ahead
+    assert torch.equal(source(texts[2:5]).hidden, direct.hidden)  # announced or not
+    source.ahead(texts[2:5])
+    assert torch.equal(source(texts[2:5]).hidden, direct.hidden) and not computed
+
+
+def test_the_target_runs_in_the_first_epoch_only(tmp_path: Path) -> None:
+    target = make_target()
+    computed = forwards(target)
+    source = source_in(tmp_path, target, features="hybrid")
+    assert not computed
+    for _ in range(3):
+        for row in rows(10):
+            source([row])
+    source.flush()
+    assert len(computed) == 10
+    source_in(tmp_path, target, features="disk")
+    assert len(computed) == 10, "a later run finds what this one wrote"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["auto", "float8"])
+def test_a_gpu_reads_through_pinned_memory_what_was_written(dtype: str, tmp_path: Path) -> None:
+    tiny, texts = make_target(), rows(40)
+    target = Target(tiny.model.to("cuda", torch.bfloat16), tiny.tokenizer, tiny.name)
+    kept = source_in(tmp_path, target, 40, features="memory", feature_dtype=dtype)
+    computed = forwards(target)
+    source = source_in(tmp_path, target, 40, features="disk", feature_dtype=dtype)
+    assert len(computed) < 10, "in groups"
+    source.ahead(texts[:20])
+    read = source(texts).hidden  # half of it announced
+    again = source_in(tmp_path, target, 40, features="disk", feature_dtype=dtype)(texts).hidden
+    assert read.is_cuda and read.dtype == torch.bfloat16 and len(computed) < 10
+    assert torch.equal(read, again) and torch.equal(read, kept(texts).hidden), "the same groups went through together"
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_learns_the_same_wherever_its_features_are_kept(tmp_path: Path) -> None:
+    tiny = make_target()
+    target = Target(tiny.model.to("cuda", torch.bfloat16), tiny.tokenizer, tiny.name)
+    curves = {}
+    for mode in ("online", "memory", "disk", "hybrid"):
+        asked = config(features=mode, attention="sdpa", compile="off")
+        asked = replace(asked, optim=replace(asked.optim, pack_tokens=128, pack_blocks=12))
+        folder = tmp_path / mode
+        folder.mkdir()
+        drafter = make_drafter(target).cuda().train()
+        train(asked, target, drafter, rows(10), [], folder, {}, lambda trained, tau: None)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        curves[mode] = [json.loads(line)["loss"] for line in lines]
+    # rows go through the target together, and how many at a time moves the last bit
+    assert len(curves["online"]) >= 6
+    assert all(curve == pytest.approx(curves["online"], rel=2e-2) for curve in curves.values())
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6), st.sampled_from([1e-30, 1.0, 3e4, 3e38]), st.sampled_from([torch.float32, torch.bfloat16])
+)
+def test_fp8_is_within_its_bound_and_outliers_stay_finite(seed: int, size: float, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(5, 64, generator=g)
+    hidden[1, 3], hidden[2, 5], hidden[3] = 1e4, -3e5, 0
+    hidden = (hidden / hidden.abs().max() * size).to(dtype)
+    stored = Stored.of(hidden, FP8)
+    assert stored.data.dtype == FP8 and stored.scale is not None and stored.scale.dtype == torch.float32
+    assert stored.nbytes == 5 * 64 + 5 * 4
+    back = stored.restore(torch.device("cpu"), torch.float32)
+    largest = hidden.float().abs().amax(-1, keepdim=True)
+    bound = torch.maximum(hidden.float().abs() / 16, largest / FP8_MAX / 1024)
+    assert ((back - hidden.float()).abs() <= bound * 1.0001 + 1e-40).all()
+    assert (back[3] == 0).all() and back.isfinite().all()
+
+
+def test_a_float_type_is_kept_as_it_is() -> None:
+    hidden = torch.randn(5, 64)
+    assert torch.equal(Stored.of(hidden, torch.float32).restore(hidden.device, torch.float32), hidden)
+    assert Stored.of(hidden, torch.bfloat16).nbytes == hidden.nbytes // 2
+
+
+# ---- the store on disk -----------------------------------------------------------------------------------------
+
+
+def test_whole_shards_survive_a_kill_and_only_the_rest_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskStore.__init__, "__defaults__", (30_000,))  # a shard of some four rows
+    target = make_target()
+    whole = source_in(tmp_path / "whole", target, 20, features="disk")(rows(20))
+    if (child := os.fork()) == 0:
+        try:
+            started = forwards(target)
+            target.layers[1].register_forward_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL) if len(started) > 14 else None
+            )
+            source_in(tmp_path / "killed", target, 20, features="disk")
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    kept = sum(len(load_file(path)["keys"]) for path in (tmp_path / "killed").glob("*.safetensors"))
+    assert 4 <= kept <= 14
+    stale = tmp_path / "killed/old.partial"
+    stale.write_text("left by a kill")
+    os.utime(stale, (0, 0))
+    computed = forwards(target)
+    again = source_in(tmp_path / "killed", target, 20, features="disk")
+    assert len(computed) == 20 - kept and not stale.exists()
+    assert torch.equal(again(rows(20)).hidden, whole.hidden)
+
+
+def test_two_writers_share_a_directory(tmp_path: Path) -> None:
+    target, texts = make_target(), rows(10)
+    stores = [DiskStore(tmp_path, {"a": 1}) for _ in range(2)]
+    sources = [FeatureSource(target, TAPS, 3072, store=store) for store in stores]
+    for rank, source in enumerate(sources):
+        source.fill(texts[rank::2])
+        source.flush()
+    stores[0].refresh()
+    assert not sources[0].missing(texts) and sources[1].missing(texts) == texts[::2]
+    assert torch.equal(sources[0](texts).hidden, FeatureSource(target, TAPS, 3072)(texts).hidden)
+
+
+def test_a_process_keeps_its_own_rows_and_no_others(tmp_path: Path) -> None:
+    target, texts = make_target(), rows(10)
+    direct = FeatureSource(target, TAPS, 3072)(texts[1::3])
+    for mode in ("memory", "disk"):
+        computed = forwards(target)
+        asked = config(features=mode, feature_dir=str(tmp_path), feature_cache_gb=1.0)
+        source = open_features(asked, target, TAPS, texts, tmp_path, range(1, 10, 3))
+        assert len(computed) == 3 and source.missing(texts) == [t for t in texts if t not in texts[1::3]]
+        assert torch.equal(source(texts[1::3]).hidden, direct.hidden) and len(computed) == 3
+
+
+@pytest.mark.parametrize("as_tokens", [list, lambda tokens: np.asarray(tokens, dtype=np.int32)], ids=["list", "array"])
+def test_rows_are_known_by_their_tokens_so_added_answers_compute_only_themselves(
+    as_tokens: Callable[[list[int]], Any], tmp_path: Path
+) -> None:
+    target, texts = make_target(), rows(12)
+    asked = config(features="disk", feature_dir=str(tmp_path))
+    open_features(asked, target, TAPS, texts[:8], tmp_path)
+    computed = forwards(target)
+    # four rows more, all in another order under other numbers, one of them twice
+    moved = [Row(100 + i, row.prompt_tokens, as_tokens(row.tokens)) for i, row in enumerate(reversed(texts))]
+    moved.append(replace(moved[0], index=200))
+    source = open_features(asked, target, TAPS, moved, tmp_path)
+    assert len(computed) == 4
+    again = [replace(row, index=0) for row in moved]
+    assert torch.equal(source(again).hidden, FeatureSource(target, TAPS, 3072)(again).hidden)
+    shorter = replace(asked, prompts=replace(asked.prompts, max_length=len(texts[0].tokens)))
+    longer = Row(0, 6, as_tokens([*texts[0].tokens, 7, 8]))
+    computed.clear()
+    assert open_features(shorter, target, TAPS, [longer], tmp_path)([longer]).hidden.shape[1] == len(texts[0].tokens)
+    assert not computed
+
+
+def test_rows_that_appear_twice_are_computed_and_kept_once() -> None:
+    target, texts = make_target(), rows(3)
+    twice = [*texts, *(replace(row, index=10 + row.index) for row in texts)]
+    computed = forwards(target)
+    source = FeatureSource(target, TAPS, 3072, store=MemoryStore(0, GIB))
+    assert source.nbytes(source.missing(twice)) == source.nbytes(texts)
+    hidden = source(twice).hidden
+    assert torch.equal(hidden[:3], hidden[3:]) and len(computed) == 3
+
+
+def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
+    source_in(tmp_path, make_target(), features="disk")
+    for name, other, change in (
+        ("weights", make_target(tied=False), {}),
+        ("dtype", make_target(), {"feature_dtype": "float8"}),
+    ):
+        with pytest.raises(UserError, match=rf"of another run \({name}: .*, now .*\); choose another run.feature_dir"):
+            source_in(tmp_path, other, features="disk", **change)
+    (tmp_path / "torn.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"torn.safetensors: not a shard"):
+        source_in(tmp_path, make_target(), features="disk")
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(UserError, match=r"without an index.json"):
+        source_in(tmp_path, make_target(), features="disk")
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(UserError, match="not an index of features"):
+        source_in(tmp_path, make_target(), features="disk")
+    (tmp_path / "index.json").write_text('{"fingerprint": {"data": "0123"}}')  # which knew rows by number
+    with pytest.raises(UserError, match=r"by another version, .*; remove it or choose another run.feature_dir"):
+        source_in(tmp_path, make_target(), features="disk")
+
+
+# ---- no room ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_estimated_and_a_disk_that_cannot_hold_it_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = source_in(tmp_path, make_target(), features="disk")
+    assert "features of 10 rows: 0.00 GiB to " in capsys.readouterr().err
+    shard = load_file(next(tmp_path.glob("*.safetensors")))
+    assert source.nbytes(rows(10)) == shard["hidden"].nbytes
+    store = DiskStore(tmp_path / "other", {})
+    with pytest.raises(
+        UserError, match=r"1073741824.0 GiB are needed and [\d.]+ GiB are free; run.feature_dtype=float8"
+    ):
+        store.reserve(1 << 60)
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_no_part(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(UserError, match=r"cannot be written .*free some space"):
+            source_in(tmp_path, make_target(), features="disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+    source_in(tmp_path, make_target(), features="disk")
+
+
+def test_memory_that_cannot_hold_all_of_it_refuses() -> None:
+    with pytest.raises(UserError, match=r"run.features=memory: 0.0 GiB are needed; .* run.feature_cache_gb"):
+        source_in(Path(), make_target(), features="memory")
+
+
+def test_memory_goes_to_the_device_first_then_to_the_host_then_nowhere() -> None:
+    row, keys = Stored(torch.zeros(4, 4)), [bytes([i]) for i in range(4)]
+    store = MemoryStore(130, 70)
+    for i, key in enumerate(keys):
+        for _ in range(2):  # once is enough
+            store.add(key, row)
+        assert store.reads_ahead == (i > 1)
+    assert [key in store for key in keys] == [True, True, True, False] and store.room == (2, 6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 100), max_size=40), st.integers(50, 400))
+def test_rows_of_one_forward_keep_their_order_and_fit(lengths: list[int], most: int) -> None:
+    texts = [Row(i, 1, [0] * n) for i, n in enumerate(lengths)]
+    groups = list(fitting(texts, lambda row: len(row.tokens), most))
+    assert [row for group in groups for row in group] == texts
+    sizes = [sum(len(row.tokens) for row in group) for group in groups]
+    assert all(size <= most or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
+    # and no group could have taken the next one's first row
+    assert all(size + len(after[0].tokens) > most for size, after in zip(sizes, groups[1:], strict=False))
+
+
+def test_features_that_fit_only_in_part_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target()
+    needed = source_in(tmp_path, target).nbytes(rows(10))
+    for room, expected in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr("train.features.source.device_room", lambda *_, room=room: room)
+        source_in(tmp_path, target)
+        said = capsys.readouterr().err
+        assert ("features of 10 rows" in said and "run.feature_dtype=float8" in said) == expected
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("features", "ram"), ("feature_dtype", "int4"), ("feature_gpu_share", 1.5), ("feature_cache_gb", -1.0)],
+)
+def test_a_value_out_of_range_is_named(knob: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"{knob}.* {value}|{knob}"):
+        from_mapping(TrainConfig, {"target": "tiny", "run": {knob: value}})

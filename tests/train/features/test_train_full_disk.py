@@ -1,0 +1,116 @@
+"""A disk that is full while features are written during training ends all processes at one place, with one line."""
+
+# ruff: noqa: F811  # fixtures of another file
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_target
+from safetensors.torch import save_file
+from test_train_features import TAPS, rows
+from test_train_loop import argv
+from test_train_parallel import (  # noqa: F401  # fixtures: a run to compare with, its data, what forks processes
+    CONTEXT,
+    SHORT,
+    _forkserver,
+    _one,
+    assert_same_run,
+    data,
+    ended,
+    free_port,
+    whole,
+)
+
+import train.features.store
+from dflash_toolkit import UserError
+from train.cli import main
+from train.features.source import FeatureSource
+from train.features.store import DiskStore
+
+
+def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.write_bytes(b"a part of it")
+    raise OSError(28, "No space left on device")
+
+
+def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, port: int, arguments: list[str], log: Path) -> None:
+    DiskStore.__init__.__defaults__ = (shard_bytes,)
+    if rank == full:
+        train.features.store.save_file = no_space  # type: ignore[assignment]
+    _one(rank, 2, port, arguments, log, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("full", "shard_bytes", "settings"),
+    [(0, 1, ["run.save_every=2"]), (1, 1, ["run.save_every=2"]), (1, 1 << 30, ["optim.epochs=1"])],
+    ids=["the first process", "the second", "the second, behind the last step"],
+)
+def test_features_that_one_process_cannot_write_end_all_with_one_line_and_the_run_goes_on(
+    full: int,
+    shard_bytes: int,
+    settings: list[str],
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    whole: Path,
+) -> None:
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.features=hybrid", *settings)
+    log, port = tmp_path / "log", free_port()
+    running = [
+        CONTEXT.Process(target=_one_with_a_full_disk, args=(rank, full, shard_bytes, port, arguments, log))
+        for rank in range(2)
+    ]
+    for process in running:
+        process.start()
+    assert ended(running) == [2, 2], log.read_text()
+    said = log.read_text()
+    errors = [line for line in said.splitlines() if "rror" in line]
+    assert len(errors) == 1 and "No space left on device" in errors[0] and "free some space" in errors[0], said
+    assert not list(tmp_path.rglob("*.partial*")) and not (tmp_path / "run/run.json").exists()
+    assert torch.load(tmp_path / "run/work/state.pt")["step"] == 2, "what was computed before is saved"
+    assert main([*arguments, "optim.accumulate=2"]) == 0
+    if "optim.epochs=1" not in settings:
+        assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_file_that_another_process_renames_meanwhile_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = Path.glob
+
+    def seen_before(folder: Path, pattern: str) -> Iterator[Path]:
+        yield from find(folder, pattern)
+        if pattern == "*.partial":
+            yield folder / "index.0123abcd.partial"  # it was there when the directory was read
+
+    monkeypatch.setattr(Path, "glob", seen_before)
+    old = tmp_path / "left.partial"
+    old.touch()
+    os.utime(old, (0, 0))
+    DiskStore(tmp_path, {})
+    assert not old.exists() and (tmp_path / "index.json").exists()
+
+
+def test_after_a_failed_write_rows_are_still_there_and_no_more_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, texts = make_target(), rows(6)
+    direct = FeatureSource(target, TAPS, 3072)(texts)
+    store = DiskStore(tmp_path, {}, shard_bytes=1)
+    source = FeatureSource(target, TAPS, 3072, store=store)
+    source(texts[:2])
+    source.flush()
+    monkeypatch.setattr(train.features.store, "save_file", no_space)
+    for _ in range(2):
+        assert all(
+            torch.equal(source([row]).hidden[0], direct.hidden[i, : len(row.tokens)]) for i, row in enumerate(texts)
+        )
+    assert not source.missing(texts[:2]) and source.missing(texts[-1:])
+    for tell in (source.check, source.flush):
+        with pytest.raises(UserError, match="No space left"):
+            tell()
+    monkeypatch.setattr(train.features.store, "save_file", save_file)
+    assert len(list(tmp_path.iterdir())) == 3, "the index and the two shards before"

@@ -1,0 +1,226 @@
+"""Anchors, labels and masks. Each silent failure of training has a test here that fails when its rule is broken."""
+
+import pytest
+import torch
+from conftest import MASK
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from train.objective.blocks import PADDING, Blocks, Features, anchor_candidates, dense_mask, flex_mask, sample_blocks
+
+S = 4
+
+
+def features(documents: list[list[tuple[int, int]]], length: int) -> Features:
+    """Rows of packed documents, each (prompt tokens, answer tokens); token ids are all different."""
+    rows = len(documents)
+    tokens = torch.arange(rows * length).view(rows, length)
+    supervised = torch.zeros(rows, length, dtype=torch.bool)
+    document = torch.full((rows, length), PADDING)
+    positions = torch.zeros(rows, length, dtype=torch.long)
+    for r, row in enumerate(documents):
+        at = 0
+        for d, (prompt, answer) in enumerate(row):
+            n = prompt + answer
+            document[r, at : at + n] = 10 * r + d
+            supervised[r, at + prompt : at + n] = True
+            positions[r, at : at + n] = torch.arange(n)
+            at += n
+    return Features(tokens, torch.randn(rows, length, 6), supervised, document, positions)
+
+
+def draw(f: Features, anchors: int = 64, seed: int = 0) -> Blocks:
+    return sample_blocks(f, anchors, S, MASK, torch.Generator().manual_seed(seed))
+
+
+# a prompt of no tokens puts one document's answer right before the next one's
+layouts = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=3), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, st.integers(1, 20), st.integers(0, 1000))
+def test_a_block_is_an_anchor_and_masks_and_predicts_the_tokens_at_its_own_positions(
+    documents: list[list[tuple[int, int]]], anchors: int, seed: int
+) -> None:
+    f = features(documents, 40)
+    blocks = draw(f, anchors, seed)
+    for r in range(len(documents)):
+        chosen = blocks.anchor[r][blocks.valid[r]].tolist()
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == min(anchors, int(anchor_candidates(f)[r].sum()))
+        for a, (anchor, valid) in enumerate(zip(blocks.anchor[r].tolist(), blocks.valid[r].tolist(), strict=True)):
+            if not valid:
+                assert not blocks.supervised[r, a].any()
+                continue
+            assert f.supervised[r, anchor] and f.supervised[r, anchor + 1]
+            assert f.document[r, anchor] == f.document[r, anchor + 1]
+            assert blocks.inputs[r, a].tolist() == [f.tokens[r, anchor].item()] + [MASK] * (S - 1)
+            assert blocks.positions[r, a].tolist() == [f.positions[r, anchor].item() + k for k in range(S)]
+            assert not blocks.supervised[r, a, 0]
+            for k in range(1, S):
+                at = anchor + k
+                inside = at < 40 and f.document[r, at] == f.document[r, anchor] and bool(f.supervised[r, at])
+                assert blocks.supervised[r, a, k] == inside
+                if inside:  # same position, no shift
+                    assert blocks.labels[r, a, k] == f.tokens[r, at]
+
+
+def test_a_row_with_fewer_candidates_than_its_neighbour_is_filled_with_blocks_without_a_loss() -> None:
+    f = features([[(2, 9)], [(2, 3)], [(4, 1)]], 12)
+    blocks = draw(f, 6)
+    assert blocks.valid.sum(1).tolist() == [6, 2, 0]
+    assert blocks.valid[1].tolist() == [True, True, False, False, False, False], "fillers go last"
+    assert not blocks.supervised[~blocks.valid].any() and not blocks.labels[~blocks.valid].any()
+    assert not blocks.anchor[~blocks.valid].any(), "an index that every row has"
+
+
+def test_without_a_candidate_no_block_is_valid() -> None:
+    blocks = draw(features([[(5, 1)], [(3, 0)]], 8))
+    assert blocks.inputs.shape == (2, 1, S) and not blocks.valid.any() and not blocks.supervised.any()
+
+
+def test_every_candidate_is_drawn_when_there_is_room_and_the_draw_follows_the_generator() -> None:
+    f = features([[(2, 11), (0, 5)]], 20)
+    assert draw(f, 64).anchor[0].tolist() == anchor_candidates(f)[0].nonzero()[:, 0].tolist() == [*range(2, 12), *range(
+        13, 17)]  # fmt: skip
+    assert torch.equal(draw(f, 3, seed=1).anchor, draw(f, 3, seed=1).anchor)
+    assert len({tuple(draw(f, 3, seed).anchor[0].tolist()) for seed in range(20)}) > 10
+
+
+def test_anchors_are_drawn_uniformly() -> None:
+    f = features([[(2, 11)]], 20)
+    counts = torch.zeros(20)
+    for seed in range(1200):
+        counts[draw(f, 3, seed).anchor[0]] += 1
+    drawn = counts[anchor_candidates(f)[0]]
+    assert len(drawn) == 10 and drawn.sum() == 3600
+    chi_square = ((drawn - 360) ** 2 / 360).sum()
+    assert chi_square < 27.9  # 0.999 quantile of 9 degrees of freedom
+
+
+def oracle(f: Features, blocks: Blocks) -> torch.Tensor:
+    """The contract's words as a loop."""
+    rows, length = f.tokens.shape
+    count = blocks.anchor.shape[1]
+    mask = torch.zeros(rows, 1, count * S, length + count * S, dtype=torch.bool)
+    for r in range(rows):
+        for a in range(count):
+            anchor = int(blocks.anchor[r, a])
+            for slot in range(S):
+                for t in range(anchor):
+                    mask[r, 0, a * S + slot, t] = f.document[r, t] == f.document[r, anchor]
+                mask[r, 0, a * S + slot, length + a * S : length + a * S + S] = True
+    return mask
+
+
+PACKED = [[(3, 6), (2, 5)], [(4, 9)]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts, st.integers(1, 6), st.integers(0, 1000))
+def test_the_dense_mask_is_the_contract_s_rule(documents: list[list[tuple[int, int]]], anchors: int, seed: int) -> None:
+    f = features(documents, 40)
+    blocks = draw(f, anchors, seed)
+    assert torch.equal(dense_mask(f, blocks), oracle(f, blocks))
+
+
+def test_the_flex_mask_is_the_dense_mask() -> None:
+    f = features(PACKED, 18)
+    blocks = draw(f, 5)
+    mod = flex_mask(f, blocks).mask_mod
+    queries = blocks.anchor.shape[1] * S
+    built = create_mask(mod, 2, 1, queries, 18 + queries, device="cpu")
+    assert torch.equal(built, dense_mask(f, blocks))
+
+
+def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not() -> None:
+    f = features([[(3, 200), (2, 300)]], 520)
+    blocks = draw(f, 80)
+    mask = flex_mask(f, blocks)
+    seen = torch.nn.functional.pad(dense_mask(f, blocks)[:, 0], (0, -840 % 128, 0, -320 % 128))
+    tiles = seen.unflatten(1, (-1, 128)).unflatten(3, (-1, 128)).any(4).any(2)
+    assert torch.equal(mask.to_dense()[:, 0].bool(), tiles)
+    assert not tiles.all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(2, 300)), min_size=1, max_size=6),
+    st.integers(1, 150),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_no_visible_pair_is_outside_the_listed_tiles_and_whole_tiles_are_all_visible(
+    documents: list[tuple[int, int]], anchors: int, fixed: bool, seed: int
+) -> None:
+    length = sum(map(sum, documents)) + 17
+    f = features([documents], length)
+    generator = torch.Generator().manual_seed(seed)
+    blocks = sample_blocks(f, min(anchors, length), S, MASK, generator, fixed=fixed)
+    mask = flex_mask(f, blocks)
+    seen = dense_mask(f, blocks)[0, 0]
+    queries, keys = seen.shape
+    listed = torch.zeros(-(-queries // 128), -(-keys // 128), dtype=torch.bool)
+    for count, index, whole in (
+        (mask.kv_num_blocks, mask.kv_indices, False),
+        (mask.full_kv_num_blocks, mask.full_kv_indices, True),
+    ):
+        assert count is not None and index is not None
+        for q in range(len(listed)):
+            for kv in index[0, 0, q, : int(count[0, 0, q])].tolist():
+                assert not listed[q, kv], "a tile is listed once"
+                listed[q, kv] = True
+                assert not whole or seen[128 * q : 128 * (q + 1), 128 * kv : 128 * (kv + 1)].all()
+    q, kv = seen.nonzero(as_tuple=True)
+    assert listed[q // 128, kv // 128].all()
+
+
+def test_the_mask_in_words() -> None:
+    f = features(PACKED, 18)
+    blocks = draw(f)
+    mask = dense_mask(f, blocks)[:, 0].unflatten(1, (-1, S))  # [B, A, S, T + A*S]
+    for r in range(2):
+        for a in range(blocks.anchor.shape[1]):
+            if not blocks.valid[r, a]:
+                continue
+            anchor = int(blocks.anchor[r, a])
+            seen = mask[r, a]
+            context, own = seen[:, :18], seen[:, 18:].unflatten(1, (-1, S))
+            assert not context[:, anchor:].any(), "the anchor's own feature does not exist yet at inference"
+            assert context[:, anchor - 1].all(), "the token before the anchor is visible"
+            assert own[:, a].all(), "inside a block attention is bidirectional"
+            own[:, a] = False
+            assert not own.any(), "blocks never see one another"
+            assert not context[:, f.document[r] != f.document[r, anchor]].any(), "never across documents, never padding"
+
+
+def test_flex_attention_sees_what_the_dense_mask_allows() -> None:
+    f = features(PACKED, 18)
+    blocks = draw(f, 5)
+    queries = blocks.anchor.shape[1] * S
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (queries, 18 + queries, 18 + queries))
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(f, blocks))
+    assert torch.allclose(flex_attention(q, k, v, block_mask=flex_mask(f, blocks)), dense, atol=1e-5)
+
+
+def test_features_refuse_shapes_that_do_not_belong_together() -> None:
+    f = features([[(2, 4)]], 8)
+    with pytest.raises(ValueError, match="share one shape"):
+        Features(f.tokens[:, :4], f.hidden, f.supervised, f.document, f.positions)
+    with pytest.raises(ValueError, match="does not cover"):
+        Features(f.tokens, f.hidden[:, :4], f.supervised, f.document, f.positions)
+
+
+def test_slots_behind_the_end_of_an_answer_have_no_loss_though_the_next_turn_has_one() -> None:
+    """What is said next depends on a question that the block has not seen, and decoding never gets there."""
+    f = features([[(6, 34)]], 48)
+    f.supervised[0, 12:16] = False  # the second question
+    blocks = draw(f, anchors=40)
+    (where,) = (blocks.anchor[0] == 8).nonzero()[:1]
+    supervised = blocks.supervised[0, where[0]]
+    assert supervised.nonzero()[:, 0].tolist() == [1, 2, 3]
+    for row in blocks.supervised[0][blocks.valid[0]]:
+        assert row[1:].long().diff().le(0).all(), "no gap"

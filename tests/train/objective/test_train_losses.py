@@ -1,0 +1,143 @@
+"""Slot weights and the weighted, frozen-head loss against plain float64 formulas."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from train.config import DrafterKnobs, LossKnobs, TrainConfig
+from train.objective.blocks import Blocks
+from train.objective.losses import DraftLoss, decay_weights, dpace_weights, draft_loss
+
+B, A, S, D, V = 2, 3, 5, 8, 37
+
+
+def blocks(seed: int = 0) -> Blocks:
+    g = torch.Generator().manual_seed(seed)
+    supervised = torch.ones(B, A, S, dtype=torch.bool)
+    supervised[:, :, 0] = False
+    supervised[0, 1, 3:] = False
+    supervised[1, 2] = False
+    valid = torch.ones(B, A, dtype=torch.bool)
+    valid[1, 2] = False
+    labels = torch.randint(0, V, (B, A, S), generator=g).masked_fill(~supervised, 0)
+    return Blocks(torch.zeros(B, A, dtype=torch.long), valid, labels.clone(), labels.clone(), labels, supervised)
+
+
+def test_decay_weights_are_the_paper_s() -> None:
+    assert decay_weights(4, 7.0).tolist() == pytest.approx([math.exp(-k / 7) for k in range(4)])
+
+
+def test_dpace_is_the_sum_of_the_chances_to_get_that_far() -> None:
+    losses = torch.rand(6, 4) * 3
+    supervised = torch.ones(6, 4, dtype=torch.bool)
+    supervised[2, 2:] = False
+    weights = dpace_weights(losses, supervised, alpha=0.5)
+    for row in range(6):
+        n = int(supervised[row].sum())
+        q = [0.5 * math.exp(-losses[row, i].item()) + 0.5 for i in range(n)]
+        for j in range(n):
+            assert weights[row, j].item() == pytest.approx(sum(math.prod(q[: m + 1]) for m in range(j, n)), rel=1e-5)
+        assert not weights[row, n:].any()
+
+
+def test_dpace_counts_nothing_after_the_first_slot_without_a_label() -> None:
+    losses = torch.rand(3, 4)
+    supervised = torch.tensor([[True, True, False, True], [False, True, True, True], [True, True, True, True]])
+    weights = dpace_weights(losses, supervised, alpha=0.5)
+    assert (weights > 0).tolist() == [[True, True, False, False], [False] * 4, [True] * 4]
+    assert torch.equal(weights[0, :2], dpace_weights(losses[:1, :2], supervised[:1, :2], 0.5)[0])
+
+
+def test_dpace_weights_fall_with_the_slot_and_carry_no_gradient() -> None:
+    losses = torch.rand(5, 6, requires_grad=True)
+    weights = dpace_weights(losses, torch.ones(5, 6, dtype=torch.bool), alpha=0.5)
+    assert not weights.requires_grad
+    assert (weights[:, :-1] > weights[:, 1:]).all()
+
+
+def test_with_alpha_one_dpace_forgets_the_losses() -> None:
+    weights = dpace_weights(torch.rand(1, 4) * 9, torch.ones(1, 4, dtype=torch.bool), alpha=1.0)
+    assert weights[0].tolist() == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
+def test_the_default_gamma_is_the_paper_s_for_its_block_sizes(size: int, gamma: float) -> None:
+    assert TrainConfig(target="tiny", drafter=DrafterKnobs(block_size=size)).gamma == gamma
+    assert TrainConfig(target="tiny", loss=LossKnobs(gamma=2.5), drafter=DrafterKnobs(block_size=size)).gamma == 2.5
+
+
+def test_the_size_of_the_batch_does_not_scale_the_loss() -> None:
+    b, head, hidden = blocks(), torch.randn(V, D), torch.randn(B, A * S, D)
+    twice = Blocks(*(torch.cat([getattr(b, name)] * 2) for name in Blocks.__slots__))
+    one, two = (
+        draft_loss(hidden, b, head, LossKnobs(), 4.0),
+        draft_loss(hidden.repeat(2, 1, 1), twice, head, LossKnobs(), 4.0),
+    )
+    assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-5) and two.rows == 2 * one.rows
+
+
+def test_a_slot_that_no_block_supervises_has_no_accuracy() -> None:
+    b = blocks()
+    b.supervised[:, :, 4] = False
+    accuracy = draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0).recall[0]
+    assert accuracy.isnan().tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_the_loss_and_its_gradient_are_the_weighted_mean_over_supervised_slots(kind: str) -> None:
+    b = blocks()
+    head = torch.randn(V, D)
+    hidden = torch.randn(B, A * S, D, requires_grad=True)
+    knobs = LossKnobs(weights=kind, head_rows=3)
+    result = draft_loss(hidden, b, head, knobs, gamma=2.0)
+    result.loss.backward()
+
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ head.double().T
+    ce = F.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), reduction="none").view(B, A, S)[:, :, 1:]
+    supervised = b.supervised[:, :, 1:]
+    if kind == "decay":
+        weights = decay_weights(S - 1, 2.0).double().expand(B, A, -1) * supervised
+    else:
+        weights = dpace_weights(ce, supervised, 0.5).double()
+    expected = (weights * ce).sum() / weights.sum()
+    expected.backward()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(hidden.grad.double(), exact.grad, atol=1e-6)
+    assert result.rows == int(supervised.sum())
+    slot_zero = hidden.grad.view(B, A, S, D)[:, :, 0]
+    assert not slot_zero.any(), "the anchor slot's output is discarded"
+
+
+def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> None:
+    b = blocks()
+    head = torch.eye(V)
+    hidden = F.one_hot(b.labels, V).float() * 9  # every slot right
+    hidden[0, 0, 2] = -hidden[0, 0, 2]  # wrong at slot 2: one accepted
+    result = draft_loss(hidden.view(B, A * S, V), b, head, LossKnobs(), 4.0)
+    # blocks of row 0 accept 1, 2 (cut by its end) and 4; of row 1 4, 4 and none that is valid
+    assert result.acceptance_length.item() == pytest.approx(1 + (1 + 2 + 4 + 4 + 4) / 5)
+    assert result.recall[0].tolist() == pytest.approx([1.0, 4 / 5, 1.0, 1.0])
+
+
+def test_totals_of_micro_steps_add_up_to_the_step() -> None:
+    b = blocks()
+    found = [draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0) for _ in range(2)]
+    same = DraftLoss.of_totals(found[0].totals(), S - 1)
+    for name in ("loss", "recall", "acceptance_length", "rows", "supervised", "blocks"):
+        value = torch.as_tensor(getattr(found[0], name)).double()
+        torch.testing.assert_close(torch.as_tensor(getattr(same, name)).double(), value, rtol=1e-6, atol=1e-6)
+    both = DraftLoss.of_totals(found[0].totals() + found[1].totals(), S - 1)
+    mean = (found[0].acceptance_length + found[1].acceptance_length) / 2
+    assert both.acceptance_length.item() == pytest.approx(mean.item()), "as many blocks in each"
+    loss = sum(one.weighted_sum for one in found) / sum(one.weight_sum for one in found)
+    assert both.rows == 2 * found[0].rows and both.loss.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_batch_without_supervision_is_an_error() -> None:
+    b = blocks()
+    nothing = Blocks(b.anchor, b.valid, b.inputs, b.positions, b.labels, torch.zeros_like(b.supervised))
+    with pytest.raises(ValueError, match="no supervised slot"):
+        draft_loss(torch.randn(B, A * S, D), nothing, torch.randn(V, D), LossKnobs(), 4.0)

@@ -1,0 +1,348 @@
+"""Answers from servers that have only /v1/chat/completions: the rows are those that /v1/completions gives."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from conftest import EOS, TEMPLATE, make_target
+from test_data_cli import argv, lines, user, write
+from test_data_endpoint import WORDS, Fake, answers, backend, fake, prompts
+from test_data_sources import CALL, RESULT
+from test_data_tools import TOOL, WITH_TOOLS, words
+from test_serve_api import serving
+from test_serve_engine import make_engine
+
+from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit.data.prompts import encode_chat
+from train.data_cli import main
+from train.responses.backends import Answer, Chat
+
+__all__ = ["fake", "prompts"]  # fixtures
+CHAT = Chat([user("ask")])
+GONE = 404, {"detail": "Not Found"}
+OPENAI = {"model", "messages", "tools", "max_tokens", "temperature", "seed", "stream", "top_p"}
+THINKS = TEMPLATE.replace(
+    "{{ m['content'] }}", "{% if m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}{{ m.content }}"
+)
+
+
+def said(
+    content: str | None, *, count: int | None = None, prompt: int | None = None, reason: str = "stop", **more: Any
+) -> dict[str, Any]:
+    """A reply; `more` is the rest of its message."""
+    written = len(WORDS(content or "").input_ids) + 1 if count is None else count
+    usage = {"completion_tokens": written} | ({} if prompt is None else {"prompt_tokens": prompt})
+    message = {"role": "assistant", "content": content, **more}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": reason}], "usage": usage}
+
+
+def only_chat(reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
+    """A server without /v1/completions."""
+    return lambda body, number: reply(body) if "messages" in body else GONE
+
+
+def ask(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any = WORDS, **more: Any) -> Answer:
+    """The answer to a chat whose server replies so."""
+    fake.reply = only_chat(lambda body: (200, reply))
+    one = backend(fake, **more)
+    one._tokenizer = tokenizer
+    try:
+        prompt = encode_chat(tokenizer, chat.messages, more.get("thinking"), chat.tools)
+        one.ask(7, prompt, SamplingParams(max_new_tokens=99, seed=5), chat)
+        return one.wait()
+    finally:
+        one.close()
+
+
+def place(row: dict[str, Any]) -> tuple[int, int, int]:
+    return row["index"], row["sample"], row["part"]
+
+
+def test_the_rows_are_those_of_the_completions_api(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target(tied=False)
+    with torch.no_grad():  # printable characters alone, which are tokenised as they were written
+        head = target.model.lm_head.weight
+        head[94:EOS], head[EOS + 1 :], head[EOS] = 0, 0, 3 * head[EOS]
+    path = tmp_path / "target"
+    target.model.save_pretrained(path)
+    target.tokenizer.save_pretrained(path)
+    talks = [{"messages": [user(f"ask {i}"), {"role": "assistant", "content": ""}, user("more")]} for i in range(12)]
+    data = write(tmp_path / "p.jsonl", talks)
+    fake.models = ["org/tiny"]
+    with serving(make_engine(target, None)) as url:
+
+        def behind(body: dict[str, Any]) -> tuple[int, Any]:
+            reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            found = reply.json()
+            for name in ("token_ids", "prompt_token_ids"):
+                found["choices"][0].pop(name)
+            return reply.status_code, found
+
+        fake.reply = only_chat(behind)
+        for i, more in enumerate(((), ("sampler.temperature=0.8", "sampler.samples=2", "sampler.top_k=9"))):
+            there, here = tmp_path / f"chat{i}.jsonl", tmp_path / f"completions{i}.jsonl"
+            assert main(argv(path, data, there, "--endpoint", fake.url, "--batch", "3", *more)) == 0
+            err = capsys.readouterr().err
+            assert err.count(f"asking {fake.url}/v1/chat/completions, for {fake.url}/v1/completions: HTTP 404") == 1
+            assert "unknown tokens" not in err
+            assert main(argv(path, data, here, "--endpoint", url, *more)) == 0
+            assert capsys.readouterr().err.count(f"asking {url}/v1/completions\n") == 1
+            through_chat, through_completions = (sorted(lines(path), key=place) for path in (there, here))
+            assert through_chat == through_completions and len(answers(there)) > 9 * (1 + i)
+            assert any(len(row["spans"]) == 2 for row in through_chat), "later turns are asked too"
+
+
+# ---- which API -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        GONE,
+        (405, {"detail": "Method Not Allowed"}),
+        (501, {"error": {"message": "not implemented"}}),
+        (400, {"message": "The model does not support Completions API"}),
+        (400, {"error": {"message": "cannot unmarshal array into field prompt of type string"}}),
+        (422, {"error": "prompt: expected a string"}),
+    ],
+    ids=lambda refusal: str(refusal[0]),
+)
+def test_a_server_that_refuses_completions_is_asked_for_chats_from_then_on(
+    refusal: tuple[int, Any], fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else refusal
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")) == 0
+    tried = 4 if refusal[0] in (400, 422) else 1  # with less and less, too
+    assert ["messages" in body for body in fake.asked] == [False] * tried + [True] * 9
+    prompt = encode_chat(WORDS, [user("ask 8 of it")])
+    assert answers(tmp_path / "a.jsonl")[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
+    assert fake.asked[-1] == {
+        "model": "tiny", "messages": [user("ask 8 of it")], "max_tokens": 12, "temperature": 0.0, "stream": False,
+        "seed": fake.asked[-1]["seed"], "return_token_ids": True, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }  # fmt: skip
+
+
+def test_the_api_can_be_named_and_then_no_other_is_tried(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    fake.reply = only_chat(lambda body: (200, said("fine")))
+    assert main([*command, "server.api=completions"]) == 2
+    assert f"{fake.url}/v1/completions: HTTP 404" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*command, "server.api=chat"]) == 0
+    assert ["messages" in body for body in fake.asked] == [False] + [True] * 9
+    assert "asking" not in capsys.readouterr().err
+    fake.reply = lambda body, number: GONE
+    assert main([*command[:5], str(tmp_path / "b.jsonl"), *command[6:]]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{fake.url}/v1/completions: HTTP 404" in last and f"{fake.url}/v1/chat/completions: HTTP 404" in last
+
+
+# ---- strict servers --------------------------------------------------------------------------------------------
+
+
+def strict(known: set[str]) -> Callable[[dict[str, Any]], tuple[int, Any]]:
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        unknown = sorted(body.keys() - known)
+        return (422, {"error": {"message": f"unknown field {unknown[0]}"}}) if unknown else (200, said("fine"))
+
+    return reply
+
+
+@pytest.mark.parametrize("length", ["max_tokens", "max_completion_tokens"])
+def test_a_strict_server_is_asked_with_openai_s_own_fields(
+    length: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    fake.reply = only_chat(strict(OPENAI - {"max_tokens"} | {length}))
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")) == 0
+    in_vain = 1 + (3 if length == "max_completion_tokens" else 2)  # the first finds no completions
+    assert len(fake.asked) == in_vain + 9, "it is asked in vain once"
+    assert [length in body for body in fake.asked[in_vain:]] == [True] * 9 and fake.asked[-1][length] == 12
+
+
+@pytest.mark.parametrize(
+    ("knob", "field"),
+    [
+        ("sampler.thinking=false", "chat_template_kwargs"),
+        ("sampler.top_k=5", "top_k"),
+        ("sampler.min_p=0.1", "min_p"),
+    ],
+)
+def test_a_field_that_is_needed_is_not_left_out(
+    knob: str, field: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake.reply = only_chat(strict(OPENAI))
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    command += [knob, "sampler.temperature=1"]
+    assert main(command) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    needs = f"{field} ({knob.split('=')[0]} needs it)"
+    assert last.endswith(f"HTTP 422: unknown field {field}; not tried without {needs}")
+    fake.reply = only_chat(strict(OPENAI | {field}))  # it knows this one and no other
+    assert main(command) == 0
+    wanted = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 5, "min_p": 0.1}[field]
+    assert fake.asked[-1][field] == wanted and fake.asked[-1].keys() <= OPENAI | {field}
+
+
+# ---- the target's own tokens -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "text", "reason"),
+    [
+        (said("hi"), "hi<|end|>", "stop"),
+        (said("hi", count=2), "hi<|end|>", "stop"),
+        (said("hi", count=2, reason="length"), "hi", "length"),
+        (said("hi", count=7), "", "stop"),  # other tokens than those of its text
+        (said("\ufffd", count=4), "", "stop"),  # bytes that are no character may be any three
+        (said(None), "<|end|>", "stop"),
+        (said("hi", reasoning_content="so", count=12), "<t>so</t>hi<|end|>", "stop"),
+        (said("hi", reasoning="so", count=11), "<t>so</t>hi<|end|>", "stop"),
+        (said("hi", reasoning="so", count=3), "", "stop"),  # it thought without being counted
+    ],
+)
+def test_a_message_becomes_what_the_target_s_template_writes(reply: Any, text: str, reason: str, fake: Fake) -> None:
+    answer = ask(fake, reply, tokenizer=words(THINKS))
+    assert (WORDS.decode(answer.tokens), answer.finish_reason) == (text, reason)
+
+
+def test_token_ids_are_taken_at_their_word(fake: Fake) -> None:
+    reply = said("hi", count=99)
+    reply["choices"][0]["token_ids"] = [5, 6, EOS]
+    assert ask(fake, reply).tokens == [5, 6, EOS]
+
+
+def test_reasoning_that_the_template_writes_only_behind_another_prompt_is_unknown(fake: Fake) -> None:
+    opens = words(THINKS.replace("prompt %}<|assistant|>", "prompt %}<|assistant|><o>"))
+    assert ask(fake, said("hi", reasoning="so", count=12), tokenizer=opens).tokens == []
+    assert WORDS.decode(ask(fake, said("so</o>hi"), tokenizer=opens).tokens) == "so</o>hi<|end|>"
+
+
+def test_what_the_template_writes_before_a_plain_text_counts_too(fake: Fake) -> None:
+    channel = "{% if m.role == 'assistant' %}<f>{% endif %}{{ m.content }}"
+    channels = words(TEMPLATE.replace("{{ m['content'] }}", channel))
+    assert WORDS.decode(ask(fake, said("hi", count=6), tokenizer=channels).tokens) == "<f>hi<|end|>"
+    assert WORDS.decode(ask(fake, said("hi", count=3), tokenizer=channels).tokens) == "hi<|end|>", "it said no more"
+
+
+def calling(arguments: str, count: int) -> dict[str, Any]:
+    call = {"id": "x1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return said(None, tool_calls=[call], count=count, reason="tool_calls")
+
+
+def test_a_call_becomes_what_the_target_s_template_writes(fake: Fake) -> None:
+    text = '<call>{"name": "f", "arguments": {"q": "b"}}'
+    count, chat = len(text), Chat([user("ask")], (TOOL,))
+    answer = ask(fake, calling('{"q":"b"}', count), chat=chat, tokenizer=words(WITH_TOOLS))
+    assert (WORDS.decode(answer.tokens), answer.finish_reason) == (f"{text}<|end|>", "stop")
+    assert ask(fake, calling('{"q":', count), chat=chat, tokenizer=words(WITH_TOOLS)).tokens == []
+    callless = words("{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE)
+    assert ask(fake, calling('{"q":"b"}', 1), chat=chat, tokenizer=callless).tokens == [], "a template without calls"
+
+
+def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, target_dir: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
+    words(WITH_TOOLS).save_pretrained(target)
+    text = '<call>{"name": "f", "arguments": {}}'
+    fake.reply = only_chat(lambda body: (200, calling("{}", len(text)) if len(body["messages"]) == 1 else said("b")))
+    data = write(tmp_path / "p.jsonl", [{"messages": [user("a"), CALL, RESULT], "tools": json.dumps([TOOL])}])
+    command = ["--target", str(target), "--data", str(data), "--output", str(tmp_path / "a.jsonl")]
+    assert main([*command, "--endpoint", fake.url]) == 0
+    first, second = fake.asked[1:]
+    assert first["tools"] == second["tools"] == [TOOL] and first["messages"] == [user("a")]
+    function = CALL["tool_calls"][0]["function"]
+    as_text = function | {"arguments": json.dumps(function["arguments"])}
+    calls = [{"id": "call00000", "type": "function", "function": as_text}]
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": CALL["content"], "tool_calls": calls},
+        RESULT | {"tool_call_id": "call00000"},
+    ]
+    (row,) = lines(tmp_path / "a.jsonl")
+    spoken = [WORDS.decode(row["tokens"][start:end]) for start, end in row["spans"]]
+    assert spoken == [f"{text}<|end|>", "b<|end|>"], "the recorded call is the one that was made"
+
+
+def test_answers_of_unknown_tokens_are_dropped_and_counted(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, said("fine", count=4 if "3" in body["messages"][0]["content"] else 9)
+
+    fake.reply = only_chat(reply)
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith("1 answers, 5 tokens; dropped 8 of unknown tokens")
+    assert answers(tmp_path / "a.jsonl").keys() == {(3, 0)}
+
+
+def test_an_answer_to_another_prompt_ends_the_run_in_one_line(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = len(encode_chat(WORDS, [user("ask 0 of it")]))
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url)
+    fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours + 4)))
+    assert main(command) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"the prompt has {ours + 4} tokens there and {ours} with the target's own chat template" in last
+    assert "serve the target with its own template" in last and "sampler.thinking" in last
+    fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours)))
+    assert main(command) == 0 and len(answers(tmp_path / "a.jsonl")) == 9
+
+
+def test_a_run_goes_on_where_the_server_failed(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = 400, {"error": {"message": "bad"}}
+    fake.reply = lambda body, number: GONE if "messages" not in body else (200, said("fine")) if number < 7 else refused
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    assert main(command) == 2
+    assert f"{fake.url}/v1/chat/completions: HTTP 400: bad" in capsys.readouterr().err.splitlines()[-1]
+    assert len(answers(tmp_path / "a.jsonl")) == 5
+    fake.asked.clear()
+    fake.reply = only_chat(lambda body: (200, said("fine")))
+    assert main(command) == 0
+    assert len(answers(tmp_path / "a.jsonl")) == 9 and sum("messages" in body for body in fake.asked) == 4
+    fake.reply = only_chat(lambda body: (200, {"choices": []}))
+    assert main([*command[:5], str(tmp_path / "b.jsonl"), *command[6:]]) == 2
+    assert "not the reply of /v1/chat/completions (IndexError" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "error", [{"error": {"message": "overloaded", "code": 429}}, {"error": "overloaded"}, {"message": "overloaded"}]
+)
+def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake: Fake, error: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"no answer after 3 attempts \(overloaded\)"):
+        ask(fake, error, retries=2)
+    replies = [error, said("ask")]
+    fake.reply = only_chat(lambda body: (200, replies.pop(0)))
+    one = backend(fake)
+    one.ask(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
+    assert one.wait().tokens and not replies
+    one.close()
+
+
+def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fake) -> None:
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        return (400, {"error": "too large"}) if body.get("max_tokens") == 77 else (200, said("ask"))
+
+    fake.reply = only_chat(reply)
+    one = backend(fake)
+    prompt = encode_chat(WORDS, CHAT.messages)
+    for number, most in enumerate((99, 77, 99)):
+        one.ask(number, prompt, SamplingParams(max_new_tokens=most), CHAT)
+        if most == 77:
+            with pytest.raises(UserError, match="too large"):
+                one.wait()
+        else:
+            assert one.wait().tokens
+    one.close()
+    bodies = [body for body in fake.asked if "messages" in body]
+    assert len(bodies) == 3 and all(body["repetition_penalty"] == 1.0 and "max_tokens" in body for body in bodies)

@@ -1,0 +1,281 @@
+"""Servers that refuse a field, list no models, say too little or render another prompt; calls and ends in a chat."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import EOS, TEMPLATE
+from test_data_chat_endpoint import CHAT, ask, only_chat, said
+from test_data_cli import argv, user
+from test_data_endpoint import WORDS, Fake, answers, backend, fake, prompts, whole
+from test_data_endpoint import ask as complete
+from test_data_tools import words
+
+from dflash_toolkit import SamplingParams, UserError
+from dflash_toolkit.data.conversations import with_call_ids
+from dflash_toolkit.data.prompts import encode_chat, read_chat
+from train.data_cli import main
+from train.responses.backends import Chat
+from train.responses.chat_endpoint import chat_fields
+from train.responses.conversation import likeliest_end_first, recorded_rows
+
+__all__ = ["fake", "prompts"]  # fixtures
+FINE = [*WORDS("fine").input_ids, EOS]
+EXTRAS = {"top_k", "min_p", "repetition_penalty", "return_token_ids"}
+
+
+# ---- fields that are refused -----------------------------------------------------------------------------------
+
+
+def refusing(*fields: str, values: dict[str, Any] | None = None) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
+    """A server that does not know some fields, or not with these values."""
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        wrong = [name for name in fields if name in body]
+        wrong += [name for name, value in (values or {}).items() if body.get(name) == value]
+        if wrong:
+            return 422, {"error": f"invalid {wrong[0]}"}
+        return 200, said("fine") if "messages" in body else whole("fine")
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("server", "left_out"),
+    [
+        (refusing("return_token_ids"), {"return_token_ids"}),
+        (refusing("min_p"), EXTRAS),
+        (refusing(values={"top_p": 1.0}), EXTRAS | {"top_p", "seed"}),
+        (refusing("seed"), EXTRAS | {"top_p", "seed"}),
+    ],
+    ids=["token ids", "min_p", "top_p of 1", "seed"],
+)  # fmt: skip
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
+    api: str, server: Any, left_out: set[str], fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake.reply = server
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "3")
+    assert main([*command, f"server.api={api}"]) == 0
+    prompt = encode_chat(WORDS, [user("ask 8 of it")])
+    assert answers(tmp_path / "a.jsonl")[8, 0] == prompt + FINE
+    assert all((EXTRAS | {"top_p", "seed", "max_tokens"}) - body.keys() == left_out for body in fake.asked[-6:])
+    said_so = [line for line in capsys.readouterr().err.splitlines() if line.startswith("asking")]
+    path = "chat/completions" if api == "chat" else "completions"
+    (line,) = said_so
+    assert line.startswith(f"asking {fake.url}/v1/{path} without ") and ", for " in line and "HTTP 422: invalid" in line
+    assert set(line.split(" without ")[1].split(", for ")[0].split(", ")) == left_out
+
+
+def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
+    fake.reply = refusing("top_p")
+    one = backend(fake)
+    one.ask(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
+    with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(sampler\.top_p needs it\)"):
+        one.wait()
+    one.close()
+
+
+def test_a_server_that_keeps_failing_at_completions_may_have_chats(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [(500, {"error": "no such thing"}), (200, {"error": "no such thing"})]
+    for number, failure in enumerate(failures):
+        fake.reply = lambda body, number, failure=failure: (200, said("fine")) if "messages" in body else failure
+        output = tmp_path / f"{number}.jsonl"
+        command = argv(target_dir, prompts, output, "--endpoint", fake.url, "server.retries=0")
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert err.splitlines()[-1].endswith("to go on, with server.api=chat if it answers chats only")
+        assert "no such thing" in err and "asking" not in err, "not known to have completions"
+        assert main([*command, "server.api=chat"]) == 0 and len(answers(output)) == 9
+
+
+@pytest.mark.parametrize(("listing", "models"), [(404, []), (405, []), (200, ["org/*"]), (200, ["*"])])
+def test_a_name_is_believed_where_models_are_not_listed(listing: int, models: list[str], fake: Fake) -> None:
+    fake.listing, fake.models = listing, models
+    assert complete(fake, model="tiny").tokens == FINE and fake.asked[0]["model"] == "tiny"
+    with pytest.raises(UserError, match=r"server\.model=NAME"):
+        complete(fake)
+    fake.listing = 401
+    with pytest.raises(UserError, match="HTTP 401"):
+        complete(fake, model="tiny")
+
+
+# ---- replies that say too little -------------------------------------------------------------------------------
+
+
+def test_a_server_that_counts_nothing_ends_the_run_in_one_line(fake: Fake) -> None:
+    silent = whole("fine") | {"usage": None}
+    fake.reply = lambda body, number: (200, silent)
+    with pytest.raises(UserError, match=r"neither which tokens were written \(token_ids\) nor how many"):
+        complete(fake)
+    replies = [whole("fine"), silent, whole("fine")]
+    fake.reply = lambda body, number: (200, replies[number - 1])
+    fake.asked.clear()
+    one = backend(fake)
+    heard = []
+    for key in range(3):
+        one.ask(key, [1, 2], SamplingParams(max_new_tokens=9))
+        heard.append(one.wait().tokens)
+    one.close()
+    assert heard == [FINE, [], FINE], "one that does now and then loses an answer"
+
+
+def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fake) -> None:
+    n = len(FINE)
+    for counts, kept in (((n, n, n - 1, n), (1, 1, 0, 1)), ((n - 1, n, n, n - 1), (1, 1, 1, 1)),
+                         ((n - 1, n - 1, n), (1, 1, 0)), ((n - 2, n + 1), (0, 0))):  # fmt: skip
+        fake.asked.clear()
+        fake.reply = lambda body, number, counts=counts: (200, whole("fine", count=counts[number - 1]))
+        one = backend(fake)
+        for key, expected in enumerate(kept):
+            one.ask(key, [1, 2], SamplingParams(max_new_tokens=9))
+            assert one.wait().tokens == (FINE if expected else []), (counts, key)
+        one.close()
+
+
+def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.reply = only_chat(
+        lambda body: (200, said("fi", reason="content_filter" if "3" in body["messages"][0]["content"] else "stop"))
+    )
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "server.api=chat")
+    assert main(command) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("dropped 1 stopped by a content filter") and len(fake.asked) == 9
+
+
+# ---- the prompt that a server made of a chat -------------------------------------------------------------------
+
+
+def in_choice(reply: dict[str, Any], ids: list[int]) -> None:
+    reply["choices"][0]["prompt_token_ids"] = ids
+
+
+def beside(reply: dict[str, Any], ids: list[int]) -> None:
+    reply["prompt_token_ids"] = ids
+
+
+@pytest.mark.parametrize("put", [in_choice, beside])
+def test_a_prompt_is_compared_token_for_token_where_a_server_returns_it(put: Any, fake: Fake) -> None:
+    ours = encode_chat(WORDS, CHAT.messages)
+    reply = said("fine", prompt=len(ours))
+    put(reply, ours)
+    assert ask(fake, reply).tokens == FINE
+    put(reply, [*ours[:-1], 7])
+    with pytest.raises(UserError, match=f"the prompt has {len(ours)} other tokens there"):
+        ask(fake, reply)
+
+
+def test_no_number_is_not_another_prompt(fake: Fake) -> None:
+    assert ask(fake, said("fine", prompt=0)).tokens == FINE
+
+
+def test_one_prompt_of_many_that_is_another_there_loses_its_answer_alone(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        ours = len(encode_chat(WORDS, body["messages"]))
+        return 200, said("fine", prompt=ours + ("3" in body["messages"][0]["content"]))
+
+    fake.reply = only_chat(reply)
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    assert main(command) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith("dropped 1 to another prompt")
+    assert len(answers(tmp_path / "a.jsonl")) == 8
+
+
+def test_reasoning_that_the_template_leaves_out_is_not_an_answer_without_it(fake: Fake) -> None:
+    assert ask(fake, said("hi", reasoning="so", count=3)).tokens == []
+    assert WORDS.decode(ask(fake, said("hi", reasoning=" \n", count=3)).tokens) == "hi<|end|>", "it did not reason"
+
+
+# ---- what is sent, and ends ------------------------------------------------------------------------------------
+
+
+def call(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {"q": "é"}}} | more
+
+
+def test_every_call_has_an_id_of_its_own_and_each_result_its_call_s() -> None:
+    given = call("a", id="call00000")
+    messages = [
+        user("x"),
+        {"role": "assistant", "content": "", "tool_calls": [call("b"), given]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "of none"},
+        {"role": "assistant", "content": "", "tool_calls": [call("c")]},
+        {"role": "tool", "content": "3", "tool_call_id": "its own"},
+    ]
+    named = with_call_ids(messages)
+    sent = chat_fields(Chat(named), None)["messages"]
+    calls = [one for message in sent for one in message.get("tool_calls", ())]
+    ids = [one["id"] for one in calls]
+    assert ids[1:] == ["call00000", "its own"] and len(set(ids)) == 3
+    results = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
+    assert results[:2] == ids[:2] and results[2] not in ids and results[3] == "its own"
+    made_up = (ids[0], results[2])
+    assert all(len(name) == 9 and name.isalnum() for name in made_up), "as the templates of Mistral want them"
+    assert {one["function"]["arguments"] for one in calls} == {'{"q": "é"}'}, "as it was written, not escaped"
+    assert "id" not in messages[1]["tool_calls"][0], "what was given stays as it is"
+    assert with_call_ids(named) == named
+
+
+def test_results_that_come_in_another_order_keep_their_calls() -> None:
+    calls = [call("a", id="A"), call("b", id="B"), call("c")]
+    results = [{"role": "tool", "content": text, **({"tool_call_id": name} if name else {})}
+               for text, name in (("b", "B"), ("a", None), ("c", "C"))]  # fmt: skip
+    named = with_call_ids([user("x"), {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert [one["id"] for one in named[1]["tool_calls"]] == ["A", "B", "C"]
+    assert [(message["content"], message["tool_call_id"]) for message in named[2:]] == [
+        ("b", "B"),
+        ("a", "A"),
+        ("c", "C"),
+    ]
+
+
+def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, target_dir: Path, tmp_path: Path) -> None:
+    shown = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function | tojson }}{% endfor %}{{ m.tool_call_id }}<|end|>"
+    tokenizer = words(TEMPLATE.replace("<|end|>", shown))
+    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
+    tokenizer.save_pretrained(target)
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        theirs = encode_chat(tokenizer, read_chat({"messages": body["messages"]})[0])
+        return 200, said("fine", count=5, prompt=len(theirs))
+
+    fake.reply = only_chat(reply)
+    talk = [
+        user("a"),
+        {"role": "assistant", "content": "", "tool_calls": [call("b")]},
+        {"role": "tool", "content": "1"},
+    ]
+    data = tmp_path / "p.jsonl"
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    assert main(argv(target, data, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 0
+    rows = list(map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines()))
+    spoken = [WORDS.decode(row["tokens"][start:end]) for row in rows for start, end in row["spans"]]
+    assert spoken == ["fine<|end|>"] * 2
+    assert "call00000" in WORDS.decode(rows[1]["tokens"])
+    ours, _ = recorded_rows(tokenizer, [*talk, {"role": "assistant", "content": "fine"}], (), {EOS})
+    assert ours[-1].tokens == rows[1]["tokens"], "recorded answers stand behind the same prompt"
+
+
+def test_an_unseen_end_is_the_one_that_the_template_writes(fake: Fake) -> None:
+    other = TEMPLATE.replace("<|end|>{% endfor %}", "{% if m.role == 'user' %}<|end|>{% else %}<|pad|>{% endif %}"
+                             "{% endfor %}")  # fmt: skip
+    tokenizer = words(other)
+    pad = tokenizer.convert_tokens_to_ids("<|pad|>")
+    assert pad != tokenizer.eos_token_id == EOS
+    assert likeliest_end_first(tokenizer, (EOS, pad, 9)) == (pad, EOS, 9)
+    assert likeliest_end_first(WORDS, (9, pad, EOS)) == (EOS, 9, pad)
+    refuses = words("{{ raise_exception('no') }}")
+    assert likeliest_end_first(refuses, (9, EOS)) == (EOS, 9), "else the tokenizer's own"
+    assert likeliest_end_first(words("{{ messages[0].content }}"), (9, EOS)) == (EOS, 9)

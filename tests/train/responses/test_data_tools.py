@@ -1,0 +1,269 @@
+"""Conversations with tools, and answers that are in the data already: what becomes rows, and which tokens count."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import EOS, TEMPLATE, make_tokenizer
+from test_data_cli import argv, lines, user, write
+from test_data_conversation import PARAMS, answer, assistant, said
+from test_data_sources import CALL, RESULT
+
+from dflash_toolkit import UserError
+from dflash_toolkit.data.conversations import conversation
+from dflash_toolkit.data.prompts import Message, encode_chat, read_chat
+from train.config import AnswerKnobs, DataKnobs, TrainConfig
+from train.data_cli import main
+from train.responses.conversation import REFUSED, ChatDialogue, recorded_rows
+from train.responses.corpus import Corpus
+from train.responses.file import Match, read_training_rows
+from train.responses.rows import Row
+from train.run.data import PROMPTS, Reading, choose_prompts, write_recorded
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
+    "<|end|>", "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}{% endfor %}<|end|>"
+)
+TAGGED = TEMPLATE.replace("{{ m['content'] }}<|end|>", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}")  # fmt: skip
+TALK = [user("a"), CALL, RESULT, assistant("b"), user("c"), assistant("d")]
+WORDS = make_tokenizer()
+
+
+def words(template: str) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def texts(rows: list[Row]) -> list[str]:
+    """What is supervised of rows."""
+    return [WORDS.decode(row.tokens[start:end]) for row in rows for start, end in row.supervised]
+
+
+# ---- rows and templates --------------------------------------------------------------------------------------
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SEARCH = {"name": "search", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
+CALLED = [user("a"), assistant("") | {"tool_calls": [call("search", q="b")]}, {"role": "tool", "content": "c"}]
+SHAPES: dict[str, tuple[dict[str, Any], list[Message]]] = {
+    "OpenAI, arguments as text": (
+        {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "x1", "type": "function", "function": {"name": "search", "arguments": '{"q": "b"}'}}]},
+            {"role": "tool", "tool_call_id": "x1", "name": "search", "content": "c"}, assistant("d")]},
+        [user("a"), assistant("") | {"tool_calls": [{"id": "x1"} | call("search", q="b")]},
+         {"role": "tool", "content": "c", "name": "search", "tool_call_id": "x1"}, assistant("d")],
+    ),
+    "calls that are no function's, results that are no text": (
+        {"messages": [user("a"), assistant("so") | {"tool_calls": [{"name": "search", "arguments": {"q": "b"}}]},
+                      {"role": "tool", "content": {"n": "\u00e9"}}]},
+        [user("a"), assistant("so") | {"tool_calls": [call("search", q="b")]},
+         {"role": "tool", "content": '{"n": "\u00e9"}'}],
+    ),
+    "calls as text, with the empty keys of an Arrow struct": (
+        {"messages": [user("a") | {"tool_calls": None}, {"role": "assistant", "content": "", "tool_calls":
+            '[{"function": {"name": "search", "arguments": {"q": "b", "r": null}}}]'}, CALLED[2] | {"name": None}]},
+        CALLED,
+    ),
+    "functions as they were before tools": (
+        {"messages": [user("a"), {"role": "assistant", "content": None, "function_call":
+            {"name": "search", "arguments": '{"q": "b"}'}}, {"role": "function", "content": "c"}]},
+        CALLED,
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "a"},
+            {"from": "function_call", "value": '{"name": "search", "arguments": {"q": "b"}}'},
+            {"from": "observation", "value": "c"}]},
+        CALLED,
+    ),
+    "ShareGPT, a text and two calls": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "so"},
+            {"from": "function_call", "value": '{"name": "search", "arguments": {"q": "b"}}'},
+            {"from": "function_call", "value": '{"name": "stop"}'}, {"from": "observation", "value": "c"}]},
+        [user("a"), assistant("so") | {"tool_calls": [call("search", q="b"), call("stop")]}, CALLED[2]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tools", [[SEARCH], json.dumps([{"type": "function", "function": SEARCH}]), [json.dumps(SEARCH)]]
+)
+@pytest.mark.parametrize(("row", "messages"), SHAPES.values(), ids=SHAPES)
+def test_tools_calls_and_results_of_every_shape_are_kept(
+    row: dict[str, Any], messages: list[Message], tools: Any
+) -> None:
+    assert read_chat(row | {"tools": tools}) == (messages, ({"type": "function", "function": SEARCH},))
+    assert read_chat(row)[1] == read_chat(row | {"tools": "[]"})[1] == ()
+
+
+def test_tools_reach_the_template_which_must_show_all_of_them() -> None:
+    tokenizer = words("")
+    messages, tools = read_chat(SHAPES["ShareGPT"][0] | {"tools": [SEARCH]})
+    shown = {
+        "tools": "{% if tools %}{{ tools | tojson }}{% endif %}",
+        "tool calls": "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}",
+        "tool results": "{% if m.role == 'tool' %}={{ m.content }}{% endif %}",
+    }
+
+    def template(parts: dict[str, str]) -> str:
+        inner = "".join(parts.get(part, "") for part in ("tool calls", "tool results"))
+        said = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+        return parts.get("tools", "") + said + inner + "{% endfor %}"
+
+    tokenizer.chat_template = template(shown)
+    text = tokenizer.decode(encode_chat(tokenizer, messages, tools=tools))
+    assert text == json.dumps(list(tools)) + 'a{"name": "search", "arguments": {"q": "b"}}=c'
+    for part in shown:
+        tokenizer.chat_template = template({k: v for k, v in shown.items() if k != part})
+        with pytest.raises(UserError, match=f"refuses these messages: it leaves out {part}"):
+            encode_chat(tokenizer, messages, tools=tools)
+    assert encode_chat(tokenizer, [user("Hi")]) == tokenizer("Hi").input_ids
+
+
+# ---- answered by the target ------------------------------------------------------------------------------------
+
+
+def test_after_its_own_answer_to_a_call_the_target_goes_on_from_the_recorded_one() -> None:
+    tokenizer, tools = words(WITH_TOOLS), [TOOL]
+    talk = ChatDialogue(0, 0, conversation({"messages": TALK, "tools": tools}, "x"), tokenizer, PARAMS, 1000)
+    asked = []
+    for text in ("mine", "yes", "no"):
+        assert talk.question is not None
+        asked.append(talk.question[0])
+        answer(talk, said(text), "length" if text == "mine" else "stop")
+    turns = [TALK[:1], TALK[:3], [*TALK[:3], assistant("yes"), user("c")]]
+    assert asked == [encode_chat(tokenizer, turn, tools=tools) for turn in turns]
+    assert talk.question is None and talk.dropped is None and talk.left_out == []
+    first, second = talk.parts
+    assert first.messages == [user("a"), assistant("mine")] and second.messages[:4] == turns[2][:4]
+    assert texts([first.row, second.row]) == ["mine<|end|>", "yes<|end|>", "no<|end|>"]
+
+
+def test_a_call_in_the_recorded_words_is_one_row_with_what_follows() -> None:
+    talk = ChatDialogue(0, 0, conversation({"messages": TALK[:4]}, "x"), words(WITH_TOOLS), PARAMS, 1000)
+    answer(talk, said('<call>{"name": "f", "arguments": {}}'))
+    answer(talk, said("yes"))
+    assert len(talk.parts) == 1 and len(talk.parts[0].row.spans) == 2
+
+
+def test_tools_are_kept_in_what_is_written_and_trained_on(target_dir: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
+    words(WITH_TOOLS).save_pretrained(target)
+    rows = [{"messages": [user(f"ask {i}"), *TALK[1:]], "tools": json.dumps([TOOL])} for i in range(3)]
+    output = tmp_path / "a.jsonl"
+    assert main(argv(target, write(tmp_path / "p.jsonl", rows), output)) == 0
+    written = lines(output)
+    assert {row["index"] for row in written} == {0, 1, 2} and all(row["tools"] == [TOOL] for row in written)
+    later = [row for row in written if row["part"]]
+    assert later and all(row["messages"][1:3] == [CALL, RESULT] for row in later)
+    assert all(WORDS.decode(row["tokens"]).startswith(json.dumps([TOOL])) for row in written)
+    read = read_training_rows(
+        [str(output)], Match(str(target), None, written[0]["vocab_size"], written[0]["template_hash"])
+    )
+    assert [list(row.tokens) for row in read.rows] == [row["tokens"] for row in written]
+
+
+def test_a_template_without_tools_is_one_counted_reason(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "ask"}, {"messages": TALK}, {"prompt": "tell", "tools": [TOOL]}]
+    assert main(argv(target_dir, write(tmp_path / "p.jsonl", rows), tmp_path / "a.jsonl")) == 0
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "; dropped 1 refused by the chat template; left out of others: 1 later turns refused by" in said
+    found = lines(tmp_path / "a.jsonl")
+    kept = [row["left_out"] for row in found if "left_out" in row]
+    assert kept == [["later turns refused by the chat template"]], "a run that goes on counts it again"
+    assert [row["messages"][0] for row in found] == [user("ask"), user("a")], "before the call it could be asked"
+
+
+# ---- recorded --------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_of_a_recorded_conversation_is_supervised_up_to_its_stop_token() -> None:
+    tokenizer = words(WITH_TOOLS.replace("<|end|>", "<|end|>\n"))  # as templates of Qwen and Llama go on behind it
+    (row,), left_out = recorded_rows(tokenizer, [*TALK, user("e")], [TOOL], {EOS, 7})
+    assert texts([row]) == ['<call>{"name": "f", "arguments": {}}<|end|>', "b<|end|>", "d<|end|>"]
+    assert row.tokens == encode_chat(tokenizer, TALK, tools=[TOOL], ask=False)[:-1] and not left_out
+    assert row.prompt_tokens == len(encode_chat(tokenizer, TALK[:1], tools=[TOOL])) == row.spans[0][0]
+
+
+def test_the_stop_token_is_the_one_that_the_template_writes() -> None:
+    tokenizer = words(TEMPLATE.replace("<|end|>", "{% if m.role == 'assistant' %}<|pad|>{% else %}<|end|>{% endif %}"))
+    pad = tokenizer.pad_token_id
+    (row,), _ = recorded_rows(tokenizer, [user("a"), assistant("b")], [], (EOS, pad))
+    assert row.tokens[-2:] == [*WORDS("b").input_ids, pad], "not the first of the target's"
+
+
+def test_generation_tags_say_what_is_supervised() -> None:
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    (row,), left_out = recorded_rows(words(TAGGED), [*messages, user("e")], [], {EOS})
+    assert row.tokens == encode_chat(WORDS, messages, ask=False) and texts([row]) == ["b<|end|>", "d<|end|>"]
+    assert row.prompt_tokens == len(encode_chat(WORDS, messages[:1])) and not left_out
+    # the tags are believed: here they leave the end out
+    (row,), _ = recorded_rows(words(TAGGED.replace("<|end|>{% endgen", "{% endgen")), messages, [], {EOS})
+    assert texts([row]) == ["b", "d"]
+    untagged = words(TAGGED.replace("m.role == 'assistant'", "m.role == 'model'"))
+    assert recorded_rows(untagged, messages, [], {EOS}) == ([], {"without a token in generation tags": 1})
+
+
+def test_answers_that_do_not_follow_their_prompt_are_left_out_and_counted() -> None:
+    # a thinking template: the prompt opens what only the last answer that thinks has
+    opens = words(TEMPLATE.replace("prompt %}<|assistant|>", "prompt %}<|assistant|><t>"))
+    messages = [user("a"), assistant("b"), user("c"), assistant("<t>d")]
+    rows, left_out = recorded_rows(opens, messages, [], {EOS})
+    assert texts(rows) == ["d<|end|>"] and left_out == {"that do not follow their prompt token for token": 1}
+    assert rows[0].tokens == encode_chat(WORDS, messages, ask=False), "what was said before is its context"
+
+
+def test_earlier_thinking_that_a_template_drops_gives_rows_of_what_a_server_sees() -> None:
+    last = "{{ m.content if loop.last else m.content.split('|')[-1] }}"
+    forgets = words(TEMPLATE.replace("{{ m['content'] }}", last))
+    rows, left_out = recorded_rows(forgets, [user("a"), assistant("think|b"), user("c"), assistant("d")], [], {EOS})
+    assert texts(rows) == ["think|b<|end|>", "d<|end|>"] and len(rows) == 2 and not left_out
+    assert rows[1].tokens == encode_chat(WORDS, [user("a"), assistant("b"), user("c"), assistant("d")], ask=False)
+
+
+def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": [*TALK[:1], *TALK[1:]], "tools": [TOOL]}, {"conversations": [{"from": "human", "value": "ask"},
+        {"from": "gpt", "value": "say"}, {"from": "human", "value": "more"}, {"from": "gpt", "value": "no"}]},
+        {"messages": [user("b"), CALL, RESULT, assistant("c")]}]  # fmt: skip
+    config = TrainConfig(
+        target="tiny",
+        data=(str(write(tmp_path / "p.jsonl", rows)),),
+        prompts=DataKnobs(held_out=0, max_length=500),
+        answers=AnswerKnobs(regenerate=False),
+    )
+
+    def recorded(tokenizer: Any) -> Corpus:
+        reading = Reading(config, tokenizer, "")
+        data = choose_prompts(reading, tmp_path)
+        write_recorded(reading, data, tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})
+        return Corpus.open(tmp_path / "corpus")
+
+    found = recorded(words(WITH_TOOLS))
+    assert [len(row.supervised) for row in found] == [3, 2, 2] and [row.index for row in found] == [0, 1, 2]
+    prompt = encode_chat(words(WITH_TOOLS), [user("a")], tools=[TOOL])
+    assert found[0].tokens[: found[0].prompt_tokens].tolist() == prompt
+    capsys.readouterr()
+    # without tools the first call is no part of the template, nor are its results
+    lacking = recorded(make_tokenizer())
+    assert texts(lacking) == ["say<|end|>", "no<|end|>"] and lacking.meta["counts"][REFUSED] == 2
+    assert f"dropped answers of the data: 2 {REFUSED}" in capsys.readouterr().err
+    write(tmp_path / "p.jsonl", rows[2:])
+    with pytest.raises(UserError, match="none of the data's answers can be trained on: 1 refused by the chat template"):
+        recorded(make_tokenizer())
+
+
+def test_thinking_reaches_the_recorded_rows() -> None:
+    mode = "{% if m.role == 'assistant' and enable_thinking %}!{% endif %}"
+    thinks = words(TEMPLATE.replace("{{ m['content'] }}", mode + "{{ m.content }}"))
+    talk = [user("a"), assistant("b")]
+    assert [texts(recorded_rows(thinks, talk, [], {EOS}, mode)[0]) for mode in (True, False)] == [
+        ["!b<|end|>"], ["b<|end|>"],
+    ]  # fmt: skip

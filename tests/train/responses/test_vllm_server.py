@@ -1,0 +1,160 @@
+"""vLLM's own server, started by the line that training prints: it loads the drafter, and dflash-data asks it."""
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from conftest import EOS, MASK, PAD, VOCAB, make_tokenizer
+from test_data_cli import argv, lines, user, write
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from dflash_toolkit import Drafter, DrafterConfig, save_drafter
+from dflash_toolkit.models.dflash.checkpoint import serving_commands
+from train.data_cli import main
+
+START_S = 240
+BLOCK = 8
+SMALL = {  # heads as FlashAttention takes them
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random target that writes printable characters alone, which are tokenised as they were written; a drafter."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD, initializer_range=0.1, **SMALL,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[94:EOS], head[EOS + 1 :], head[EOS] = 0, 0, 1.5 * head[EOS]
+    target, drafter = (tmp_path_factory.mktemp(name) for name in ("target", "drafter"))
+    model.bfloat16().save_pretrained(target)
+    make_tokenizer().save_pretrained(target)
+    module = Drafter(
+        DrafterConfig(
+            **SMALL, num_layers=2, num_heads=4, num_kv_heads=2, num_target_layers=4, target_layer_ids=(0, 2),
+            mask_token_id=MASK, block_size=BLOCK, rope_theta=1e4,
+        )
+    )  # fmt: skip
+    module.init_weights(torch.Generator().manual_seed(5))
+    save_drafter(module.bfloat16(), drafter)
+    return target, drafter
+
+
+@pytest.fixture(scope="module")
+def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of `vllm serve`."""
+    for name in ("vllm", "uvloop", "prometheus_fastapi_instrumentator"):
+        pytest.importorskip(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program, *words = shlex.split(serving_commands(str(pair[0]), str(pair[1]), BLOCK).splitlines()[0])
+    assert program == "vllm"
+    more = ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
+            "--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(1 << 28)]  # fmt: skip
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with open(log, "w") as out:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, *more]
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + START_S
+        while not _answers(url):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()[-6000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextlib.contextmanager
+def without_ids(url: str) -> Iterator[str]:
+    """The same server behind a proxy that lets no token ids through."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send(httpx.get(url + self.path))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body.pop("return_token_ids", None)
+            self.send(httpx.post(url + self.path, json=body, timeout=60))
+
+        def send(self, reply: httpx.Response) -> None:
+            self.send_response(reply.status_code)
+            self.send_header("Content-Length", str(len(reply.content)))
+            self.end_headers()
+            self.wfile.write(reply.content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_port}"
+        proxy.shutdown()
+
+
+@pytest.mark.gpu
+def test_vllm_serves_the_drafter_and_dflash_data_gets_the_target_s_answers_from_it(
+    server: str, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talks = [{"messages": [user(f"ask {i}"), {"role": "assistant", "content": ""}, user("more")]} for i in range(12)]
+    data = write(tmp_path / "p.jsonl", talks)
+    found = {}
+    with without_ids(server) as texts:
+        for name, url in (("ids", server), ("texts", texts)):
+            for api in ("completions", "chat"):
+                output = tmp_path / f"{name}-{api}.jsonl"
+                command = argv(pair[0], data, output, "--endpoint", url, "--batch", "1", f"server.api={api}")
+                assert main(command) == 0, capsys.readouterr().err
+                err = capsys.readouterr().err
+                assert "unknown tokens" not in err and "asking" not in err, "every field is known there"
+                found[name, api] = lines(output)
+        sampled = ["sampler.temperature=0.8", "sampler.top_k=9", "sampler.top_p=0.9", "sampler.samples=2"]
+        assert main([*argv(pair[0], data, tmp_path / "s.jsonl", "--endpoint", server), *sampled]) == 0
+    first = found.pop(("ids", "completions"))
+    assert all(rows == first for rows in found.values()), "whichever way it is asked"
+    assert {row["finish_reason"] for row in first} >= {"length"} and any(len(row["spans"]) == 2 for row in first)
+    assert len(lines(tmp_path / "s.jsonl")) >= 12
+
+    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.bfloat16).cuda()
+    for row in first:
+        tokens = torch.tensor(row["tokens"], device="cuda")
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0].float()
+        for start, end in row["spans"]:
+            own = logits[start - 1 : end - 1]
+            regret = own.max(-1).values - own.gather(1, tokens[start:end, None])[:, 0]
+            assert regret.max() < 0.2, "greedy, but for near ties in bf16"
+    metrics = httpx.get(f"{server}/metrics").text.splitlines()
+    drafts = [float(line.split()[-1]) for line in metrics if line.startswith("vllm:spec_decode_num_drafts_total")]
+    assert drafts and drafts[0] > 0, "it drafts with the drafter"

@@ -1,0 +1,402 @@
+"""What a run is made from: prompts, their split, and answers that are the target's own, whatever happened before."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import EOS, make_target, make_tokenizer, prompts_of
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.runtime import Engine, EngineOptions
+from train.config import AnswerKnobs, DataKnobs, RunKnobs, TrainConfig
+from train.features.source import FeatureSource
+from train.features.store import GIB, MemoryStore
+from train.objective.blocks import PADDING
+from train.prompts.choosing import chosen
+from train.responses.backends import Backend, EngineBackend, ReferenceBackend
+from train.responses.corpus import Corpus
+from train.responses.file import resume
+from train.responses.generate import Asking, answer
+from train.responses.rows import Row
+from train.run.data import PROMPTS, Reading, choose_prompts, data_digest, write_recorded
+
+KNOBS = AnswerKnobs(batch_size=3, max_new_tokens=20)
+
+
+def opener(target: Target) -> Callable[[], Backend]:
+    """The engine on a loaded target."""
+    return lambda: EngineBackend(Engine.of_modules(target, None, EngineOptions(max_batch=KNOBS.batch_size)))
+
+
+def prompt_file(path: Path, start: int, stop: int) -> str:
+    rows = [{"prompt": f"ask {i}", "response": f"say {i}"} for i in range(start, stop)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return TrainConfig(
+        target="tiny", data=(prompt_file(tmp_path / "a.jsonl", 0, 20),), prompts=DataKnobs(held_out=6, max_length=64)
+    )
+
+
+def chat(i: int) -> tuple[int, ...]:
+    return tuple(encode_chat(make_tokenizer(), [{"role": "user", "content": f"ask {i}"}]))
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------
+
+
+def training(config: TrainConfig, work: Path) -> list[tuple[int, ...]]:
+    return [tuple(ids) for ids in prompts_of(config, make_tokenizer(), work)[0]]
+
+
+def held_out(config: TrainConfig, work: Path) -> list[tuple[int, ...]]:
+    return [tuple(ids) for ids in prompts_of(config, make_tokenizer(), work)[1]]
+
+
+def test_a_prompt_is_what_the_chat_template_makes_of_it(config: TrainConfig, tmp_path: Path) -> None:
+    config = replace(config, prompts=DataKnobs(held_out=0, max_length=64))
+    assert training(config, tmp_path / "w") == [chat(i) for i in range(20)]
+    found = list(chosen(tmp_path / "w" / PROMPTS))
+    assert [each.index for each in found] == list(range(20))
+    assert {path.name for path in (tmp_path / "w").iterdir()} == {PROMPTS}
+
+
+def test_every_prompt_is_either_trained_on_or_held_out_never_both(config: TrainConfig, tmp_path: Path) -> None:
+    mine, apart = prompts_of(config, make_tokenizer(), tmp_path / "w")
+    assert len(mine) == 14 and len(apart) == 6
+    assert {tuple(ids) for ids in [*mine, *apart]} == {chat(i) for i in range(20)}
+
+
+def test_the_split_depends_on_the_seed_alone(config: TrainConfig, tmp_path: Path) -> None:
+    def split(seed: int) -> list[tuple[int, ...]]:
+        torch.manual_seed(torch.randint(1 << 30, ()).item())
+        return held_out(replace(config, run=RunKnobs(seed=seed)), tmp_path / "w")
+
+    assert split(1) == split(1) != split(2)
+
+
+def test_held_out_files_leave_the_data_whole(config: TrainConfig, tmp_path: Path) -> None:
+    given = replace(config, held_out=(prompt_file(tmp_path / "h.jsonl", 30, 33),))
+    mine, apart = prompts_of(given, make_tokenizer(), tmp_path / "w")
+    assert len(mine) == 20 and [tuple(ids) for ids in apart] == [chat(i) for i in (30, 31, 32)]
+    assert data_digest(config) != data_digest(given), "another measure is another run"
+
+
+def test_held_out_prompts_are_of_every_file_wherever_one_stops(config: TrainConfig, tmp_path: Path) -> None:
+    files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40), prompt_file(tmp_path / "c.jsonl", 40, 50))
+    given = replace(config, data=files, prompts=DataKnobs(held_out=10, max_length=64))
+    data = choose_prompts(Reading(given, make_tokenizer(), ""), tmp_path)
+    sources = [prompt.source for prompt in data.held_out]
+    assert Counter(sources) == {"a.jsonl": 4, "b.jsonl": 4, "c.jsonl": 2}
+    assert {*sources[:5]} == {"a.jsonl", "b.jsonl", "c.jsonl"} and sources[:5].count("a.jsonl") == 2
+    assert all(tuple(prompt.tokens) in {chat(i) for i in range(50)} for prompt in data.held_out)
+
+
+def test_max_prompts_draws_from_all_files_and_says_so(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40))
+
+    def drawn(most: int, seed: int = 0) -> list[int]:
+        knobs = DataKnobs(held_out=0, max_length=64, max_prompts=most)
+        found = training(replace(config, data=files, prompts=knobs, run=RunKnobs(seed=seed)), tmp_path / "w")
+        return [[chat(i) for i in range(40)].index(ids) for ids in found]
+
+    some = drawn(16)
+    assert len({*some}) == 16 and some == sorted(some) == drawn(16) != drawn(16, seed=1)
+    assert 3 < sum(i >= 20 for i in some) < 13, "of both files, and not the first"
+    assert "16 of 40 prompts are used (prompts.max_prompts)" in capsys.readouterr().err
+    assert drawn(40) == list(range(40)) and "are used" not in capsys.readouterr().err
+
+
+def test_near_duplicates_go_and_none_is_trained_on_and_measured_on(config: TrainConfig, tmp_path: Path) -> None:
+    said = "tell me about the number {} in {} short words of yours please and say why"
+    rows = [{"prompt": said.format(i, i)} for i in range(8)] + [{"prompt": said.format(i, i) + "!"} for i in range(8)]
+    data = str(tmp_path / "near.jsonl")
+    Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = str(tmp_path / "held.jsonl")
+    Path(held).write_text(json.dumps({"prompt": said.format(3, 3) + " ?"}) + "\n")
+    given = replace(config, data=(data,), prompts=DataKnobs(held_out=2, max_length=200))
+    mine, apart = prompts_of(given, make_tokenizer(), tmp_path / "w")
+    assert (len(mine), len(apart)) == (6, 2), "one of every two that differ by a sign"
+    mine, apart = prompts_of(replace(given, held_out=(held,)), make_tokenizer(), tmp_path / "w")
+    assert (len(mine), len(apart)) == (7, 1), "none that is nearly the one that is measured on"
+    exact = replace(given, held_out=(held,), prompts=replace(given.prompts, similarity=1.0))
+    assert len(training(exact, tmp_path / "w")) == 16
+
+
+def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig, tmp_path: Path) -> None:
+    with open(config.data[0], "a") as handle:
+        handle.write('{"nothing": 1}\n')
+    with pytest.raises(UserError, match=r"a.jsonl, line 21: .*prompts.strict=false leaves such rows out"):
+        training(config, tmp_path / "w")
+    assert not list((tmp_path / "w").iterdir()), "nothing half-written"
+    lenient = replace(config, prompts=replace(config.prompts, strict=False))
+    assert len(training(lenient, tmp_path / "w")) == 14
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.txt", "a.parquet"])
+def test_every_kind_of_file_is_read(name: str, config: TrainConfig, tmp_path: Path) -> None:
+    config = replace(config, prompts=DataKnobs(held_out=0, max_length=64))
+    asked = [f"ask {i}" for i in range(20)]
+    if name == "a.parquet":
+        datasets = pytest.importorskip("datasets")
+        with (tmp_path / name).open("wb") as file:
+            datasets.Dataset.from_list([{"prompt": each} for each in asked]).to_parquet(file)
+    else:
+        (tmp_path / name).write_text(json.dumps(asked) if name == "a.json" else "\n".join(asked))
+    assert training(replace(config, data=(str(tmp_path / name),)), tmp_path / "w") == [chat(i) for i in range(20)]
+
+
+def test_a_benchmark_form_is_applied_to_training_and_held_out_prompts_by_name_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": f"ask {i}", "answer": f"say {i}"}) + "\n" for i in range(4)))
+
+    def read(name: str, form: str = "auto") -> tuple[list[str], str]:
+        knobs = DataKnobs(max_length=512, form=form)
+        files = (f"{name}{path}[:2]",), (f"{name}{path}[2:]",)
+        config = TrainConfig(target="tiny", data=files[0], held_out=files[1], prompts=knobs)
+        mine, apart = prompts_of(config, words, tmp_path / "w")
+        return [words.decode(ids) for ids in (*mine, *apart)], data_digest(config)
+
+    words = make_tokenizer()
+    plain, digest = read("")
+    assert plain == [words.decode(list(chat(i))) for i in range(4)] == read("shop=")[0] == read("gsm8k=", "none")[0]
+    formed, other = read("gsm8k=")
+    assert all("step by step" in text for text in formed) and formed == read("", "gsm8k")[0]
+    assert digest == read("shop=")[1] != other, "another form is another run"
+
+
+def test_the_digest_follows_the_contents_of_the_data(config: TrainConfig) -> None:
+    before = data_digest(config)
+    assert before == data_digest(config)
+    Path(config.data[0]).write_text(Path(config.data[0]).read_text().replace("ask 3", "ask 4"))
+    assert before != data_digest(config)
+
+
+def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = len(chat(19))
+    knobs = DataKnobs(held_out=8, max_length=longest + 1)  # ten prompts are a token shorter
+    reading = Reading(replace(config, prompts=knobs), make_tokenizer(), "the target's context is 30 tokens")
+    data = choose_prompts(reading, tmp_path)
+    assert {tuple(prompt.tokens) for prompt in data.held_out} <= {chat(i) for i in range(10)}
+    assert len(data.held_out) == 8
+    said = capsys.readouterr().err
+    assert "passed over for held-out prompts:" in said and "too long (the target's context is 30 tokens)" in said
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------
+
+
+def ask(path: Path, lengths: Sequence[int] = (4, 9, 4, 6, 12, 9, 5)) -> list[list[int]]:
+    """A file of chosen prompts, and what they are rendered to."""
+    texts = ["".join(chr(97 + (7 * i + j * j) % 26) for j in range(n)) for i, n in enumerate(lengths)]
+    turns = [[[{"role": "user", "content": text}]] for text in texts]
+    path.write_text("".join(json.dumps({"index": 10 + i, "id": "", "turns": t}) + "\n" for i, t in enumerate(turns)))
+    return [encode_chat(make_tokenizer(), messages[0]) for messages in turns]
+
+
+def answered(
+    opened: Callable[[], Backend], path: Path, knobs: AnswerKnobs, max_length: int, rank: int = 0, world: int = 1
+) -> list[Row]:
+    """What is in the file once all is answered, in the order of the prompts."""
+    prompts = path.with_name("asked.jsonl")
+    if not prompts.exists():
+        ask(prompts)
+    done = resume(path)[0] if path.exists() else set()
+    asking = Asking(tokenizer=make_tokenizer(), params=knobs.params, length=max_length, thinking=None)
+    common = {"target": "tiny", "target_digest": None, "vocab_size": 300, "template_hash": "t", "sampler": {}}
+    if next(asking.dialogues(prompts, done, rank, world), None):
+        answer(opened(), asking, prompts, path, common, done, 7, rank, world)
+    rows = sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: row["index"])
+    return [Row(row["index"], row["prompt_tokens"], row["tokens"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], bytes]:
+    path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    return answered(opener(target), path, KNOBS, 64), path.read_bytes()
+
+
+def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
+    target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
+) -> None:
+    rows, _ = whole
+    assert [row.index for row in rows] == list(range(10, 17))
+    for prompt, row in zip(ask(tmp_path / "p"), rows, strict=True):
+        answer = generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
+        assert (row.tokens, row.prompt_tokens) == (prompt + answer, len(prompt))
+
+
+def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
+    for i, knobs in enumerate((KNOBS, AnswerKnobs(max_new_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
+        both = [
+            answered(backend, tmp_path / f"{name}{i}.jsonl", knobs, 64)
+            for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceBackend(target)))
+        ]
+        assert both[0] == both[1]
+        assert len({tuple(row.tokens[row.prompt_tokens :][:5]) for row in both[0]}) > 1
+
+
+def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path) -> None:
+    target, prompts = make_target(), ask(tmp_path / "asked.jsonl")
+    plain = [generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens for prompt in prompts]
+    target.model.generation_config.eos_token_id = [plain[0][4], EOS]  # a token that some answers reach early
+    rows = answered(opener(target), tmp_path / "a.jsonl", KNOBS, 64)
+    lengths = set()
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.tokens == prompt + generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
+        answer = row.tokens[row.prompt_tokens :]
+        assert not set(answer[:-1]) & set(target.stop_token_ids)
+        lengths.add(len(answer))
+    assert len(lengths) > 1, "batches mix answers of different lengths"
+
+
+def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_path: Path) -> None:
+    prompts = ask(tmp_path / "asked.jsonl")
+    rows = answered(opener(target), tmp_path / "a.jsonl", KNOBS, 12)
+    assert max(len(row.tokens) for row in rows) == 12
+    assert [row.index - 10 for row in rows] == [i for i, prompt in enumerate(prompts) if len(prompt) <= 10], (
+        "one without room for an answer is passed over"
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.999, 1.0])
+def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
+    share: float, target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
+) -> None:
+    rows, data = whole
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(data[: int(len(data) * share)])
+    assert answered(opener(target), path, KNOBS, 64) == rows
+    assert path.read_bytes().count(b"\n") == len(rows)
+
+
+def test_complete_answers_are_not_made_again(whole: tuple[list[Row], bytes], tmp_path: Path) -> None:
+    rows, data = whole
+    (tmp_path / "answers.jsonl").write_bytes(data)
+
+    def silent() -> Backend:
+        raise AssertionError("nothing is left to answer")
+
+    assert answered(silent, tmp_path / "answers.jsonl", KNOBS, 64) == rows
+
+
+def test_processes_share_the_prompts_and_any_number_goes_on(
+    target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
+) -> None:
+    found = [
+        row for rank in range(3) for row in answered(opener(target), tmp_path / f"{rank}.jsonl", KNOBS, 64, rank, 3)
+    ]
+    assert sorted(found, key=lambda row: row.index) == whole[0]
+
+
+def test_a_target_without_pad_and_stop_tokens_still_answers(tmp_path: Path) -> None:
+    target, prompts = make_target(), ask(tmp_path / "asked.jsonl", (4, 9, 4))
+    for settings in (target.config, target.model.generation_config):
+        settings.pad_token_id = settings.eos_token_id = None
+    rows = answered(opener(target), tmp_path / "a.jsonl", KNOBS, 64)
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.tokens == prompt + generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
+
+
+def test_the_data_s_answers_end_with_the_stop_token_and_prompts_without_room_go(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def recorded(max_length: int) -> Corpus:
+        knobs = DataKnobs(held_out=0, max_length=max_length)
+        given = replace(config, prompts=knobs, answers=AnswerKnobs(regenerate=False))
+        reading = Reading(given, make_tokenizer(), f"prompts.max_length is {max_length}")
+        data = choose_prompts(reading, tmp_path)
+        write_recorded(reading, data, tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})
+        return Corpus.open(tmp_path / "corpus")
+
+    for i, row in enumerate(recorded(64)):
+        assert row.tokens.tolist() == [*chat(i), *make_tokenizer()(f"say {i}").input_ids, EOS]
+        assert row.prompt_tokens == len(chat(i))
+    assert len(recorded(len(chat(0)) + 2)) == 10
+    assert f"10 too long (prompts.max_length is {len(chat(0)) + 2})" in capsys.readouterr().err
+
+
+def test_a_row_needs_two_supervised_tokens() -> None:
+    rows = [Row(i, 3, list(range(3 + i))) for i in range(5)]
+    assert [row.has_anchor for row in rows] == [False, False, True, True, True]
+    spans = [((2, 3), (5, 6)), ((2, 3), (5, 7)), ((2, 4),)]
+    rows = [Row(i, 2, list(range(7)), s) for i, s in enumerate(spans)]
+    assert [row.has_anchor for row in rows] == [False, True, True]
+    assert [row.supervised for row in Corpus.of_rows(rows).with_anchors()] == [row.supervised for row in rows[1:]]
+
+
+def test_a_cut_row_keeps_what_it_has_of_its_answers() -> None:
+    row = Row(0, 2, list(range(9)), ((2, 4), (6, 9)))
+    assert row.cut(9) is row
+    assert row.cut(7) == Row(0, 2, list(range(7)), ((2, 4), (6, 7)))
+    assert row.cut(5) == Row(0, 2, list(range(5)), ((2, 4),))
+    assert not row.cut(2).has_anchor and row.cut(2).answer_tokens == 0
+
+
+# ---- features --------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_of_a_conversation_is_supervised_and_nothing_else() -> None:
+    source = FeatureSource(make_target(), (1, 3), 10)
+    row = Row(0, 2, list(range(12)), ((2, 4), (7, 12)))
+    assert source([row]).supervised[0].nonzero().flatten().tolist() == [2, 3, 7, 8, 9]
+
+
+@pytest.mark.parametrize("cache_gb", [0.0, 1.0, 1e-5])  # none, all of it, the first row only
+def test_features_are_the_tapped_outputs_of_each_row_alone(cache_gb: float, whole: tuple[list[Row], bytes]) -> None:
+    target, rows = make_target(), whole[0][:4]
+    source = FeatureSource(target, (1, 3), 64, pad_to=16, store=MemoryStore(0, int(cache_gb * GIB)))
+    first, again = source(rows), source(rows)
+    assert torch.equal(first.hidden, again.hidden)
+    assert first.tokens.shape[1] == 32, "padded to a multiple"
+    for i, row in enumerate(rows):
+        n = len(row.tokens)
+        states = target.model(torch.tensor([row.tokens]), output_hidden_states=True).hidden_states
+        assert torch.allclose(first.hidden[i, :n], torch.cat([states[2], states[4]], -1)[0], atol=1e-5)
+        assert first.tokens[i, :n].tolist() == row.tokens
+        assert first.supervised[i].tolist() == [row.prompt_tokens <= t < n for t in range(32)]
+        assert first.document[i].tolist() == [i] * n + [PADDING] * (32 - n)
+        assert first.positions[i].tolist() == list(range(32))
+
+
+@pytest.mark.gpu
+def test_vllm_answers_like_the_target_itself(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from train.responses.vllm_backend import VllmBackend
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, eos_token_id=7, bos_token_id=None,
+        initializer_range=0.1,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "target")
+    prompts = [torch.randint(8, 1024, (n,)).tolist() for n in (5, 40, 17)]
+    params = SamplingParams(max_new_tokens=24)
+    backend = VllmBackend(str(tmp_path / "target"), (7,), dtype="bfloat16", batch=4, context=128, gpus=1)
+    for key, prompt in enumerate(prompts):
+        backend.ask(key, prompt, params)
+    found = {answer.key: answer for answer in (backend.wait() for _ in prompts)}
+    backend.close()
+    for key, prompt in enumerate(prompts):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + found[key].tokens], device="cuda")).logits[0].float()
+        own = logits[len(prompt) - 1 : -1]
+        regret = own.max(-1).values - own.gather(1, torch.tensor(found[key].tokens, device="cuda")[:, None])[:, 0]
+        assert regret.max() < 0.2, "greedy, but for near ties in bf16"
+        assert (found[key].tokens[-1] == 7) == (found[key].finish_reason == "stop")

@@ -1,0 +1,423 @@
+"""Which drafter a run exports, how a longer run goes on from it, what its clock counts, and how it is saved."""
+
+import json
+import math
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Clock, make_drafter, make_target
+from test_train_loop import argv, rows
+
+from dflash_toolkit import Drafter, Target, UserError, load_drafter
+from train import loop
+from train.cli import main
+from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.features.source import open_features
+from train.loop import Export, Outcome
+from train.optim.schedule import joined_factor, learning_rate_factor
+from train.responses.corpus import Corpus
+from train.run.cost import before_training
+from train.run.held_out import Evaluation, HeldOutPrompt
+from train.run.state import RunState, Writer, load_state
+
+HELD_OUT = [HeldOutPrompt([20 + i, 30], "ab"[i % 2]) for i in range(4)]
+STEPS = 10  # tokens committed there by 10 verification steps of each of the four prompts
+EVEN, MORE, LUCKY = (30, 30, 30, 30), (35, 36, 35, 36), (60, 28, 28, 28)
+
+
+def config(**optim: Any) -> TrainConfig:
+    found = {"optimizer": "adamw", "steps": 8, "batch_size": 4, "learning_rate": 3e-3} | optim
+    run = RunKnobs(log_every=1, save_every=2, evaluate_every=2, evaluate_tokens=4)
+    return TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=4), loss=LossKnobs(anchors=4), optim=OptimKnobs(**found), run=run
+    )
+
+
+class Exports(dict[str, tuple[Export, dict[str, torch.Tensor]]]):
+    """What a run left behind, by role, with its weights as they are served."""
+
+    def __call__(self, trained: Drafter, made: Export) -> None:
+        self[made.role] = made, {n: p.detach().bfloat16().clone() for n, p in trained.named_parameters()}
+
+    def steps(self) -> dict[str, int]:
+        return {role: made.step for role, (made, _) in self.items()}
+
+
+def trained(
+    folder: Path, asked: TrainConfig, held_out: list[HeldOutPrompt] | None = None, target: Target | None = None
+) -> tuple[Outcome, Exports]:
+    folder.mkdir(exist_ok=True)
+    target, exports = target or make_target(), Exports()
+    drafter = make_drafter(target, block_size=4, layers=1, taps=2).train()
+    return loop.train(asked, target, drafter, rows(16), held_out or [], folder, {}, exports), exports
+
+
+def lines(folder: Path, key: str) -> list[Any]:
+    return [line[key] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in line]
+
+
+# ---- what is exported ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measured", "start", "found"),
+    [
+        ([EVEN, MORE, MORE, MORE], None, {"exported": 8}),  # of equal ones the last, not the first
+        ([EVEN, MORE, MORE, EVEN], None, {"exported": 6, "last": 8}),  # the later of the best
+        ([EVEN, LUCKY, EVEN, EVEN], None, {"exported": 8, "best": 4}),
+        ([EVEN, EVEN, EVEN, EVEN], MORE, {"exported": 0, "last": 8}),
+        ([EVEN, EVEN, EVEN, EVEN], LUCKY, {"exported": 8, "best": 0}),
+        ([(0, 0, 0, 0)] * 4, None, {"exported": 8}),  # no answer was long enough
+    ],
+    ids=["equal", "earlier", "lucky", "start", "lucky start", "nothing"],
+)
+@pytest.mark.parametrize("killed", [0, 1, 3])
+def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
+    killed: int,
+    measured: list[tuple[int, ...]],
+    start: tuple[int, ...] | None,
+    found: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a kill too: the third save never comes to pass, and the fourth evaluation was made before it."""
+    asked = config()
+    if start:
+        asked = replace(asked, init_from="somewhere")
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    def evaluated(self: Any, drafter: Drafter, step: int = 0, beside: Any = None) -> Evaluation:
+        seen[step] = {n: p.detach().bfloat16().clone() for n, p in drafter.named_parameters()}
+        tokens = start if not step and start else measured[step // 2 - 1]
+        return Evaluation(step, tuple("abab"), tokens, tuple(STEPS * (n > 0) for n in tokens))
+
+    monkeypatch.setattr(loop.HeldOut, "__call__", evaluated)
+    if killed:
+        with monkeypatch.context() as patch:
+            real, saves = loop.save_state, iter(range(9))
+
+            def interrupted(state: RunState, path: Path) -> None:
+                if next(saves) == killed:
+                    raise KeyboardInterrupt
+                real(state, path)
+
+            patch.setattr(loop, "save_state", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                trained(tmp_path, asked, HELD_OUT)
+    outcome, exports = trained(tmp_path, asked, HELD_OUT)
+    assert exports.steps() == found and outcome.earlier == (found["exported"] != 8)
+    for role, (made, weights) in exports.items():
+        assert made.evaluation is not None and made.evaluation.step == found[role]
+        assert all(torch.equal(weight, seen[made.step][name]) for name, weight in weights.items())
+    assert set(lines(tmp_path, "acceptance_length_by_source")[-1]) == {"a", "b"}
+    again, same = trained(tmp_path, asked, HELD_OUT)  # as where the process died behind the last save
+    assert same.steps() == found and again.steps == 8
+    assert all(torch.equal(w, same[role][1][n]) for role in exports for n, w in exports[role][1].items())
+
+
+def test_without_held_out_prompts_the_end_is_exported_and_no_figure_is_made_up(tmp_path: Path) -> None:
+    outcome, exports = trained(tmp_path, config())
+    assert exports.steps() == {"exported": 8} and exports["exported"][0].evaluation is None
+    assert outcome.beside is None and not outcome.earlier and not list(tmp_path.glob("best*"))
+
+
+# ---- the clock -------------------------------------------------------------------------------------------------
+
+
+def by_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch, first: float, step: float = 1.0) -> None:
+    """A step takes so long, and the first one of every call of `train` compiles."""
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=clock))
+    real, make = loop.compute_loss, loop.make_learner
+    compiled = False
+
+    def compute(*args: Any) -> Any:
+        nonlocal compiled
+        clock.now += step if compiled else first
+        compiled = True
+        return real(*args)
+
+    def begin(*args: Any) -> Any:
+        nonlocal compiled
+        compiled = False
+        return make(*args)
+
+    monkeypatch.setattr(loop, "compute_loss", compute)
+    monkeypatch.setattr(loop, "make_learner", begin)
+
+
+def test_minutes_are_of_training_and_neither_of_compiling_nor_of_saving(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a minute of one-second steps, with a minute of compiling before them, also after a kill."""
+    by_clock(clock, monkeypatch, first=60)
+    asked = config(steps=0, minutes=0.5)
+    outcome, _ = trained(tmp_path / "whole", asked)
+    rates = lines(tmp_path / "whole", "learning_rate")
+    assert (outcome.steps, outcome.elapsed_s, outcome.warnings) == (30, 30.0, [])
+    assert len(rates) == 30 and max(rates) > 0.95 * 3e-3 and rates[-1] < 3e-3 / 50
+
+    real = loop.save_state
+
+    def interrupted(state: RunState, path: Path) -> None:
+        real(state, path)
+        if state.step == 10:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "killed", asked)
+    state = load_state(tmp_path / "killed/state.pt", {})
+    assert state is not None and (state.step, state.elapsed_s) == (10, 10.0)
+    outcome, _ = trained(tmp_path / "killed", asked)
+    assert (outcome.steps, outcome.elapsed_s) == (30, 30.0), "resuming compiles, and takes no time of the run"
+
+
+def test_a_run_too_short_to_warm_up_says_so(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_clock(clock, monkeypatch, first=60, step=5)
+    outcome, _ = trained(tmp_path / "minutes", config(steps=0, minutes=0.5))
+    assert outcome.steps == 6 and ["6 steps are too few" in said for said in outcome.warnings] == [True]
+    outcome, _ = trained(tmp_path / "steps", config())
+    assert ["8 steps are too few" in said for said in outcome.warnings] == [True]
+    assert "warning: 8 steps are too few to learn: optim.warmup=0.04" in capsys.readouterr().err, "before it begins"
+    assert not trained(tmp_path / "enough", config(warmup=0.2))[0].warnings
+
+
+def test_no_row_of_a_corpus_is_made_to_say_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 800,000 that takes long: seconds and a gigabyte."""
+    texts, target = rows(16), make_target()
+    corpus, drafter = Corpus.of_rows(texts), make_drafter(target)
+    length = 3 + min(len(row.tokens) for row in texts)
+    tokens = sum(min(len(row.tokens), length) for row in texts)
+    asked = replace(config(), prompts=DataKnobs(max_length=length))
+
+    def made(self: Corpus, index: object) -> None:
+        raise AssertionError("a row is made")
+
+    monkeypatch.setattr(Corpus, "__getitem__", made)
+    source = open_features(asked, target, (1, 3), corpus, tmp_path, range(4, 16))
+    assert source.nbytes(corpus) == source.nbytes(texts) == 4 * source.width * tokens
+    said = before_training(asked, drafter, corpus, 8, 2.0, source.nbytes(corpus), tmp_path)
+    assert said[0] == f"to train on: 16 rows, {tokens} tokens an epoch; 8 steps, 2 epochs"
+
+
+def test_what_a_run_costs_is_said_before_it_has_cost_it(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_clock(clock, monkeypatch, first=60, step=36_000)
+    trained(tmp_path, config(steps=0, epochs=2))
+    said = capsys.readouterr().err
+    tokens = sum(len(row.tokens) for row in rows(16))
+    before = said.index(f"to train on: 16 rows, {tokens} tokens an epoch; 8 steps, 2 epochs")
+    assert before < said.index("a resume point") < said.index("about 40 h 0 min of training left: 4 steps of 3.6e+04 s")
+    assert "that is long; shorter with: optim.epochs below 2, prompts.max_prompts, more GPUs (torchrun" in said
+
+
+# ---- a longer plan ---------------------------------------------------------------------------------------------
+
+
+def test_a_rate_is_led_to_the_longer_plan_s_in_a_line() -> None:
+    led = [joined_factor(step, 80, 0.1, None, 60, 0.01) for step in range(60, 80)]
+    plain = [learning_rate_factor(step, 80, 0.1) for step in range(81)]
+    there = plain[68]
+    assert led[:8] == pytest.approx([0.01 + (there - 0.01) * (i + 1) / 8 for i in range(8)]) and led[8:] == plain[68:80]
+    short = [joined_factor(step, 62, 0.1, None, 60, 0.01) for step in (60, 61)]
+    assert 0.01 > short[0] > short[1] >= 0, "two steps more go on falling"
+
+
+@pytest.mark.parametrize(
+    ("first", "longer", "less"),
+    [
+        ({"steps": 0, "epochs": 6}, {"steps": 0, "epochs": 9}, {"steps": 0, "epochs": 5}),
+        ({"steps": 24}, {"steps": 36}, {"steps": 23}),
+        ({"steps": 0, "minutes": 0.4}, {"steps": 0, "minutes": 0.6}, {"steps": 0, "minutes": 0.3}),
+    ],
+    ids=["epochs", "steps", "minutes"],
+)
+def test_a_run_goes_on_where_it_ended_with_the_rate_of_a_longer_one(
+    first: dict[str, Any],
+    longer: dict[str, Any],
+    less: dict[str, Any],
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    by_clock(clock, monkeypatch, first=60)
+    warm = {"warmup": 0.1}
+    assert trained(tmp_path, config(**first, **warm))[0].steps == 24
+    capsys.readouterr()
+    real = loop.save_state
+
+    def interrupted(state: RunState, path: Path) -> None:
+        real(state, path)
+        if state.step == 30:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path, config(**longer, **warm))
+    said = capsys.readouterr().err
+    assert "resuming at step 24" in said and ("of 36\n" in said or "of 0.6 minutes" in said)
+    assert trained(tmp_path, config(**longer, **warm))[0].steps == 36
+    rates = [rate / 3e-3 for rate in lines(tmp_path, "learning_rate")]
+    assert len(rates) == 36 and rates[23] < 0.02
+    plain = [learning_rate_factor(step, 36, 0.1) for step in range(36)]
+    if "minutes" not in first:  # where no time passes while a process compiles
+        ramp = [rates[23] + (plain[28] - rates[23]) * (i + 1) / 4 for i in range(4)]
+        assert rates[24:28] == pytest.approx(ramp, rel=0.01) and rates[28:] == pytest.approx(plain[28:], abs=1e-3)
+    assert max(rates[24:]) > 0.1 and rates[-1] < 0.02
+    capsys.readouterr()
+    with pytest.raises(UserError, match=r"optim\.\w+=[\d.]+: the run in .* has done [\d.]+ \w+; give more"):
+        trained(tmp_path, config(**less, **warm))
+    assert trained(tmp_path, config(**longer, **warm))[0].steps == 36, "nothing was lost"
+
+
+def test_the_command_goes_on_with_more_epochs_and_refuses_fewer(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(epochs: int) -> list[str]:
+        return argv(target_dir, data, tmp_path / "run", "optim.steps=0", f"optim.epochs={epochs}")
+
+    def steps() -> int:
+        return json.loads((tmp_path / "run/run.json").read_text())["result"]["steps"]
+
+    assert main(asked(2)) == 0 and steps() == 8
+    assert main(asked(3)) == 0 and steps() == 12
+    assert "resuming at step 8 of 12" in capsys.readouterr().err
+    assert main(asked(3)) == 0
+    assert "holds this run, finished" in capsys.readouterr().err
+    assert main(asked(2)) == 2
+    assert "optim.epochs=2: the run in" in capsys.readouterr().err.splitlines()[-1] and steps() == 12
+    exported, state = load_drafter(str(tmp_path / "run")), torch.load(tmp_path / "run/work/state.pt")
+    assert all(torch.equal(p, state["drafter"][name].bfloat16()) for name, p in exported.named_parameters())
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_was_taken_at(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By time: ten minutes are over behind step 4, and again while that is still being written."""
+    by_clock(clock, monkeypatch, first=150, step=150)
+    real_save, real_copy, real_loss = loop.save_state, loop.host_copy, loop.compute_loss
+    taken: list[Any] = []
+    written: list[int] = []
+    begun = 0
+    further = threading.Event()
+
+    def copied(value: Any, device: torch.device) -> Any:
+        taken.append([weight.clone() for weight in value[0].values()])
+        return real_copy(value, device)
+
+    def saved(state: RunState, path: Path) -> None:
+        if not written:
+            assert further.wait(60), "training did not go on"
+        written.append(state.step)
+        assert all(map(torch.equal, state.drafter.values(), taken[len(written) - 1]))
+        real_save(state, path)
+
+    def compute(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 11:
+            further.set()
+        return real_loss(*args)
+
+    monkeypatch.setattr(loop, "host_copy", copied)
+    monkeypatch.setattr(loop, "save_state", saved)
+    monkeypatch.setattr(loop, "compute_loss", compute)
+    asked = config(steps=12)
+    trained(tmp_path, replace(asked, run=replace(asked.run, save_every=0, save_minutes=10)))
+    assert written[0] == 4 and written[-1] == 12 and len(written) <= 3
+    assert not all(map(torch.equal, taken[0], taken[-1])), "there is something to keep apart"
+    state = load_state(tmp_path / "state.pt", {})
+    assert state is not None and state.step == 12
+
+
+def test_the_device_is_waited_for_only_while_steps_are_timed_and_around_what_is_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere else the host prepares the next step while a GPU computes this one."""
+    waited: list[int] = []
+    real, wait = loop.compute_loss, loop.TrainingClock._wait
+    begun = 0
+
+    def compute(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return real(*args)
+
+    def waits(self: loop.TrainingClock) -> None:
+        waited.append(begun)
+        wait(self)
+
+    monkeypatch.setattr(loop, "compute_loss", compute)
+    monkeypatch.setattr(loop.TrainingClock, "_wait", waits)
+    asked = config(steps=24)
+    trained(tmp_path, replace(asked, run=replace(asked.run, save_every=9, evaluate_every=10)), HELD_OUT)
+    assert waited == [1, 2, 3, 4, 9, 10, 18, 20, 24]
+
+
+def test_a_resume_point_is_copied_once_the_one_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a machine never holds two copies."""
+    real_save, real_copy = loop.save_state, loop.host_copy
+    events: list[str] = []
+
+    def copied(value: Any, device: torch.device) -> Any:
+        events.append("copied")
+        return real_copy(value, device)
+
+    def saved(state: RunState, path: Path) -> None:
+        time.sleep(0.05)  # longer than a step of this drafter, or else nothing is shown
+        real_save(state, path)
+        events.append("written")
+
+    monkeypatch.setattr(loop, "host_copy", copied)
+    monkeypatch.setattr(loop, "save_state", saved)
+    asked = config(steps=6)
+    trained(tmp_path, replace(asked, run=replace(asked.run, save_every=1)))
+    assert events == ["copied", "written"] * 6
+
+
+def test_what_a_writer_could_not_write_is_told_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, real = threading.Event(), loop.compute_loss
+    steps = iter(range(1, 99))
+
+    def fails(state: RunState, path: Path) -> None:
+        done.set()
+        raise UserError("no space")
+
+    def compute(*args: Any) -> Any:
+        if next(steps) > 2:  # the first save is behind step 2
+            assert done.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "save_state", fails)
+    monkeypatch.setattr(loop, "compute_loss", compute)
+    with pytest.raises(UserError, match="no space"):
+        trained(tmp_path, config(steps=1000))
+    assert next(steps) <= 6
+    writer = Writer()
+    writer.begin(lambda: None)
+    writer.wait()
+    assert not writer.busy and not writer.failed
+
+
+def test_a_figure_that_cannot_be_had_is_no_number(tmp_path: Path) -> None:
+    nothing = Evaluation(3, ("a",), (0,), (0,))
+    assert math.isnan(nothing.values()["acceptance_length"]) and math.isnan(nothing.standard_error)

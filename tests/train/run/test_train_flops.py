@@ -1,0 +1,39 @@
+"""The formula of a step's FLOPs against PyTorch's own counter, and the visible pairs against the mask."""
+
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from train.config import LossKnobs, TrainConfig
+from train.features.source import FeatureSource
+from train.objective.blocks import dense_mask, sample_blocks
+from train.objective.step import compute_loss
+from train.responses.rows import Row
+from train.run.flops import drafter_step_flops, visible_pairs
+
+
+def test_a_step_costs_what_pytorch_counts() -> None:
+    target = make_target()
+    drafter = make_drafter(target)
+    rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 30))]
+    features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows)
+    blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
+    config = TrainConfig(target="tiny", loss=LossKnobs(weights="decay"))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # computes hidden pairs too
+        loss = compute_loss(drafter, target, features, blocks, config, flex=False)
+        loss.loss.backward()
+    slots = blocks.inputs.numel()
+    pairs = slots * (30 + slots // 2)
+    counted = drafter_step_flops(drafter.config, features.tokens.numel(), slots, pairs, loss.rows, VOCAB)
+    assert counted == counter.get_total_flops()
+
+
+def test_the_pairs_are_those_that_the_mask_shows() -> None:
+    target = make_target()
+    rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 7, 41))]
+    for packed in (0, 128):
+        features = FeatureSource(target, (1, 2), 64, 1, packed)(rows)
+        blocks = sample_blocks(features, 20, 8, 299, torch.Generator().manual_seed(0), fixed=bool(packed))
+        seen = dense_mask(features, blocks)[:, 0].unflatten(1, (-1, blocks.size))[blocks.valid]
+        assert visible_pairs(blocks) == int(seen.sum())

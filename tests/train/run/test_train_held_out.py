@@ -1,0 +1,148 @@
+"""Held-out prompts on the engine, in the trainer: the reference's numbers, the target's own memory, new weights."""
+
+import itertools
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from test_train_loop import argv, lines_without_speed
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, load_drafter
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
+from train.cli import main
+from train.config import RunKnobs
+from train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
+
+PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
+
+
+def knobs(runtime: str, tokens: int = 8) -> RunKnobs:
+    return RunKnobs(evaluate_runtime=runtime, evaluate_tokens=tokens)
+
+
+def random_drafter(target: Target, seed: int) -> Drafter:
+    drafter = make_drafter(target, block_size=4)
+    drafter.init_weights(torch.Generator().manual_seed(seed), std=0.3)
+    return drafter
+
+
+def test_a_run_measures_the_same_on_either_runtime(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    often = ("run.evaluate_every=8", "optim.learning_rate=3e-2", "run.evaluate_tokens=16")
+    for name in ("engine", "reference"):
+        assert main(argv(target_dir, data, tmp_path / name, *often, f"run.evaluate_runtime={name}")) == 0
+    ours, definition = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("engine", "reference"))
+    measured = [line["acceptance_length"] for line in ours if "acceptance_length" in line]
+    assert len(measured) == 3 and max(measured) > min(measured), "there is something to measure"
+    assert measured == [line["acceptance_length"] for line in definition if "acceptance_length" in line]
+    a, b = (load_drafter(str(tmp_path / name)).parameters() for name in ("engine", "reference"))
+    assert all(torch.allclose(x, y, atol=1e-3) for x, y in zip(a, b, strict=True)), "trained on the same features"
+
+
+def test_more_prompts_than_go_together_and_answers_cut_by_the_context() -> None:
+    target = make_target("qwen3", tied=False, limit=60)
+    prompts = [HeldOutPrompt(list(range(20 + i, 24 + 4 * i)), "ab"[i % 2]) for i in range(11)]
+    drafter = random_drafter(target, 1)
+    a, b = (HeldOut(target, drafter.config, prompts, knobs(name, 8))(drafter) for name in ("engine", "reference"))
+    assert a == b and a.prompts == 11 and sum(a.steps) > 0
+    some = HeldOut(target, drafter.config, prompts, replace(knobs("engine", 8), evaluate_prompts=4))
+    few = some(drafter, step=7)
+    assert few.sources == ("a", "b", "a", "b") and few.steps == a.steps[:4]
+    assert some.all(drafter, few) == replace(a, step=7)
+
+
+def test_every_file_has_its_turn_among_the_prompts_that_are_measured() -> None:
+    prompts = [HeldOutPrompt([i], name) for name, count in (("a", 30), ("b", 2), ("c", 30)) for i in range(count)]
+    drawn = draw(prompts, 9)
+    assert [(p.source, p.tokens[0]) for p in drawn] == [
+        ("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2), ("a", 3)
+    ]  # fmt: skip
+    assert draw(prompts, 1000) == sorted(draw(prompts, 1000), key=lambda p: p.tokens) and draw([], 3) == []
+
+
+def evaluation(*counts: tuple[int, int], sources: str = "") -> Evaluation:
+    tokens, steps = zip(*counts, strict=True)
+    return Evaluation(0, tuple(sources or "a" * len(counts)), tokens, steps)
+
+
+def test_the_error_of_an_acceptance_length_is_that_of_a_ratio_over_prompts() -> None:
+    tokens = [30, 42, 25, 37, 51]
+    even = evaluation(*((n, 10) for n in tokens))  # as many steps each: the error of a mean
+    assert even.tau == 3.7 and even.standard_error == pytest.approx(statistics.stdev(tokens) / 10 / 5**0.5)
+    odd = evaluation((30, 10), (80, 20), (7, 7), (44, 11), (90, 40), (5, 2))
+    without = [
+        evaluation(*(c for j, c in enumerate(zip(odd.tokens, odd.steps, strict=True)) if j != i)) for i in range(6)
+    ]
+    taus = [e.tau for e in without]
+    jackknife = (5 / 6 * sum((tau - sum(taus) / 6) ** 2 for tau in taus)) ** 0.5
+    assert odd.standard_error == pytest.approx(jackknife, rel=0.4), "another estimate of the same"
+    assert evaluation((30, 10), (5, 10), (9, 3), sources="aba").by_source() == {"a": 3.0, "b": 0.5}
+    assert Evaluation.of_state(odd.to_state()) == odd
+
+
+def test_one_is_clearly_better_only_beyond_the_error_of_the_difference_over_the_same_prompts() -> None:
+    hard = [(20, 10), (60, 10), (35, 10), (90, 10)]
+    base = evaluation(*hard)
+    a_little = evaluation(*((n + more, s) for (n, s), more in zip(hard, (5, 6, 5, 6), strict=True)))
+    assert a_little.tau - base.tau < a_little.standard_error, "far within the errors of both"
+    assert a_little.clearly_better_than(base) and not base.clearly_better_than(a_little), "on every prompt alike"
+    lucky = evaluation(*((n + more, s) for (n, s), more in zip(hard, (60, -9, -9, -9), strict=True)))
+    assert lucky.tau > a_little.tau and not lucky.clearly_better_than(base)
+    differences = [6 - CLEARLY * 2, 6 + CLEARLY * 2]  # a mean of 6 whose error is 4 or more
+    edge = evaluation((100 + int(10 * differences[0]), 10), (100 + int(10 * differences[1]), 10))
+    assert edge.tau > 10 and not edge.clearly_better_than(evaluation((100, 10), (100, 10)))
+    assert not base.clearly_better_than(base)
+    assert not evaluation((99, 10)).clearly_better_than(evaluation((10, 10))), "one prompt has no error"
+    nothing = evaluation((0, 0), (0, 0))
+    assert math.isnan(nothing.tau) and not nothing.clearly_better_than(nothing)
+    assert str(nothing) == "nan" and str(evaluation((30, 10), (40, 10), sources="ab")).endswith(" (a 3.00, b 4.00)")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_engine_and_the_target_read_the_same_memory(kind: str) -> None:
+    target, other = make_target(kind), make_target(kind)
+    weights = TargetWeights.shared_with(target.model, ModelSpec.of_target(target.config))
+    held = {view.untyped_storage().data_ptr() for view in weights.places().values()}
+    for name, parameter in target.model.named_parameters():
+        assert parameter.untyped_storage().data_ptr() in held, name
+    for a, b in zip(target.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ids = torch.tensor([PROMPTS[0].tokens])
+    outs = [t.forward(ids, taps=(1, 3), logits="all") for t in (target, other)]
+    assert torch.allclose(outs[0].features, outs[1].features, rtol=1e-5, atol=1e-5)
+    short = SamplingParams(max_new_tokens=8)
+    assert (
+        generate(target, None, PROMPTS[0].tokens, short).tokens
+        == generate(other, None, PROMPTS[0].tokens, short).tokens
+    )
+
+
+def test_new_weights_are_taken_in_place() -> None:
+    target = make_target()
+    first, second = random_drafter(target, 1), random_drafter(target, 2)
+    held = HeldOut(target, first.config, PROMPTS, knobs("engine"))
+    assert held._engine is not None and held._engine.runner.drafter is not None
+    weights = held._engine.runner.drafter
+    before = [t.data_ptr() for t in (*weights.places().values(), weights.context_kv, weights.k_norms)]
+    held(first), held(second)
+    after = [t.data_ptr() for t in (*weights.places().values(), weights.context_kv, weights.k_norms)]
+    assert before == after, "a captured step reads these addresses"
+    fresh = Engine.of_modules(make_target(), second).runner.drafter
+    assert fresh is not None
+    rounded = [view.bfloat16().float() for view in (*fresh.places().values(), fresh.context_kv, fresh.k_norms)]
+    now = (*weights.places().values(), weights.context_kv, weights.k_norms)
+    assert all(itertools.starmap(torch.equal, zip(rounded, now, strict=True)))
+    with pytest.raises(ValueError, match="no prefix cache"):
+        Engine.of_modules(make_target(), first).load_drafter(second)
+
+
+def test_what_the_engine_does_not_compute_is_said_when_it_is_asked_for() -> None:
+    target = make_target(mlp_bias=True)
+    drafter = random_drafter(target, 1)
+    with pytest.raises(UserError, match="mlp_bias is not supported by the runtime"):
+        HeldOut(target, drafter.config, PROMPTS, knobs("engine"))
+    assert HeldOut(target, drafter.config, PROMPTS, knobs("auto"))(drafter).prompts == 3, "on a CPU, the reference"

@@ -1,0 +1,178 @@
+"""What a run says of itself while it goes on: rates, use of the GPU, W&B over a resume."""
+
+import itertools
+import json
+import math
+import resource
+import signal
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Clock
+from test_train_loop import argv
+
+import train.loop
+import train.run.metrics
+from dflash_toolkit import UserError
+from train.cli import main
+from train.optim.schedule import learning_rate_factor
+from train.run.metrics import MetricsLog, Speed, peak_flops
+from train.run.state import RunState, save_state
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Tesla T4", None)],
+)  # fmt: skip
+def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.run.metrics, "time", SimpleNamespace(perf_counter=clock))
+    speed = Speed(torch.device("cpu"))
+    clock.now += 1
+    assert speed.take(0.0).keys() == {
+        "tokens_per_second", "sequences_per_second", "data_share", "peak_resident_gb",
+    }  # fmt: skip
+    speed.peak = 1e12
+    for _ in range(2):
+        speed.count(100, 3)
+        clock.now += 0.25
+    with speed.data():
+        clock.now += 1.5
+    with speed.paused():
+        clock.now += 500
+    rates = speed.take(5e9)
+    assert (rates["tokens_per_second"], rates["sequences_per_second"]) == (200 / 2, 6 / 2)
+    assert rates["mfu"] == pytest.approx(2 * 5e9 / 2 / 1e12)
+    assert rates["data_share"] == 1.5 / 2
+    clock.now += 1
+    assert speed.take(5e9)["mfu"] == 0, "begun anew"
+
+
+def test_on_a_cpu_memory_is_the_largest_that_was_resident() -> None:
+    speed = Speed(torch.device("cpu"))
+    before = speed.take(0.0)["peak_resident_gb"]
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
+    assert now * 0.9 <= before < 1000, "the kernel counts pages now and then only"
+    held = torch.ones(int(1e9 * (before - now + 0.2)) // 4)
+    after = speed.take(0.0)["peak_resident_gb"]
+    assert before + 0.1 < after < before + 0.4
+    del held
+    assert speed.take(0.0)["peak_resident_gb"] >= after, "a peak, not what is resident now"
+
+
+def test_wsd_stays_at_the_peak_and_falls_to_zero_in_its_share() -> None:
+    factors = [learning_rate_factor(step, 100, 0.1, 0.2) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10:81] == [1.0] * 71
+    assert factors[85] == pytest.approx(1 - math.sqrt(5 / 20)) and factors[100] == 0.0
+    short = [learning_rate_factor(step, 1, 0.5, 0.5) for step in range(2)]
+    assert short == [1.0, 0.0]
+
+
+def test_wsd_goes_by_the_clock_too(timed: Clock, target_dir: Path, data: Path, tmp_path: Path) -> None:
+    wsd = ("optim.schedule=wsd", "optim.decay=0.5", "run.evaluate_every=0", "run.save_every=100")
+    clock = ("optim.learning_rate=1e-3", "optim.steps=0", "optim.minutes=0.5")  # a step takes a second
+    assert main(argv(target_dir, data, tmp_path, *wsd, *clock)) == 0
+    lines = map(json.loads, (tmp_path / "work/metrics.jsonl").read_text().splitlines())
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    falling = rates[len(rates) - rates[::-1].index(1e-3) :]
+    assert 10 <= rates.count(1e-3) <= 20 and 10 <= len(falling) <= 20, "half of some thirty steps"
+    assert all(a > b for a, b in itertools.pairwise([1e-3, *falling])) and rates[-1] < 5e-5
+
+
+# ---- W&B -------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    wandb = SimpleNamespace(errors=SimpleNamespace(Error=RuntimeError), init=lambda **given: begun.append(given["id"]))
+    monkeypatch.setattr(train.run.metrics, "import_wandb", lambda: wandb)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(UserError, match=r"wandb_id: cannot be written .*free some space"):
+            MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing that a resumption would believe"
+    for _ in range(2):
+        MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
+    assert len(begun) == 2 and len(set(begun)) == 1 and len(begun[0]) == 8
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """What the offline runs below `run` hold: LevelDB's log format behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found, whole = [], b""
+    for file in sorted((run / "work/wandb").glob("offline-run-*/*.wandb")):
+        content, at = file.read_bytes(), 7
+        while at + 7 < len(content):
+            if 32768 - at % 32768 < 7:  # too little for a header: the block is filled up with zeros
+                at += 32768 - at % 32768
+            length, kind = struct.unpack_from("<HB", content, at + 4)
+            whole += content[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # full, last
+                record, whole = Record.FromString(whole), b""
+                found.append(record)
+    return found
+
+
+def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_best(
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("wandb").teardown()  # it keeps the settings of its first use in the process
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    often = ("run.wandb=tiny", "optim.steps=6", "run.evaluate_every=2", "run.save_every=2")
+    with monkeypatch.context() as patch:
+
+        def interrupted(state: RunState, path: Path) -> None:
+            save_state(state, path)
+            if state.step == 4:
+                raise KeyboardInterrupt
+
+        patch.setattr(train.loop, "save_state", interrupted)
+        assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
+    assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
+
+    deadline = time.monotonic() + 120  # wandb's own process may still be writing
+    while True:
+        records = wandb_records(tmp_path / "run")
+        if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    runs = [record.run for record in records if record.HasField("run")]
+    assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"tiny"}
+    config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert config["versions"]["git"] == record["versions"]["git"]
+    assert config["config"] == record["config"]
+    summary = {item.key: json.loads(item.value_json) for r in records for item in r.summary.update}
+    assert summary["best_acceptance_length"] == pytest.approx(record["result"]["acceptance_length"])
+    steps = [
+        json.loads(item.value_json)
+        for r in records
+        for item in r.history.item
+        if item.key == "step" or list(item.nested_key) == ["step"]
+    ]
+    assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6], "both halves"

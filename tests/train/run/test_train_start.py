@@ -1,0 +1,311 @@
+"""A run that starts from a drafter there is, of either form; averaged weights; a quantised target."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target, prompts_of
+from safetensors.torch import load_file, save_file
+from test_train_loop import argv, weights
+
+import train.loop
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.checkpoint.speculators import save_speculators
+from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.models.dflash.network import weights_hash
+from dflash_toolkit.models.rope import RopeScaling
+from dflash_toolkit.runtime.weights import ModelSpec
+from train.cli import main
+from train.config import DataKnobs, TrainConfig
+from train.optim.optimizers import update_average
+from train.responses import backends
+from train.run.state import RunState, save_state
+
+STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
+
+
+def small_drafter(**changes: Any) -> Drafter:
+    return make_drafter(make_target(), **({"taps": 2, "layers": 1, "block_size": 4} | changes))
+
+
+def rename(path: Path, change: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_start(form: str, path: Path, drafter: Drafter) -> Path:
+    if form == "z-lab":
+        save_drafter(drafter, path)
+        return path
+    target = make_target()
+    save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
+    config = json.loads((path / "config.json").read_text())
+    del config["dflash_toolkit"]  # as that library writes it: the target's depth is not recorded
+    config |= {"emb_dim": 256, "projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
+    (path / "config.json").write_text(json.dumps(config))
+    if form == "prefixed":
+        more = {"verifier_norm.weight": torch.ones(32)}
+        rename(path, lambda tensors: {f"model.{name}": value for name, value in (tensors | more).items()})
+    return path
+
+
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("form", ["z-lab", "prefixed"])
+def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
+    form: str,
+    scaling: RopeScaling | None,
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    drafter = small_drafter(rope_scaling=scaling)
+    start = write_start(form, tmp_path / "start", drafter)
+    assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start), *STILL)) == 0
+    exported = load_drafter(str(tmp_path / "run"))
+    assert exported.config == drafter.config, "the target's depth too, which the speculators form need not record"
+    for (name, ours), theirs in zip(exported.named_parameters(), drafter.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16()), name
+
+    lines = [json.loads(line) for line in (tmp_path / "run/work/metrics.jsonl").read_text().splitlines()]
+    target = Target.load(str(target_dir))
+    config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2))
+    _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
+    loaded = load_drafter(str(start), dtype=torch.float32)
+    tau = held_out_acceptance(target, loaded, asked, SamplingParams(max_new_tokens=8)).tau_pooled
+    assert (lines[0]["step"], lines[0]["acceptance_length"]) == (0, pytest.approx(tau, abs=1e-5))
+
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["start"] == {"drafter": str(start), "sha256": weights_hash(drafter)}
+    assert record["config"]["drafter"]["intermediate_size"] == 48, "the start's, not the target's"
+    assert "scaled_frequencies" not in record["drafter"], "they follow from the rest"
+
+
+def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafter = small_drafter()
+    for name in ("here", "there"):
+        save_drafter(drafter, tmp_path / name)
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] += 1
+    save_drafter(drafter, tmp_path / "other")
+    expected = {"here": (0, "drafter exported"), "there": (0, "finished"), "other": (2, "start: ")}
+    for name, (code, said) in expected.items():
+        capsys.readouterr()
+        assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(tmp_path / name), *STILL)) == code
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "said"),
+    [
+        ({}, ["drafter.layers=5"], "drafter.layers is 5, but init_from="),  # given, though it is the default
+        ({}, ["drafter.target_layer_ids=[0,3]"], "drafter.target_layer_ids is [0, 3], but"),
+        ({"block_size": 8}, [], "drafter.block_size is 4, but"),
+        ({"hidden_size": 64}, [], "hidden size is 64, the target's 32"),
+        ({"vocab_size": VOCAB + 4}, [], f"vocabulary is {VOCAB + 4}"),
+        ({"num_target_layers": 12, "target_layer_ids": (1, 9)}, [], "taps layer 9"),
+        ({}, ["--output", "START"], "would overwrite"),
+        ({}, ["--init-from", "/no/such/drafter"], "/no/such/drafter: no such directory"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_start_that_does_not_fit_is_one_line(
+    changes: dict[str, Any],
+    arguments: list[str],
+    said: str,
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start = write_start("z-lab", tmp_path / "start", small_drafter(**changes))
+    arguments = [str(start) if argument == "START" else argument for argument in arguments]
+    assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start), *arguments)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and said in errors[0]
+
+
+@pytest.mark.parametrize("how", ["maps", "size", "anchor"])
+def test_a_variant_of_the_speculators_form_is_refused_in_one_line(how: str, tmp_path: Path) -> None:
+    path = write_start("speculators", tmp_path, small_drafter())
+    if how == "maps":
+        rename(path, lambda tensors: tensors | {"d2t": torch.zeros(VOCAB, dtype=torch.long)})
+    else:
+        change = {"size": {"draft_vocab_size": 100}, "anchor": {"sample_from_anchor": True}}[how]
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match={"anchor": "not plain DFlash"}.get(how, "reduced vocabulary")) as caught:
+        load_drafter(str(path))
+    assert "\n" not in str(caught.value)
+    assert ("dflash-train --init-from starts from its layers" in str(caught.value)) == (how != "anchor")
+
+
+# ---- averaged weights ------------------------------------------------------------------------------------------
+
+
+def test_an_average_of_the_weights_is_what_is_measured_exported_and_resumed(
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    averaged = (
+        "optim.ema=0.5",
+        "optim.steps=6",
+        "run.evaluate_every=0",
+        "run.save_every=1",
+        "optim.learning_rate=1e-2",
+    )
+    states: list[dict[str, torch.Tensor]] = []
+
+    def seen(state: RunState, path: Path) -> None:
+        states.append({name: value.clone() for name, value in state.drafter.items()})
+        save_state(state, path)
+
+    def interrupted(state: RunState, path: Path) -> None:
+        save_state(state, path)
+        if state.step == 2:
+            raise KeyboardInterrupt
+
+    for name, save, code in (("killed", interrupted, 130), ("killed", save_state, 0), ("whole", seen, 0)):
+        monkeypatch.setattr(train.loop, "save_state", save)
+        assert main(argv(target_dir, data, tmp_path / name, *averaged)) == code
+    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+    average = torch.load(tmp_path / "whole/work/state.pt")["average"]
+    exported = load_file(tmp_path / "whole/model.safetensors")
+    for name, value in average.items():
+        expected = states[0][name]  # what the start still weighs does not matter to bf16 after five more
+        for step, state in enumerate(states[1:], 2):
+            expected = torch.lerp(expected, state[name], 1 - min(0.5, (1 + step) / (10 + step)))
+        assert torch.allclose(value, expected, atol=3e-3) and not torch.equal(value, states[-1][name])
+        assert torch.equal(exported[name], value.bfloat16()), name
+
+
+def test_a_young_average_forgets_faster() -> None:
+    average, module = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(module.weight)
+    for step, decay, kept in ((1, 0.999, 2 / 11), (1, 0.1, 0.1), (10**6, 0.999, 0.999)):
+        torch.nn.init.zeros_(average.weight)
+        update_average(average, module, decay, step)
+        assert average.weight.flatten().tolist() == pytest.approx([1 - kept] * 4)
+
+
+# ---- quantised targets -----------------------------------------------------------------------------------------
+
+
+def test_a_quantised_target_whose_library_is_missing_names_it(target_dir: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(target_dir, tmp_path / "target"))
+    config = json.loads((path / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "aqlm"}}
+    (path / "config.json").write_text(json.dumps(config | quantised))
+    with pytest.raises(UserError, match=r"cannot load its weights .*aqlm") as caught:
+        Target.load(str(path), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_with_a_quantised_head_is_refused() -> None:
+    model = make_target(tied=False).model
+    model.lm_head = torch.nn.Linear(32, VOCAB, bias=False)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB * 16, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UserError, match="its LM head is quantised, and a drafter needs it dense"):
+        Target(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_run_on_a_target_in_four_bits(
+    device: str,
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    path = Path(shutil.copytree(target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
+    config = AutoConfig.from_pretrained(path)
+    config.update({"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})  # rows of whole blocks of 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=four, device_map={"": device})
+    model.save_pretrained(path)
+    loaded = Target.load(str(path), device)
+    assert type(loaded.layers[0].mlp.up_proj).__name__ == "Linear4bit" and loaded.device.type == device
+    assert loaded.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
+    with pytest.raises(UserError, match="quantised weights are not supported by the runtime"):
+        ModelSpec.of_target(loaded.config)
+    assert main(argv(path, data, tmp_path / "run", "optim.steps=2", f"run.device={device}")) == 0
+    assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp_path: Path) -> None:
+    """A checkpoint as llm-compressor writes it: e4m3 weights with a scale for each row, activations by the token."""
+    pytest.importorskip("compressed_tensors")
+    path = Path(shutil.copytree(target_dir, tmp_path / "target"))
+    tensors = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+            tensors[f"{name}_scale"], weight = scale, (weight / scale).to(torch.float8_e4m3fn)
+        tensors[name] = weight
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"], "weights": {**eight, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+    }  # fmt: skip
+    quantised = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    loaded = Target.load(str(path), device)
+    assert loaded.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn and loaded.device.type == device
+    ids = torch.arange(20, device=device)[None]
+    rounded, exact = (
+        target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), device))
+    )
+    assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
+    knobs = ("optim.steps=2", "drafter.head_dim=16", f"run.device={device}")  # the least that FlexAttention takes
+    assert main(argv(path, data, tmp_path / "run", *knobs)) == 0
+    first = ("--init-from", str(tmp_path / "run"), "optim.steps=1", f"run.device={device}")
+    assert main(argv(path, data, tmp_path / "further", *first)) == 0, "it goes on from a drafter, too"
+
+
+@pytest.mark.parametrize("with_drafter", [False, True])
+def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
+    with_drafter: bool,
+    target_dir: Path,
+    drafter_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def cannot(*_: Any) -> None:
+        raise UserError("of another kind")
+
+    monkeypatch.setattr(backends, "load_target", cannot)
+    drafter = str(drafter_dir) if with_drafter else None
+    found = backends.open_backend(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
+    said = capsys.readouterr().err
+    assert isinstance(found, backends.ReferenceBackend) and said.count("the reference answers") == 1
+    assert ("without the drafter" in said) == with_drafter
+
+
+def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "load_target", lambda *_: pytest.fail("the target was read"))
+    with pytest.raises(UserError, match="no such directory"):
+        backends.open_backend(str(target_dir), drafter=str(tmp_path / "none"), device="cpu", batch=1, context=64)

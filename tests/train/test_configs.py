@@ -1,0 +1,89 @@
+"""Every shipped configuration loads strictly, and the files it names are there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+
+from dflash_toolkit.config import UserError, read_yaml, to_mapping
+from dflash_toolkit.data.prompts import read_prompts
+from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from train.config import PACK_TOKENS, TrainConfig, configure
+from train.optim.schedule import packing
+
+FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_a_shipped_config_is_valid_and_says_how_to_launch_it(path: Path) -> None:
+    config = configure(read_yaml(path), path.name)
+    assert f"dflash-train --config configs/{path.name}" in path.read_text()
+    for file in (*config.data, *config.held_out):
+        assert read_prompts(ROOT / file)
+
+
+def test_the_default_config_is_the_defaults_spelled_out() -> None:
+    spelled = configure(read_yaml(ROOT / "configs/qwen3-8b.yaml"))
+    assert spelled == TrainConfig(target="Qwen/Qwen3-8B")
+    assert default_target_layer_ids(36, spelled.drafter.taps) == (1, 9, 17, 25, 33)
+    assert spelled.gamma == 7.0
+    assert replace(spelled, drafter=replace(spelled.drafter, block_size=8)).gamma == 4.0
+
+
+def test_the_demo_is_trained_watched_and_reported_on_different_prompts() -> None:
+    parts = [
+        read_prompts(ROOT / f"scripts/demo/prompts/count_{part}.jsonl") for part in ("train", "held_out", "report")
+    ]
+    assert [len(part) for part in parts] == [150, 12, 8]
+    assert len({prompt.messages[0]["content"] for part in parts for prompt in part}) == 170
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "tiny-cpu.yaml"])
+def test_a_shipped_cpu_run_is_the_same_experiment_on_a_gpu(name: str) -> None:
+    config = configure(read_yaml(ROOT / "configs" / name))
+    assert packing(config, GPU) == packing(config, CPU) == (0, 0)
+    assert config.optim.optimizer == "adamw" and config.run.dtype == "float32"
+
+
+@pytest.mark.parametrize("given", [{"optim": {"batch_size": 8}}, {"loss": {"anchors": 512}}])
+def test_what_is_of_rows_apart_keeps_them_apart_on_every_device(given: dict[str, dict[str, int]]) -> None:
+    config = configure({"target": "t", **given})
+    assert packing(config, GPU) == packing(config, CPU) == (0, 0)
+    assert replace(config, optim=replace(config.optim, pack_tokens=None)) == TrainConfig(target="t")
+    (group,) = given
+    (key,) = given[group]
+    taken_back = configure({"target": "t", group: {key: None}})
+    assert taken_back == TrainConfig(target="t") and packing(taken_back, GPU)[0] == PACK_TOKENS
+    for packed in ({"pack_tokens": 256}, {"pack_blocks": 12}):
+        optim = {**given.get("optim", {}), **packed}
+        with pytest.raises(UserError, match=rf"^optim.{next(iter(packed))} .*{group}.{key}"):
+            configure({"target": "t", **given, "optim": optim})
+
+
+@pytest.mark.parametrize(
+    ("given", "with_effect"),
+    [
+        ({"loss": {"gamma": 5.0}}, {"loss": {"weights": "decay"}}),
+        ({"loss": {"weights": "decay", "alpha": 0.25}}, {"loss": {"weights": "dpace"}}),
+        ({"loss": {"temperature": 0.7}}, {"loss": {"tv": 0.9}}),
+        ({"optim": {"decay": 0.5}}, {"optim": {"schedule": "wsd"}}),
+        ({"run": {"feature_dir": "x"}}, {"run": {"features": "hybrid"}}),
+        ({"run": {"features": "online", "feature_cache_gb": 4}}, {"run": {"features": "auto"}}),
+    ],
+)
+def test_an_option_without_effect_is_refused_by_name(given: dict, with_effect: dict) -> None:  # type: ignore[type-arg]
+    (group,) = given
+    with pytest.raises(UserError, match=rf"^{group}\.{list(given[group])[-1]} is .* has an effect with"):
+        configure({"target": "t", **given})
+    assert configure({"target": "t", group: given[group] | with_effect[group]})
+
+
+def test_a_configuration_that_was_written_down_is_read_back_equal() -> None:
+    config = TrainConfig(target="t")
+    kept = to_mapping(config)
+    assert configure(kept) == config

@@ -1,0 +1,199 @@
+"""What must never happen unseen: weights that are no numbers, prompts that are measured on and trained on, rows of
+shapes that mean something else, an export that is none."""
+
+import errno
+import fcntl
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target, prompts_of
+from test_train_loop import rows
+
+from dflash_toolkit import Target, UserError, save_drafter
+from dflash_toolkit.files import locked
+from dflash_toolkit.models.target import load_tokenizer
+from train import loop
+from train.cli import WORK, main
+from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.optim.schedule import learning_rate_factor
+from train.run.state import load_state
+
+SMALL = (
+    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "loss.anchors=4", "answers.max_new_tokens=16",
+    "optim.steps=2", "run.evaluate_prompts=2", "run.evaluate_tokens=8",
+)  # fmt: skip
+
+
+def written(path: Path, found: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return str(path)
+
+
+def command(target_dir: Path, data: str, output: Path, *more: str) -> list[str]:
+    return ["--target", str(target_dir), "--data", data, "--output", str(output), *SMALL, *more]
+
+
+@pytest.mark.parametrize("bad", [3, 4, 5])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
+    bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, exported = loop.compute_loss, iter(range(100)), []
+
+    def spoilt(*args: Any) -> Any:
+        result = real(*args)
+        if next(calls) == bad:
+            result.weighted_sum = result.weighted_sum * math.nan
+        return result
+
+    monkeypatch.setattr(loop, "compute_loss", spoilt)
+    target = make_target()
+    config = TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8),
+        optim=OptimKnobs(optimizer="adamw", steps=6, batch_size=4), run=RunKnobs(log_every=2, save_every=2),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=f"step {2 * (bad // 2) + 2}: the gradient is not a number"):
+        loop.train(
+            config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: exported.append(1)
+        )
+    point = load_state(tmp_path / "state.pt", {})
+    assert point is not None and point.step == 2 * (bad // 2) and not exported
+    assert all(bool(weight.isfinite().all()) for weight in point.drafter.values())
+
+
+def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
+    drafter = make_drafter(make_target())
+    save_drafter(drafter, tmp_path / "d")
+    before = (tmp_path / "d" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = math.nan
+    with pytest.raises(UserError, match=r"not written, for fc\.weight holds values that are no numbers"):
+        save_drafter(drafter, tmp_path / "d")
+    assert (tmp_path / "d" / "model.safetensors").read_bytes() == before
+
+
+def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(target_dir: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(10)] * 2)
+    config = TrainConfig(target=str(target_dir), data=(data,), prompts=DataKnobs(held_out=6))
+    training, held_out = prompts_of(config, load_tokenizer(str(target_dir)), tmp_path)
+    assert (len(training), len(held_out)) == (5, 5)
+    assert not {tuple(ids) for ids in held_out} & {tuple(ids) for ids in training}
+
+
+def test_a_row_that_only_fits_without_packing_is_left_out(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [{"prompt": "x" * 200 + str(i)} for i in range(4)] + [{"prompt": f"short {i}"} for i in range(6)]
+    data = written(tmp_path / "p.jsonl", found)
+    packed = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0",
+              "optim.batch_size=null", "loss.anchors=null")  # fmt: skip
+    assert main(command(target_dir, data, tmp_path / "run", *packed)) == 0
+    assert "dropped 4 of 10 answers" in capsys.readouterr().err
+
+
+def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
+    monkeypatch: pytest.MonkeyPatch, target: Target, target_dir: Path, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    good = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(3)]
+    parts = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"part {i}"}]},
+                           {"role": "assistant", "content": "yes"}]} for i in range(3)]  # fmt: skip
+    odd: list[dict[str, Any]] = [{"prompt": 5}, {"messages": '[{"role": "user"}]'}, {"messages": [{"content": "x"}]}]
+
+    # of one column each, which no table holds
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: good + parts + odd)
+    config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=0, max_prompts=0))
+    training, _ = prompts_of(config, target.tokenizer, tmp_path)
+    texts = [target.tokenizer.decode(ids) for ids in training]
+    assert texts == [f"<|user|>{kind} {i}<|end|><|assistant|>" for kind in ("say", "part") for i in range(3)]
+
+
+def test_an_answer_that_is_no_text_is_one_line_and_a_drafter_that_is_gone_is_exported_again(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = written(tmp_path / "s.jsonl", [{"prompt": f"say {i}", "response": "a \ud83d b"} for i in range(6)])
+    assert main(command(target_dir, data, tmp_path / "s", "answers.regenerate=false")) == 2
+    assert "is no valid text" in capsys.readouterr().err.splitlines()[-1]
+    run = command(target_dir, written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)]), tmp_path / "r")
+    assert main(run) == 0
+    before = (tmp_path / "r" / "model.safetensors").read_bytes()
+    (tmp_path / "r" / "model.safetensors").unlink()
+    assert main(run) == 0
+    assert (tmp_path / "r" / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(target_dir: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)])
+    assert main(command(target_dir, data, tmp_path / "r")) == 0
+    answers = (tmp_path / "r" / "work" / "answers.jsonl").read_bytes()
+    (tmp_path / "r" / "run.json").unlink()
+    assert main(command(target_dir, data, tmp_path / "r", "answers.batch_size=1")) == 0
+    assert (tmp_path / "r" / "work" / "answers.jsonl").read_bytes() == answers
+
+
+def test_two_runs_do_not_train_into_one_folder(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = written(tmp_path / "data.jsonl", [{"prompt": f"Say {i}."} for i in range(12)])
+    (tmp_path / "out" / WORK).mkdir(parents=True)
+    with locked(tmp_path / "out" / WORK):
+        assert main(command(target_dir, data, tmp_path / "out")) == 2
+    assert "is being written by another run" in capsys.readouterr().err.splitlines()[-1]
+    assert not list((tmp_path / "out" / WORK).iterdir())
+    assert main(command(target_dir, data, tmp_path / "out")) == 0, "the lock went with its holder"
+
+
+def test_a_lock_is_one_runs_and_goes_with_a_mistake(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(RuntimeError), locked(place):
+            with pytest.raises(UserError, match="another run"), locked(place):
+                raise AssertionError("two hold it")
+            raise RuntimeError("a mistake")
+        with locked(place):
+            pass
+
+
+def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with locked(tmp_path / "file"):
+        assert (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("groups", [(8, 1), (1, 8), (2, 4)])
+def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
+    groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by the share of the data that is behind, whatever the steps were."""
+    target, real, begun = make_target(), loop.compute_loss, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 25:  # of 48 micro batches
+            raise KeyboardInterrupt
+        return real(*args)
+
+    def run(accumulate: int) -> None:
+        config = TrainConfig(
+            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
+            optim=OptimKnobs(optimizer="adamw", epochs=6, batch_size=2, accumulate=accumulate, warmup=0.01),
+            run=RunKnobs(log_every=1, save_every=1),
+        )  # fmt: skip
+        loop.train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None)
+
+    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(groups[0])
+    run(groups[1])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    micro = [round(8 * line["epoch"]) for line in lines]
+    assert micro[-1] == 48
+    for before, after, line in zip([0, *micro], micro, lines, strict=False):
+        expected = learning_rate_factor(before // (after - before), 48 // (after - before), 0.01)
+        assert line["learning_rate"] == pytest.approx(6e-4 * expected, abs=2e-6), after

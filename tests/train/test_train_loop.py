@@ -1,0 +1,342 @@
+"""The loop: golden losses, exact resume after kill -9, a full disk, other settings, W&B."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from conftest import Clock, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import ROOT
+from safetensors.torch import load_file
+
+from dflash_toolkit import UserError
+from dflash_toolkit.progress import Progress
+from train.cli import main
+from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.loop import train
+from train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor
+from train.responses.rows import Row
+from train.run.metrics import MetricsLog
+from train.run.state import RunState, first_difference, load_state, save_state
+
+GOLDEN = ROOT / "tests/golden/loss_curve.json"
+
+
+def rows(count: int) -> list[Row]:
+    g = torch.Generator().manual_seed(9)
+    lengths = torch.randint(20, 50, (count,), generator=g).tolist()
+    # answers that repeat themselves, so there is something to learn
+    return [Row(i, 6, (torch.randint(0, 250, (7,), generator=g).tolist() * 8)[:n]) for i, n in enumerate(lengths)]
+
+
+def losses(path: Path) -> list[float]:
+    return [v["loss"] for v in map(json.loads, path.read_text().splitlines()) if "loss" in v]
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
+    """A change that should move it sets the golden values anew: GOLDEN=write pytest tests/train/test_train_loop.py."""
+    target = make_target()
+    config = TrainConfig(
+        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8, weights=weights),
+        optim=OptimKnobs(optimizer="adamw", steps=40, batch_size=4, learning_rate=3e-3), run=RunKnobs(log_every=4),
+    )  # fmt: skip
+    train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda trained, tau: None)
+    curve = losses(tmp_path / "metrics.jsonl")
+    assert len(curve) == 10 and curve[-1] < curve[0] - 1
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("GOLDEN") == "write":
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(json.dumps(golden | {weights: curve}, indent=1) + "\n")
+        golden = json.loads(GOLDEN.read_text())
+    assert curve == pytest.approx(golden[weights], rel=1e-4)
+
+
+def test_every_epoch_sees_every_row_once_in_its_own_order() -> None:
+    schedule = Schedule(rows=10, batch_size=4, epochs=3, steps=0, seed=1)
+    assert schedule.total == 9
+    epochs = [[i for step in range(3 * e, 3 * e + 3) for i in schedule.indices(step)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert schedule.indices(4) == Schedule(10, 4, 3, 0, seed=1).indices(4) != Schedule(10, 4, 3, 0, seed=2).indices(4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 100), st.integers(0, 5))
+def test_packs_hold_every_row_once_an_epoch_and_never_too_much(lengths: list[int], room: int, seed: int) -> None:
+    schedule = PackedSchedule(lengths, room, epochs=2, steps=0, seed=seed)
+    packs = [schedule.indices(step) for step in range(schedule.total)]
+    assert sorted(i for pack in packs for i in pack) == sorted([*range(len(lengths))] * 2)
+    assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= room for pack in packs)
+    again = PackedSchedule(lengths, room, epochs=1, steps=schedule.total, seed=seed)
+    assert [again.indices(step) for step in reversed(range(again.total))] == packs[::-1]
+
+
+def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() -> None:
+    factors = [learning_rate_factor(step, 100, 0.1) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[55] == pytest.approx(0.5) and factors[100] == pytest.approx(0.0)
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+
+
+def lines_without_speed(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if not key.endswith(("_per_second", "_share", "_resident_gb"))}
+        for line in lines
+    ]
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------
+
+SETTINGS = [
+    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "answers.max_new_tokens=24", "loss.anchors=4",
+    "optim.steps=24", "optim.batch_size=2", "run.save_every=4", "run.log_every=1", "run.evaluate_prompts=2",
+    "run.evaluate_every=10", "run.evaluate_tokens=8", "prompts.held_out=2",
+]  # fmt: skip
+
+
+def argv(target_dir: Path, data: Path, output: Path, *more: str) -> list[str]:
+    words = ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
+    if any(word.startswith("optim.pack_tokens=") for word in more):  # of rows that are not packed
+        words += ["optim.batch_size=null", "loss.anchors=null"]
+    return words
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    """The trainer in a process of its own."""
+    code = "import torch, sys; torch.set_num_threads(1); from train.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
+
+
+def kill_after(lines: int, pid: int, metrics: Path) -> None:
+    """SIGKILL for a process on a GPU once metrics.jsonl has so many lines."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.002)
+
+
+def run_killed_after(lines: int, arguments: list[str], path: Path) -> None:
+    """A real process, killed with SIGKILL once `path` has so many lines."""
+    process = forked.start("train.cli", arguments, until=(path, lines))
+    forked.wait_stopped(process)
+    process.kill()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def weights(run: Path) -> list[tuple[str, bytes]]:
+    tensors = load_file(run / "model.safetensors") | torch.load(run / "work" / "state.pt", "cpu")["drafter"]
+    return sorted((name, bytes(tensor.view(torch.uint8).numpy())) for name, tensor in tensors.items())
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main(argv(target_dir, data, whole, "answers.batch_size=1")) == 0
+    # while answering; before the first resume point; between two, after an evaluation, with another speed
+    work = killed / "work"
+    run_killed_after(1, argv(target_dir, data, killed, "answers.batch_size=1"), work / "answers.jsonl")
+    for lines, features in ((2, "online"), (6, "hybrid"), (15, "disk")):
+        arguments = argv(target_dir, data, killed, "answers.batch_size=1", f"run.features={features}")
+        run_killed_after(lines, arguments, work / "metrics.jsonl")
+    assert main(argv(target_dir, data, killed, "answers.batch_size=1")) == 0
+    kept = [lines_without_speed(run / "work" / "metrics.jsonl") for run in (whole, killed)]
+    assert len(kept[0]) == 27 and kept[0] == kept[1]
+    assert weights(whole) == weights(killed)
+
+
+def test_cached_features_change_nothing(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    for name, gigabytes in (("off", 0), ("on", 1)):
+        assert main(argv(target_dir, data, tmp_path / name, f"run.feature_cache_gb={gigabytes}")) == 0
+    off, on = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("off", "on"))
+    assert len(off) == 27 and off == on
+    assert weights(tmp_path / "off") == weights(tmp_path / "on")
+
+
+def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    packed = ["optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
+    assert main(argv(target_dir, data, tmp_path / "whole", *packed)) == 0
+    run_killed_after(3, argv(target_dir, data, tmp_path / "killed", *packed), tmp_path / "killed/work/metrics.jsonl")
+    assert main(argv(target_dir, data, tmp_path / "killed", *packed)) == 0
+    whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed"))
+    assert whole == killed and [line["step"] for line in whole if "loss" in line][-1] == 9
+    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+
+
+@pytest.mark.gpu
+def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine.
+
+    Every part is a process of its own: what this one compiled for other tests decides how it compiles the step.
+    """
+    users = [
+        "run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
+        "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000",
+    ]  # fmt: skip
+    assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
+    for lines in (6, 15):  # between resume points; behind an evaluation
+        process = start(argv(target_dir, data, tmp_path / "killed", *users))
+        kill_after(lines, process.pid, tmp_path / "killed/work/metrics.jsonl")
+        assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
+    assert start(argv(target_dir, data, tmp_path / "killed", *users)).wait() == 0
+    curves = [losses(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed")]
+    assert len(curves[0]) == 24 and curves[0] == curves[1]
+    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+
+
+def test_a_run_by_the_clock_ends_by_the_clock(
+    timed: Clock, target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Any] = []
+
+    class Watched(Progress):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            bars.append(self._bar.tasks[0])
+
+    monkeypatch.setattr(sys.modules["train.loop"], "Progress", Watched)
+    clock = ("optim.minutes=0.5", "optim.steps=0", "run.evaluate_every=0", "run.save_every=100")
+    assert main(argv(target_dir, data, tmp_path / "run", *clock)) == 0
+    lines = lines_without_speed(tmp_path / "run/work/metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    assert len(rates) == 30 and rates[-1] < max(rates) / 100, "a step takes a second"
+    assert [(bar.description, bar.total, bar.completed) for bar in bars] == [("training s", 30, 30)], "its time left"
+
+
+def test_other_settings_in_the_same_output_are_refused_by_name(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert main(argv(target_dir, data, output)) == 0
+    for change in ("optim.learning_rate=1e-3", "answers.max_new_tokens=9", "run.evaluate_tokens=9", "run.seed=3"):
+        capsys.readouterr()
+        assert main(argv(target_dir, data, output, change)) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("error:") and change.partition("=")[0].partition(".")[2] in last
+
+
+def test_answers_are_not_reused_for_another_split(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index of the answers file names a prompt of one split; in another, it would be a held-out one."""
+    output = tmp_path / "run"
+    assert main(argv(target_dir, data, output, "optim.steps=1")) == 0
+    for name in ("run.json", "work/state.pt"):  # as after a kill before the first resume point
+        (output / name).unlink()
+    for change in ("prompts.held_out=3", "run.seed=1", "prompts.max_prompts=9"):
+        capsys.readouterr()
+        assert main(argv(target_dir, data, output, "optim.steps=1", change)) == 2
+        assert change.partition("=")[0].partition(".")[2] in capsys.readouterr().err.splitlines()[-1]
+    assert main(argv(target_dir, data, output, "optim.steps=1")) == 0
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing past `size` bytes of any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_anywhere_is_one_line_and_the_run_goes_on_later(
+    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, starved = tmp_path / "whole", tmp_path / "starved"
+    assert main(argv(target_dir, data, whole)) == 0
+    failed = set()
+    for size in (100, 1000, 2000, 4000, 40_000, 70_000):
+        capsys.readouterr()
+        with largest_file(size):
+            assert main(argv(target_dir, data, starved)) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and "free some space" in errors[0]
+        failed.add(Path(errors[0].split()[1].rstrip(":")).name)
+        assert not list(starved.rglob("*.partial*"))
+    assert failed == {"all.jsonl", "answers.jsonl", "state.pt"}, "each in turn"
+    assert main(argv(target_dir, data, starved)) == 0
+    assert weights(whole) == weights(starved)
+
+
+def test_a_metrics_file_that_cannot_grow_is_one_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, None, {})
+    log.write(1, {"loss": 1.0})
+    with largest_file(30), pytest.raises(UserError, match=r"metrics.jsonl: cannot be written .* free some space"):
+        log.write(2, {"loss": 2.0})
+    log.close()
+    again = MetricsLog(tmp_path / "metrics.jsonl", 1, None, {})  # the torn line goes
+    again.write(2, {"loss": float("nan")})
+    assert lines_without_speed(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}]
+    with largest_file(3), pytest.raises(UserError, match="cannot be written"):
+        MetricsLog(tmp_path / "metrics.jsonl", 1, None, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def state(step: int) -> RunState:
+    return RunState(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0, step)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+def test_a_full_disk_leaves_the_last_resume_point(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.pt"
+    save_state(state(3), path)
+
+    def half(value: Any, handle: Any) -> None:
+        handle.write(b"half")
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half)
+        with pytest.raises(UserError, match="cannot save the run"):
+            save_state(state(4), path)
+    loaded = load_state(path, {"a": 1})
+    assert loaded is not None and loaded.step == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_corrupt_resume_point_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "state.pt").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="not a resume point"):
+        load_state(tmp_path / "state.pt", {})
+
+
+def test_the_first_difference_is_named_by_its_path() -> None:
+    assert first_difference({"a": {"b": 1}}, {"a": {"b": 2}}) == "a.b: 1, now 2"
+    assert first_difference({"a": 1}, {"a": 1, "c": 3}) == "c: None, now 3"
+    assert first_difference({"a": [1]}, {"a": [1]}) is None
+
+
+# ---- W&B -------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_wandb_names_its_extra(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny")) == 2
+    assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists(), "said before anything is computed"

@@ -1,0 +1,323 @@
+"""What dflash-train and dflash-data promise beside their results: what they show, how they ask, what they count."""
+
+import functools
+import io
+import json
+import re
+import shutil
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import rich.console
+import torch
+from conftest import EOS, TEMPLATE, Clock, make_drafter
+from test_data_cli import argv, lines, write
+from test_data_endpoint import WORDS, Fake, ask, fake, prompts, whole
+from test_train_loop import argv as train_argv
+
+from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter
+from dflash_toolkit.data import sources
+from dflash_toolkit.progress import Progress
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.weights import DrafterWeights
+from train import cli
+from train.config import OptimKnobs
+from train.data_cli import main
+from train.optim.optimizers import make_optimizer
+from train.responses import backends
+
+__all__ = ["fake", "prompts"]  # fixtures
+
+
+# ---- progress --------------------------------------------------------------------------------------------------
+
+
+def shown(clock: Clock, patch: pytest.MonkeyPatch, total: int | None, *, terminal: bool) -> str:
+    """What stands on stderr of 40 of `total` parts, 4 s and 30 words each."""
+    stderr = io.StringIO()
+    console = rich.console.Console(
+        file=stderr, width=120, force_terminal=terminal, color_system=None, get_time=clock, legacy_windows=False
+    )
+    patch.setattr(rich.console, "Console", lambda **_: console)
+    patch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    with Progress("stage", total, unit="word") as bar:
+        for _ in range(40):
+            clock.now += 4
+            bar.advance(1, units=30, note="so far")
+    return stderr.getvalue()
+
+
+def test_a_bar_shows_rate_and_time_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    drawn = re.findall(r"stage .+", shown(clock, monkeypatch, 100, terminal=True))
+    assert "40/100 7.5 word/s 0:04:00 left so far" in drawn[-1], "60 parts of 4 s"
+
+
+def test_a_log_file_gets_a_line_with_rate_and_time_left_now_and_then(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = re.findall(r"^stage .+$", shown(clock, monkeypatch, 100, terminal=False), re.MULTILINE)
+    assert said[0] == "stage 3/100 7.5 word/s 388 s left so far"
+    assert said[12] == "stage 39/100 7.5 word/s 244 s left so far"
+    assert sum(" s left" in line for line in said) == 13, "every third part, once more than ten seconds are over"
+
+
+def test_a_log_line_says_that_an_unknown_total_leaves_the_time_open(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = shown(clock, monkeypatch, None, terminal=False)
+    assert "stage 3/? 7.5 word/s ? left so far\n" in said
+
+
+@pytest.fixture
+def talkative(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of progress at every turn, by the clock."""
+    console = functools.partial(rich.console.Console, get_time=clock, force_terminal=False)
+    monkeypatch.setattr(rich.console, "Console", console)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(progress, "PLAIN_EVERY_S", -1.0)
+
+
+@pytest.mark.usefixtures("talkative")
+def test_dflash_data_shows_answered_tokens_a_second_and_time_left(
+    clock: Clock, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.reply = clock.costs(2, fake.reply)
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")) == 0
+    assert "answers 7/9 2.5 tok/s 4 s left" in capsys.readouterr().err, "five tokens every two seconds"
+
+
+@pytest.mark.usefixtures("talkative")
+def test_dflash_train_shows_tokens_a_second_and_time_left(
+    timed: Clock, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    knobs = ("optim.steps=5", "run.evaluate_every=0", "run.save_every=100")
+    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *knobs)) == 0
+    said = re.search(r"^training 3/5 ([\d.]+) tok/s 2 s left loss [\d.]+", capsys.readouterr().err, re.MULTILINE)
+    found = [line["tokens_per_second"] for line in lines(tmp_path / "run/work/metrics.jsonl") if "loss" in line]
+    assert said and float(said[1]) == pytest.approx(sum(found[:3]) / 3, abs=0.06)
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------
+
+
+def answered_together(fake: Fake, at_a_time: int) -> list[int]:
+    """The server answers nobody before so many are there; returns how many there were at each arrival."""
+    gate, lock = threading.Barrier(at_a_time), threading.Lock()
+    there, seen = 0, list[int]()
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        nonlocal there
+        with lock:
+            there += 1
+            seen.append(there)
+        time.sleep(0.02)  # for one too many to show
+        try:
+            gate.wait(60)
+        except threading.BrokenBarrierError:
+            return 400, {"error": {"message": f"fewer than {at_a_time} at a time"}}
+        finally:
+            with lock:
+                there -= 1
+        return 200, whole("fine")
+
+    fake.reply = reply
+    return seen
+
+
+def test_a_server_is_asked_batch_questions_at_a_time(
+    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    seen = answered_together(fake, 3)
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "3")) == 0
+    assert len(seen) == len(lines(tmp_path / "a.jsonl")) == 9 and max(seen) == 3
+
+
+def test_several_servers_share_the_questions(fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    seen = answered_together(fake, 2)
+    urls = fake.url, fake.url.replace("127.0.0.1", "localhost")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", *urls, "--batch", "2")
+    assert main([*command, "prompts.max_prompts=8"]) == 0
+    hosts = [headers["Host"].partition(":")[0] for headers in fake.headers]
+    assert sorted(hosts) == ["127.0.0.1"] * 4 + ["localhost"] * 4, "each thread has a server of its own"
+    assert len({tuple(body["prompt"]) for body in fake.asked}) == 8 and max(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "expected"),
+    [
+        (429, "30", [30.0, 30.0, 30.0]),
+        (503, "2.5", [2.5, 2.5, 4.0]),
+        (429, "0", [1.0, 2.0, 4.0]),
+        (503, "86400", [60.0, 60.0, 60.0]),
+    ],
+)
+def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
+    status: int, header: str, expected: list[float], fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, wait = BaseHTTPRequestHandler.end_headers, threading.Event.wait
+    pauses: list[float | None] = []
+
+    def with_header(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_header("Retry-After", header)
+        end(handler)
+
+    def pause(event: threading.Event, timeout: float | None = None) -> bool:
+        if not threading.current_thread().name.startswith("ask-"):
+            return wait(event, timeout)
+        pauses.append(timeout)
+        return False
+
+    monkeypatch.setattr(BaseHTTPRequestHandler, "end_headers", with_header)
+    monkeypatch.setattr(threading.Event, "wait", pause)
+    fake.reply = lambda body, number: (status, {}) if number < 4 else (200, whole("fine"))
+    assert ask(fake, retries=3, pause_s=1.0).tokens == [*WORDS("fine").input_ids, EOS]
+    assert pauses == expected
+    fake.reply = lambda body, number: (status, {})
+    with pytest.raises(UserError, match="no answer after 1 attempts"):
+        ask(fake, retries=0)
+    assert pauses == expected, "nobody waits to give up"
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knob", "opened"), [([], ""), (["sampler.thinking=true"], "T"), (["sampler.thinking=false"], "F")]
+)
+def test_thinking_reaches_the_prompt_that_is_answered(
+    knob: list[str], opened: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    mode = (
+        "{% if add_generation_prompt and enable_thinking is defined %}{{ 'T' if enable_thinking else 'F' }}{% endif %}"
+    )
+    thinks = Path(shutil.copytree(target_dir, tmp_path / "thinks"))
+    (thinks / "chat_template.jinja").write_text(TEMPLATE + mode)
+    assert main(argv(thinks, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, *knob)) == 0
+    expected = {WORDS.decode(WORDS(f"<|user|>ask {i} of it<|end|><|assistant|>{opened}").input_ids) for i in range(9)}
+    assert {WORDS.decode(body["prompt"]) for body in fake.asked} == expected
+    rows = lines(tmp_path / "a.jsonl")
+    assert {WORDS.decode(row["tokens"][: row["prompt_tokens"]]) for row in rows} == expected
+
+
+class Rows(list[Any]):
+    """A streamed dataset whose rows say how they were drawn."""
+
+    def shuffle(self, *, seed: int, buffer_size: int) -> "Rows":
+        return Rows({"prompt": f"{row['prompt']}, seed {seed}, of {buffer_size}"} for row in reversed(self))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "asked"),
+    [
+        ([], ["train b, seed 0, of 10000", "train a, seed 0, of 10000"]),
+        (["prompts.split=test"], ["test b, seed 0, of 10000", "test a, seed 0, of 10000"]),
+        (["prompts.shuffle=7", "sampler.seed=3"], ["train b, seed 3, of 7", "train a, seed 3, of 7"]),
+        (["prompts.shuffle=0", "sampler.seed=3"], ["train a", "train b"]),
+    ],
+    ids=str,
+)
+def test_split_shuffle_and_seed_choose_the_rows_of_a_dataset(
+    knobs: list[str], asked: list[str], fake: Fake, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str, dataset: str, subset: str, *, split: str, streaming: bool) -> Rows:
+        assert (name, dataset, subset, streaming) == ("org/asks:hard", "org/asks", "hard", True)
+        return Rows({"prompt": f"{split} {which}"} for which in "ab")
+
+    monkeypatch.setattr(sources, "load_rows", load)
+    output = tmp_path / "a.jsonl"
+    command = ["--target", str(target_dir), "--data", "org/asks:hard", "--output", str(output), "--endpoint", fake.url]
+    assert main([*command, "prompts.similarity=1", *knobs]) == 0
+    assert [row["turns"][0][0]["content"] for row in lines(tmp_path / "a.prompts.jsonl")] == asked
+
+
+@pytest.mark.parametrize(("similarity", "kept"), [("0.6", 1), ("0.8", 2), ("0.9", 3), ("1", 3)])
+def test_similarity_says_how_near_a_duplicate_is(
+    similarity: str, kept: int, fake: Fake, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"w{i}" for i in range(22)]  # 20 runs of three
+    near, far = [*words[:-1], "x", "y"], [*words[:-4], *"abcd"]  # with 19 of 22 and 16 of 24 in common
+    data = write(tmp_path / "p.jsonl", [{"prompt": " ".join(text)} for text in (words, near, far)])
+    command = argv(target_dir, data, tmp_path / "a.jsonl", "--endpoint", fake.url, f"prompts.similarity={similarity}")
+    assert main(command) == 0
+    assert f"{kept} prompts; left out: {3 - kept} near duplicates" in capsys.readouterr().err
+
+
+# ---- the drafter that answers ----------------------------------------------------------------------------------
+
+
+def test_the_drafter_of_dflash_data_drafts(
+    drafter: Drafter,
+    drafter_dir: Path,
+    target_dir: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[Engine, DrafterWeights]] = []
+
+    def make(weights: Any, draft: DrafterWeights, *more: Any) -> Engine:
+        made.append((Engine(weights, draft, *more), draft))
+        return made[0][0]
+
+    monkeypatch.setattr(backends, "Engine", make)
+    whole_blocks = functools.partial(EngineOptions, block_size=8)  # or it might find that drafting does not pay
+    monkeypatch.setattr(backends, "EngineOptions", whole_blocks)
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--drafter", str(drafter_dir))) == 0
+    ((engine, draft),) = made
+    assert draft is not None and draft.config == drafter.config
+    assert torch.equal(draft.fc.bfloat16(), drafter.fc.weight.bfloat16())
+    assert engine.stats.requests == 9 and engine.stats.drafted > 0
+
+
+# ---- what is decayed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(kind: str, target: Target) -> None:
+    drafter = make_drafter(target).train().requires_grad_(True)
+    with torch.no_grad():
+        for p in drafter.parameters():
+            p.add_(0.5)
+            p.grad = torch.zeros_like(p)  # all that moves a weight is the decay
+    before = [p.detach().clone() for p in drafter.parameters()]
+    make_optimizer(drafter, OptimKnobs(optimizer=kind, learning_rate=0.1, weight_decay=0.5)).step()
+    assert {p.dim() for p in before} == {1, 2}
+    for (name, after), p in zip(drafter.named_parameters(), before, strict=True):
+        assert torch.allclose(after, p * (0.95 if p.dim() == 2 else 1.0)), name
+
+
+# ---- what is counted as training -------------------------------------------------------------------------------
+
+
+def rates(run: Path) -> list[float]:
+    """Sequences a second, line by line."""
+    found = map(json.loads, (run / "work/metrics.jsonl").read_text().splitlines())
+    return [line["sequences_per_second"] for line in found if "loss" in line]
+
+
+@pytest.mark.parametrize("often", ["run.evaluate_every=2", "run.save_every=3"])
+def test_an_evaluation_or_a_save_does_not_make_training_slower(
+    often: str, timed: Clock, target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    began = timed.now
+    knobs = ("optim.steps=8", "run.evaluate_every=0", "run.save_every=100", often)
+    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *knobs)) == 0
+    assert rates(tmp_path / "run") == [2.0] * 8, "two rows a step"
+    assert timed.now - began == 8 + (400 + 1000 if "evaluate" in often else 100 + 3000)
+
+
+def test_measuring_where_a_run_starts_from_takes_none_of_its_minutes(
+    timed: Clock, target: Target, target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    save_drafter(make_drafter(target, taps=2, layers=1, block_size=4), tmp_path / "start")
+    clocked = ("--init-from", str(tmp_path / "start"), "optim.steps=0", "optim.minutes=0.1", "run.evaluate_every=0")
+    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *clocked, "run.save_every=100")) == 0
+    assert rates(tmp_path / "run") == [2.0] * 6, "a tenth of a minute, a second a step"
+    measured = [line["step"] for line in lines(tmp_path / "run/work/metrics.jsonl") if "acceptance_length" in line]
+    assert measured == [0, 6]

@@ -1,0 +1,1 @@
+"""Several processes: data parallel, sharded, and with DeepSpeed."""

@@ -1,0 +1,216 @@
+"""FSDP2, torch's own `fully_shard`: `parallel.Replicated` with weights, gradients and the optimiser's state in shards.
+
+Every layer is a unit: its matrices are gathered in bf16 while the layer before computes, and its gradients scattered in
+fp32 while the layer behind goes backward, in every micro step. The few norms stay whole on every process, in fp32. The
+resume point stays the whole one of `state.py`, so a run may go on with another number of processes or unsharded.
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+from dflash_toolkit.models.dflash.network import Drafter, DraftLayer
+
+from ..config import TrainConfig
+from ..objective.step import compiles
+from ..optim.optimizers import make_optimizer, rows_of, update_average
+from ..run.state import RunState
+from .parallel import Processes, other_optimizer
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """What a step's forward takes and no gradient goes to; FSDP's hooks look through tuples, not into this."""
+
+    features: Tensor  # [B, T, K*D]
+    block: Tensor  # [B, Q, D]
+    context_rope: Rope
+    block_rope: Rope
+    mask: Tensor | BlockMask
+
+
+def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
+    return norm(fc(features))
+
+
+def _layer(
+    layer: DraftLayer, x: Tensor, context: Tensor, context_rope: Rope, block_rope: Rope, mask: Tensor | BlockMask
+) -> Tensor:
+    return layer(x, block_rope, layer.self_attn.keys_values(context, context_rope), mask)
+
+
+def _last(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function)
+
+
+class _Unit(nn.Module):
+    """A layer with the keys and values that it makes of the context: all that its weights are needed for."""
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Tensor], recompute: bool) -> None:
+        super().__init__()
+        self.layer, self._run, self._recompute = layer, run, recompute
+
+    def forward(self, x: Tensor, context: Tensor, given: _Inputs) -> Tensor:
+        arguments = (self.layer, x, context, given.context_rope, given.block_rope, given.mask)
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return self._run(*arguments)
+
+
+class _Forward(nn.Module):
+    """`Drafter.context_kv` and `Drafter.forward`, layer by layer."""
+
+    def __init__(self, drafter: Drafter, compiled: bool) -> None:
+        super().__init__()
+        self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
+        parts: tuple[Callable[..., Tensor], ...] = (_context, _layer, _last)
+        self._context, layer, self._last = map(_compiled, parts) if compiled else parts
+        self.units = nn.ModuleList(_Unit(each, layer, drafter.recompute) for each in drafter.layers)
+
+    def forward(self, given: _Inputs) -> Tensor:
+        context, x = self._context(self.fc, self.hidden_norm, given.features), given.block
+        for unit in self.units:
+            x = unit(x, context, given)
+        return self._last(self.norm, x)
+
+
+class Fsdp:
+    """The drafter in shards. The interface is `parallel.Replicated`'s."""
+
+    def __init__(self, drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None) -> None:
+        warnings.filterwarnings("ignore", r"`torch.distributed.*` is deprecated", FutureWarning)  # by torch itself
+        self.drafter = drafter
+        self._processes, self._clip = processes, config.optim.clip
+        self._steps = state.step if state else 0
+        if state:
+            drafter.load_state_dict(state.drafter)
+        for parameter in drafter.parameters():
+            dist.broadcast(parameter.data, 0)
+        self._names = [name for name, _ in drafter.named_parameters()]
+        shapes = [p.shape for p in drafter.parameters() if p.dim() == 2]
+        device = drafter.device
+        self._mesh = init_device_mesh(device.type, (processes.world,))
+        self._forward = _Forward(drafter, compiles(config, device))
+        for unit in (*self._forward.units, self._forward):
+            fully_shard(
+                unit, mesh=self._mesh, ignored_params={p for p in drafter.parameters() if p.dim() != 2},
+                reshard_after_forward=config.run.fsdp_reshard_after_forward and unit is not self._forward,
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16 if device.type == "cuda" else None,  # what autocast would make of them
+                    reduce_dtype=torch.float32, cast_forward_inputs=False,
+                ),
+            )  # fmt: skip
+            assert isinstance(unit, FSDPModule)
+            unit.set_gradient_divide_factor(1.0)  # sums, which `step` divides
+            unit.set_force_sum_reduction_for_comms(True)
+        self._parameters = list(drafter.parameters())
+        # plain tensors in the same memory: what optimisers and averages do is element-wise, or Muon's own business
+        self._shards = nn.ParameterList(nn.Parameter(_local(p.data)) for p in self._parameters)
+        self._optimizer = make_optimizer(self._shards, config.optim, processes.rank, processes.world, shapes)
+        self.peak = self._optimizer.param_groups[0]["lr"]
+        self._decay, self._average = config.optim.ema, copy.deepcopy(self._shards) if config.optim.ema else None
+        if state:
+            try:
+                self._optimizer.load_state_dict(self._moments(state.optimizer, self._part))
+            except (LookupError, ValueError) as error:
+                raise other_optimizer() from error
+            if self._average and state.average:
+                for mean, name, p in zip(self._average, self._names, self._parameters, strict=True):
+                    mean.data.copy_(self._part(state.average[name], p.shape))
+
+    def run(self, drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
+            mask: Tensor | BlockMask) -> Tensor:  # fmt: skip
+        ropes = drafter.rope(context), drafter.rope(positions)  # here, where weights are in fp32, so are they
+        return self._forward(_Inputs(features, embedded, *ropes, mask))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def backward(self, weighted_sum: Tensor, last: bool) -> None:
+        """See `parallel.Replicated`. Whole gradients are never kept, so those of every micro step are scattered."""
+        weighted_sum.backward()
+
+    def step(self, weight_sum: Tensor) -> Tensor:
+        """See `parallel.Replicated`."""
+        whole: list[Tensor] = []
+        parts: list[Tensor] = []
+        for parameter, shard in zip(self._parameters, self._shards, strict=True):
+            assert parameter.grad is not None
+            shard.grad, parameter.grad = _local(parameter.grad), None
+            (parts if isinstance(parameter, DTensor) else whole).append(shard.grad)
+        squares = nn.utils.get_total_norm(parts).square()
+        sums = self._processes.sum(torch.cat([squares[None], *(gradient.flatten() for gradient in whole)]))
+        for gradient, summed in zip(whole, sums[1:].split([g.numel() for g in whole]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+        norm = (sums[0] + nn.utils.get_total_norm(whole).square()).sqrt() / weight_sum
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) / weight_sum
+        torch._foreach_mul_(parts + whole, factor.float())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+        if self._average:
+            update_average(self._average, self._shards, self._decay, self._steps)
+        return norm
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor] | None]:
+        """See `parallel.Replicated`. Tensor by tensor is put together, and kept by the first process."""
+        moments = self._moments(self._optimizer.state_dict(), self._whole)
+        return self._all(self._shards), moments, self._all(self._average) if self._average else None
+
+    def whole(self) -> Drafter:
+        """See `parallel.Replicated`: gathered in host memory on the first process."""
+        weights = self._all(self._average or self._shards)
+        return Drafter.of_tensors(self.drafter.config, weights) if self._processes.main else self.drafter
+
+    def _all(self, shards: nn.ParameterList) -> dict[str, Tensor]:
+        return {n: self._whole(s.data, p.shape) for n, s, p in zip(self._names, shards, self._parameters, strict=True)}
+
+    def _moments(self, saved: dict[str, Any], change: Callable[[Tensor, torch.Size], Tensor]) -> dict[str, Any]:
+        """An optimiser's state with `change` done to its tensors, of whole or of sharded weights of such a shape."""
+        shapes = {shard: p.shape for shard, p in zip(self._shards, self._parameters, strict=True)}
+        changed = {}
+        for key, part in zip("01", self._optimizer.parts, strict=False):
+            of = [shapes[shard] for group in part.param_groups for shard in group["params"]]
+            state = {
+                i: {name: change(value, of[i]) if value.dim() else value for name, value in kept.items()}
+                for i, kept in saved[key]["state"].items()
+            }
+            changed[key] = saved[key] | {"state": state}
+        return changed
+
+    def _whole(self, value: Tensor, shape: torch.Size) -> Tensor:
+        """What every process has a part of, as of a weight of that shape, put together for the first one."""
+        if len(shape) == 2:
+            stride = (shape[1], 1)
+            value = DTensor.from_local(
+                value, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            ).full_tensor()
+        return value.cpu() if self._processes.main else value[:0]
+
+    def _part(self, value: Tensor, shape: torch.Size) -> Tensor:
+        """This process's part of a whole value."""
+        return rows_of(value, self._processes.world)[self._processes.rank] if len(shape) == 2 else value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,1 @@
+"""Hidden states of the target: computed, kept, and what memory they take."""

@@ -1,0 +1,1 @@
+"""What a step minimises: blocks, losses, and the step over them."""

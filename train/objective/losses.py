@@ -1,0 +1,140 @@
+"""Slot weights and the drafter's loss: the weighted losses of the frozen head, normalised by the sum of weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
+from dflash_toolkit.kernels.mix import LossMix
+
+from ..config import LossKnobs
+from .blocks import Blocks
+
+RECALL = (1, 4, 16)  # the k of recall@k
+
+
+@dataclass(slots=True)
+class DraftLoss:
+    """The loss of one step and what it says about acceptance."""
+
+    loss: Tensor  # scalar, differentiable
+    recall: Tensor  # [3, S - 1] share of supervised slots whose label is in the top 1, 4, 16; NaN where there is none
+    acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks
+    rows: int  # R, supervised slots
+    weighted_sum: Tensor  # scalar, differentiable; over `weight_sum` it is the loss
+    weight_sum: Tensor  # scalar
+    supervised: Tensor  # [S - 1] slots that have a label
+    blocks: Tensor  # scalar, valid blocks
+    slot_overlap: Tensor | None  # [S - 1] mean of sum_v min(p_v, q_v) = 1 - TV; None without a distribution loss
+
+    def totals(self) -> Tensor:
+        """What can be added up over micro steps and processes, float64 [4 + (4 or 5) * (S - 1)]; see `of_totals`."""
+        accepted = (self.acceptance_length - 1) * self.blocks
+        sums = torch.stack([t.detach().double() for t in (self.weighted_sum, self.weight_sum, accepted, self.blocks)])
+        means = [*self.recall] if self.slot_overlap is None else [*self.recall, self.slot_overlap]
+        counts = [torch.where(self.supervised > 0, mean * self.supervised, 0.0).double() for mean in means]
+        return torch.cat([sums, self.supervised.double(), *counts])
+
+    @classmethod
+    def of_totals(cls, totals: Tensor, slots: int) -> "DraftLoss":
+        """The loss of everything that was added up, over blocks of `slots` + 1."""
+        weighted, weight, accepted, blocks = totals[:4]
+        supervised, *counts = totals[4:].split(slots)
+        means = [count / supervised for count in counts]
+        return cls(
+            loss=weighted / weight, recall=torch.stack(means[: len(RECALL)]), acceptance_length=1 + accepted / blocks,
+            rows=int(supervised.sum()), weighted_sum=weighted, weight_sum=weight, supervised=supervised, blocks=blocks,
+            slot_overlap=means[-1] if len(means) > len(RECALL) else None,
+        )  # fmt: skip
+
+
+def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
+    """w_k = exp(-(k - 1) / gamma) for slots k = 1..`slots` (arXiv 2602.06036 section 4.2)."""
+    return torch.exp(-torch.arange(slots, device=device, dtype=torch.float32) / gamma)
+
+
+def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
+    """D-PACE (arXiv 2605.18810): how much slot j matters to the expected accepted length.
+
+    q_i = exp(-loss_i), smoothed to (1 - alpha) q_i + alpha; w_j = sum over m >= j of prod_{i <= m} q_i.
+
+    Args:
+        losses: [..., S - 1] cross-entropy per slot, or another -log of the chance to pass it; the weights carry no
+            gradient.
+        supervised: [..., S - 1] bool; a product stops at the first slot that has no label.
+
+    Returns:
+        [..., S - 1], zero where not supervised.
+    """
+    q = (1 - alpha) * torch.exp(-losses.detach().float()) + alpha
+    reach = (q * supervised).cumprod(-1)  # prod_{i <= m} q_i
+    return reach.flip(-1).cumsum(-1).flip(-1) * supervised
+
+
+def predicting_states(blocks: Blocks, length: int) -> Tensor:
+    """Where the target predicts the token of each slot: [B, A, S] indices into its B * `length` hidden states.
+
+    Slot k stands at position anchor + k, whose token the target predicts one position earlier.
+    """
+    row = torch.arange(len(blocks.anchor), device=blocks.anchor.device)[:, None, None]
+    return row * length + blocks.anchor[:, :, None] + torch.arange(blocks.size, device=row.device) - 1
+
+
+def draft_loss(
+    hidden: Tensor, blocks: Blocks, head_weight: Tensor, knobs: LossKnobs, gamma: float, final: Tensor | None = None
+) -> DraftLoss:
+    """The loss of a batch of blocks.
+
+    Args:
+        hidden: [B, A*S, D] normed outputs of the drafter.
+        head_weight: [V, D], the target's.
+        final: [B, T, D] last hidden states of the target, normed; needed by distribution losses only.
+
+    Raises:
+        ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
+    """
+    index = blocks.supervised.flatten().nonzero()[:, 0]  # never slot 0, the anchor, whose output is discarded
+    if not len(index):
+        raise ValueError("no supervised slot in this batch")
+    mix = LossMix(knobs.ce, knobs.kl, knobs.tv, knobs.lk, knobs.lk_hybrid, knobs.temperature)
+    states = None
+    if mix.distribution and final is not None:
+        states = TargetStates(final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index])
+    rows = frozen_head_loss(
+        hidden.flatten(0, 1).index_select(0, index), head_weight, blocks.labels.flatten()[index], knobs.head_rows,
+        mix, states,
+    )  # fmt: skip
+
+    supervised = blocks.supervised[:, :, 1:]
+    slot = index - index // blocks.size - 1  # the same rows among slots 1..S-1
+
+    def grid(values: Tensor) -> Tensor:  # [R] back to [B, A, S - 1], zero where not supervised
+        return values.new_zeros(supervised.numel()).index_copy(0, slot, values).view(supervised.shape)
+
+    if knobs.weights == "dpace":
+        # The paper's chance to pass a slot is that of its token. Without cross-entropy nothing drives that one, and
+        # the chance is the overlap, with which sampled verification accepts (as in D-PARD, of the same authors).
+        surprise = rows.terms.cross_entropy
+        if knobs.ce == 0 and rows.terms.acceptance is not None:
+            surprise = -rows.terms.acceptance.log()
+        weights = dpace_weights(grid(surprise), supervised, knobs.alpha)
+    else:
+        weights = decay_weights(blocks.size - 1, gamma, hidden.device).expand(supervised.shape)
+    weights = weights.flatten()[slot]
+    weighted_sum, weight_sum = (weights * rows.loss).sum(), weights.sum()
+
+    count = supervised.sum((0, 1))
+    accepted = grid(rows.correct).long().cumprod(-1).sum(-1) * blocks.valid
+    overlap = rows.terms.acceptance
+    return DraftLoss(
+        loss=weighted_sum / weight_sum,
+        recall=torch.stack([grid(rows.rank < k).sum((0, 1)) / count for k in RECALL]),
+        acceptance_length=1 + accepted.sum() / blocks.valid.sum(),
+        rows=len(index),
+        weighted_sum=weighted_sum,
+        weight_sum=weight_sum,
+        supervised=count,
+        blocks=blocks.valid.sum(),
+        slot_overlap=None if overlap is None else grid(overlap).sum((0, 1)) / count,
+    )

@@ -1,0 +1,1 @@
+"""Optimizers and the schedule of learning rate and rows."""

@@ -1,0 +1,1 @@
+"""Which prompts are answered: chosen, without duplicates."""

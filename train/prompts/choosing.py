@@ -1,0 +1,189 @@
+"""Prompts for a run: read from all sources, near duplicates dropped, drawn where there are more than are wanted.
+
+What is chosen goes to a file of JSON lines, a conversation each: nothing is held but what tells duplicates.
+"""
+
+import heapq
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.data.conversations import BY_NAME, Conversation
+from dflash_toolkit.data.sources import Malformed, Source
+from dflash_toolkit.progress import Progress
+
+from .dedup import Duplicates
+
+SPARE = 1.25  # so many times what is wanted is drawn, for some are near duplicates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """Which prompts are taken."""
+
+    names: tuple[str, ...]  # of sources
+    similarity: float  # of near duplicates
+    strict: bool  # a malformed row of a file is an error
+    most: int = 0  # prompts; 0 is all
+    draw: bool = False  # `most` of all there are, by the seed; else the first
+    seed: int = 0
+    split: str = "train"
+    form: str = BY_NAME  # of a benchmark
+    shuffle: int = 0  # rows of a dataset that are held to draw the next from
+    recorded: bool = False  # keep the recorded answers too
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A line of a file of chosen prompts."""
+
+    index: int
+    source: int  # its place among the names
+    conversation: Conversation
+
+
+def choose(wanted: Wanted, path: Path, duplicates: Duplicates) -> Counter[str]:
+    """Read the sources into a file of prompts, each there once.
+
+    Args:
+        duplicates: what it holds already is not taken.
+
+    Returns:
+        counts of `prompts`, `duplicates`, `malformed` and, with `draw`, `found`.
+
+    Raises:
+        UserError: a source cannot be read, holds a malformed row, or none is left; the disk is full.
+    """
+    counts: Counter[str] = Counter()
+    draw = wanted.draw and wanted.most > 0
+    partial, scratch = path.with_suffix(".partial"), path.with_suffix(".scratch")
+    try:
+        with (
+            open(partial, "w", encoding="utf-8") as handle,
+            open(scratch, "w+b") as drawn,
+            Progress("prompts", None if draw else wanted.most or None) as progress,
+        ):
+            found = _read(wanted, counts)
+            if draw:
+                lines = _drawn(wanted, _shown(found, progress), drawn, duplicates, counts)
+            else:
+                lines = _shown(_first(wanted, found, duplicates, counts), progress)
+            for line in lines:
+                handle.write(json.dumps({"index": counts["prompts"]} | line) + "\n")
+                counts["prompts"] += 1
+        if not counts["prompts"]:
+            seen = counts["duplicates"] + counts["malformed"]
+            raise UserError(f"{', '.join(wanted.names)}: none of {seen} rows is a prompt")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+    finally:
+        partial.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
+    return counts
+
+
+def left_out(counts: Counter[str]) -> str:
+    """What `choose` did not take, in words."""
+    return f"{counts['duplicates']} near duplicates, {counts['malformed']} malformed rows"
+
+
+def chosen(path: Path) -> Iterator[Chosen]:
+    """The prompts that `choose` left. Raises UserError for a damaged file."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            for line in handle:
+                row = json.loads(line)
+                yield Chosen(row["index"], row.get("source", 0), _conversation(row))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error!r}); remove it to have the prompts chosen again") from error
+
+
+def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Every conversation of the sources as it is written down."""
+    for place, name in enumerate(wanted.names):
+        source = Source(name, wanted.form)
+        for found in source.read(wanted.split, wanted.shuffle, wanted.seed):
+            if isinstance(found, Malformed):
+                if source.is_file and wanted.strict:
+                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
+                counts["malformed"] += 1
+                continue
+            line = asdict(found) | {"source": place}
+            if not wanted.recorded:
+                del line["recorded"]
+            yield line
+
+
+def _shown(lines: Iterator[dict[str, Any]], progress: Progress) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        yield line
+        progress.advance()
+
+
+def _conversation(line: dict[str, Any]) -> Conversation:
+    turns = tuple(tuple(turn) for turn in line["turns"])
+    return Conversation(line["id"], turns, tuple(line.get("tools", ())), tuple(line.get("recorded", ())))
+
+
+def _fresh(line: dict[str, Any], duplicates: Duplicates, counts: Counter[str]) -> bool:
+    conversation = _conversation(line)
+    if duplicates.seen(conversation.asked, under=conversation.instructions):
+        counts["duplicates"] += 1
+        return False
+    return True
+
+
+def _first(
+    wanted: Wanted, found: Iterator[dict[str, Any]], duplicates: Duplicates, counts: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    for line in found:
+        if _fresh(line, duplicates, counts):
+            yield line
+            if counts["prompts"] == wanted.most > 0:  # which whoever takes the line has counted
+                return
+
+
+def _drawn(
+    wanted: Wanted, found: Iterator[dict[str, Any]], scratch: BinaryIO, duplicates: Duplicates, counts: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """A sample of all there are, in the order of the sources.
+
+    Every row draws a number, and those with the least are taken: in one pass over the sources, with no more than a
+    number and a place on the disk for each row that may yet be taken.
+    """
+    draw = random.Random(wanted.seed)
+    room = math.ceil(SPARE * wanted.most)
+    least: list[tuple[float, int]] = []  # of the greatest number first: negated, where its row lies in `scratch`
+    for line in found:
+        counts["found"] += 1
+        entry = (-draw.random(), scratch.tell())
+        if len(least) < room:
+            heapq.heappush(least, entry)
+        elif entry > least[0]:
+            heapq.heapreplace(least, entry)
+        else:
+            continue
+        scratch.write(json.dumps(line).encode() + b"\n")
+    all_fit = counts["found"] <= wanted.most
+    # where all are taken, the first of near duplicates stays, as elsewhere
+    order = [at for _, at in (sorted(least, key=lambda entry: entry[1]) if all_fit else sorted(least, reverse=True))]
+
+    def line_at(place: int) -> dict[str, Any]:
+        scratch.seek(place)
+        return json.loads(scratch.readline())
+
+    taken: list[int] = []
+    for at in order:
+        if len(taken) == wanted.most:
+            break
+        if _fresh(line_at(at), duplicates, counts):
+            taken.append(at)
+    for at in sorted(taken):
+        yield line_at(at)

@@ -1,0 +1,221 @@
+"""Conversations as rows of token ids: in the making, answered by the target turn by turn, or as they were recorded."""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
+from dflash_toolkit.data.prompts import apply_template, encode_chat
+from dflash_toolkit.decode import SamplingParams
+
+from .backends import Answer, Chat
+from .rows import Row, Span
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+TOO_SHORT = "shorter than two tokens"
+TOO_LONG = "too long"
+REFUSED = "refused by the chat template"
+
+
+def continued(known: Row | None, index: int, prompt: list[int], answer: list[int]) -> tuple[Row, bool]:
+    """The row of one more answer, and whether it is `known` gone on with: if the prompt begins with its very tokens."""
+    span = (len(prompt), len(prompt) + len(answer))
+    if known is not None and prompt[: len(known.tokens)] == known.tokens:
+        return replace(known, tokens=prompt + answer, spans=(*known.spans, span)), True
+    return Row(index, len(prompt), prompt + answer, (span,)), False
+
+
+@dataclass(slots=True)
+class Part:
+    """Turns whose token ids continue each other, so that one row holds them all."""
+
+    row: Row
+    messages: list[Message]
+    finish_reason: str
+
+
+class ChatDialogue:
+    """Asks the turns of a conversation one after the other.
+
+    A row goes on as long as the rendered conversation begins with the very tokens that are already there, answers
+    included. Where it does not (templates that drop earlier thinking, texts that are tokenised otherwise), what follows
+    becomes a row of its own, whose prompt is what a server would see. An answer that was cut ends the conversation.
+    Where the recorded assistant calls tools, the target is asked too, and the conversation goes on with the recorded
+    call and its results, since nobody runs the tools.
+
+    Attributes:
+        parts: the rows; complete when `question` is None.
+        dropped: why there is none.
+        left_out: what is not in the rows though there are some, a reason each.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        sample: int,
+        conversation: Conversation,
+        tokenizer: Any,
+        params: SamplingParams,
+        max_length: int,
+        thinking: bool | None = None,
+    ) -> None:
+        self.index, self.sample, self.id = index, sample, conversation.id
+        self.parts: list[Part] = []
+        self.dropped: str | None = None
+        self.left_out: list[str] = []
+        self.answer_tokens = 0
+        self.params = params
+        self.tools = conversation.tools
+        self._turns = list(conversation.turns)
+        self._messages: list[Message] = []
+        self._tokenizer, self._max_length, self._thinking = tokenizer, max_length, thinking
+        self.question: tuple[list[int], SamplingParams] | None = None
+        self._ask()
+
+    @property
+    def chat(self) -> Chat:
+        return Chat(with_call_ids(self._messages), self.tools)
+
+    def _ask(self) -> None:
+        """The next turn becomes the question, if there is one and it fits."""
+        self.question = None
+        if not self._turns:
+            self._end()
+            return
+        messages = [*self._messages, *self._turns.pop(0)]
+        try:
+            ids = encode_chat(self._tokenizer, with_call_ids(messages), self._thinking, self.tools)
+        except UserError:
+            self._end(REFUSED)
+            return
+        room = self._max_length - len(ids)
+        if room < 2:
+            self._end(TOO_LONG)
+            return
+        self._messages = messages
+        self.question = ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
+
+    def _end(self, reason: str = "") -> None:
+        self._turns.clear()
+        kept = [part for part in self.parts if part.row.has_anchor]
+        if not kept:
+            self.dropped = TOO_SHORT if self.parts else reason
+        else:
+            self.left_out = [f"parts {TOO_SHORT}"] * (len(self.parts) - len(kept))
+            self.left_out += [f"later turns {reason}"] if reason else []
+        self.parts = kept
+
+    def hear(self, answer: Answer) -> None:
+        assert self.question is not None
+        ids, _ = self.question
+        self.question = None
+        if not answer.tokens:
+            self._end(answer.dropped)
+            return
+        self.answer_tokens += len(answer.tokens)
+        spoken = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
+        text = self._tokenizer.decode(spoken, skip_special_tokens=True)
+        messages = [*self._messages, {"role": "assistant", "content": text}]
+        row, goes_on = continued(self.parts[-1].row if self.parts else None, self.index, ids, answer.tokens)
+        self.parts[len(self.parts) - goes_on :] = [Part(row, messages, answer.finish_reason)]
+        if self._turns and self._turns[0][0]["role"] == "assistant":
+            self._ask()  # the turn has the recorded call, so that ours is not gone on from
+            return
+        self._messages = messages
+        if answer.finish_reason != "stop" or not text.strip():
+            self._end("after an answer that was cut or empty" if self._turns else "")
+        else:
+            self._ask()
+
+
+# ---- recorded conversations ------------------------------------------------------------------------------------
+
+
+def recorded_rows(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    stop_ids: Collection[int],
+    thinking: bool | None = None,
+) -> tuple[list[Row], Counter[str]]:
+    """Rows of a conversation as it was recorded, every assistant turn supervised, and what was left out for what.
+
+    A template with generation tags renders the conversation once and says itself which tokens the assistant writes.
+    For any other, each turn's prompt must begin the rendered turn token for token; what follows up to the last stop
+    token is the answer, and turns are joined as in `ChatDialogue`.
+
+    Args:
+        messages: they are read up to the last assistant turn.
+        stop_ids: tokens that end an answer; what a template writes behind them is not the assistant's.
+    """
+    left_out: Counter[str] = Counter()
+    rows: list[Row] = []
+    messages = with_call_ids(messages)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        if turns and _has_generation_tags(tokenizer, tools):
+            tokens, spans = _masked(tokenizer, messages[: turns[-1] + 1], thinking, tools)
+            if not spans:
+                return [], Counter({"without a token in generation tags": 1})
+            return [Row(0, spans[0][0], tokens[: spans[-1][1]], spans)], left_out
+        for i in turns:
+            prompt = encode_chat(tokenizer, messages[:i], thinking, tools)
+            answer = rendered_answer(tokenizer, prompt, messages[: i + 1], tools, stop_ids, thinking)
+            if answer is None:
+                left_out["that do not follow their prompt token for token"] += 1
+                continue
+            row, goes_on = continued(rows[-1] if rows else None, 0, prompt, answer)
+            rows[len(rows) - goes_on :] = [row]
+    except UserError:
+        left_out[REFUSED] += 1
+    return rows, left_out
+
+
+def rendered_answer(
+    tokenizer: Any,
+    prompt: list[int],
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    stop_ids: Collection[int],
+    thinking: bool | None,
+) -> list[int] | None:
+    """What the chat template writes behind a prompt for the last message, up to and with the last stop token.
+
+    None: the rendered messages do not begin with the prompt token for token. Raises as `encode_chat` does.
+    """
+    whole = encode_chat(tokenizer, messages, thinking, tools, ask=False)
+    if whole[: len(prompt)] != prompt:
+        return None
+    answer = whole[len(prompt) :]
+    end = next((at for at in range(len(answer), 0, -1) if answer[at - 1] in stop_ids), len(answer))
+    return answer[:end]
+
+
+def likeliest_end_first(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int, ...]:
+    """Stop tokens, first the one that the chat template writes behind an answer, else the tokenizer's own."""
+    end = tokenizer.eos_token_id
+    with contextlib.suppress(UserError):  # a template that wants other messages
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        end = next((token for token in reversed(encode_chat(tokenizer, chat, ask=False)) if token in stop_ids), end)
+    return tuple(sorted(stop_ids, key=lambda token: token != end))
+
+
+def _has_generation_tags(tokenizer: Any, tools: Sequence[Tool]) -> bool:
+    if not getattr(tokenizer, "is_fast", False):  # others do not know which token a character is in
+        return False
+    template = tokenizer.get_chat_template(None, list(tools) or None) if tokenizer.chat_template else ""
+    return GENERATION.search(template) is not None
+
+
+def _masked(
+    tokenizer: Any, messages: Sequence[Message], thinking: bool | None, tools: Sequence[Tool]
+) -> tuple[list[int], tuple[Span, ...]]:
+    """Token ids of a chat, and every [start, end) in generation tags."""
+    found = apply_template(tokenizer, messages, thinking, tools, return_dict=True, return_assistant_tokens_mask=True)
+    mask = [0, *found["assistant_masks"], 0]
+    edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+    return list(found["input_ids"]), tuple(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,282 @@
+"""What `dflash-data` writes and `dflash-train --answers` reads: one JSON line an answer, appended, never changed.
+
+`index` (of the prompt), `sample`, `id`, `messages` with the answers, `tools` if there are any, `tokens` (ids of prompt
+and answers), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every answer), `part` of
+`parts` (more than one where the turns of a conversation do not continue each other token for token), `finish_reason`,
+`target`, `target_digest` (of its weights), `vocab_size`, `template_hash` and `sampler`.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.data.prompts import UNREADABLE, open_text
+
+from .conversation import ChatDialogue
+from .rows import Row
+
+MOST_TOKENS = 2**31 - 1  # of a vocabulary
+HERE = b'"here"'  # stands for the numbers that `_parsed` reads itself
+
+
+def lines_of(dialogue: ChatDialogue, common: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is written of a dialogue that is over; nothing if it was dropped."""
+    return [
+        {
+            "index": dialogue.index,
+            "sample": dialogue.sample,
+            "part": number,
+            "parts": len(dialogue.parts),
+            "id": dialogue.id,
+            "messages": part.messages,
+            **({"tools": dialogue.tools} if dialogue.tools else {}),
+            "prompt_tokens": part.row.prompt_tokens,
+            "tokens": part.row.tokens,
+            "spans": part.row.spans,
+            "finish_reason": part.finish_reason,
+            **({"left_out": dialogue.left_out} if dialogue.left_out and not number else {}),
+            **common,
+        }
+        for number, part in enumerate(dialogue.parts)
+    ]
+
+
+def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
+    """What a file holds: (index, sample) of complete answers, rows, answer tokens, and what was left out of them.
+
+    A row torn by a kill, or an answer whose last part is missing, can only stand at the end; it is cut off.
+
+    Raises:
+        UserError: a line is not one of ours.
+    """
+    done: set[tuple[int, int]] = set()
+    rows = tokens = position = whole = 0
+    open_rows = open_tokens = 0
+    left_out, open_left_out = Counter[str](), Counter[str]()
+    for number, line, row in _lines(path):
+        if not line.endswith(b"\n"):
+            break  # whole, it may be, but the next one would be written behind it
+        position += len(line)
+        open_rows += 1
+        try:
+            open_tokens += _row_of(row, 0).answer_tokens
+            last = row["part"] == row["parts"] - 1
+            key = (int(row["index"]), int(row["sample"]))
+            open_left_out.update(map(str, row.get("left_out", ())))
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise _foreign(path, number, error) from error
+        if last:
+            done.add(key)
+            rows, tokens, whole = rows + open_rows, tokens + open_tokens, position
+            open_rows = open_tokens = 0
+            left_out.update(open_left_out)
+            open_left_out.clear()
+    if path.exists() and path.stat().st_size > whole:
+        os.truncate(path, whole)
+    return done, rows, tokens, left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What answers must be of to be trained on."""
+
+    target: str  # its name
+    digest: str | None  # of its weights; None where they are not at hand
+    vocab_size: int
+    template: str  # hash
+    trust: bool = False  # take any target and template
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A row of an answers file."""
+
+    file: int  # its place among the files
+    values: dict[str, Any]  # all that it says; `tokens` may be an array
+    row: Row
+
+    def number(self, key: str, otherwise: int = 0) -> int:
+        """`index`, `sample`, `part` or `parts`, which older files need not say."""
+        value = self.values.get(key)
+        return value if type(value) is int else otherwise
+
+
+class AnswerReader:
+    """Reads answers files row by row.
+
+    Attributes:
+        samplers: every one that wrote rows so far.
+        rows: how many were read.
+    """
+
+    def __init__(self, match: Match) -> None:
+        self._match = match
+        self._samplers: dict[str, dict[str, Any]] = {}
+        self._matched: dict[tuple[str, ...], str | None] = {}  # what is wrong with rows that say so, if anything
+        self.rows = 0
+
+    @property
+    def samplers(self) -> list[dict[str, Any]]:
+        return list(self._samplers.values())
+
+    def read(self, paths: Sequence[str | Path]) -> Iterator[Written]:
+        """Every row of the files, in their order, renumbered.
+
+        Raises:
+            UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
+        """
+        if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
+            raise UserError(f"answers {twice}: given twice")
+        vocabulary = self._match.vocab_size
+        for place, path in enumerate(paths):
+            before = self.rows
+            for number, _, values in _lines(Path(path)):
+                try:
+                    row = _row_of(values, self.rows)
+                    self._samplers[json.dumps(values["sampler"], sort_keys=True)] = values["sampler"]
+                    wrong = self._wrong(values)
+                except (LookupError, TypeError, ValueError, OverflowError) as error:
+                    raise _foreign(Path(path), number, error) from error
+                if wrong:
+                    raise UserError(f"{path}, line {number}: {wrong}")
+                ids = np.asarray(row.tokens)
+                if not 0 <= ids.min() <= ids.max() < vocabulary:
+                    raise UserError(
+                        f"{path}, line {number}: holds a token outside the target's vocabulary of {vocabulary}"
+                    )
+                self.rows += 1
+                yield Written(place, values, row)
+            if self.rows == before:
+                raise UserError(f"{path}: holds no answers")
+
+    def _wrong(self, values: dict[str, Any]) -> str | None:
+        said = [str(values[key]) for key in ("target", "vocab_size", "template_hash")]
+        key = (*said, str(values.get("target_digest")))
+        if key not in self._matched:
+            self._matched[key] = self._compared(*key)
+        return self._matched[key]
+
+    def _compared(self, target: str, words: str, template: str, digest: str) -> str | None:
+        """What is wrong with the rows of this target and template; says on stderr what could not be compared."""
+        match, again = self._match, "answer the prompts with dflash-data again"
+        known = digest != "None" and match.digest is not None
+        same_name = _last_name(target) == _last_name(match.target)
+        same_words = words == str(match.vocab_size)
+        if match.trust:
+            if not same_words or template != match.template or (digest != match.digest if known else not same_name):
+                print(f"answers of {target} are trusted to be of {match.target} (trust_answers)", file=sys.stderr)
+            return None
+        if not same_words or not (known or same_name):
+            return (
+                f"written by {target} with {words} tokens in its vocabulary, and the target is {match.target} with "
+                f"{match.vocab_size}; {again}, or give --trust-answers if they are of this target"
+            )
+        if known and digest != match.digest:
+            return (
+                f"written by {target} with other weights ({digest[:12]}) than {match.target} has "
+                f"({str(match.digest)[:12]}); {again}, or give --trust-answers"
+            )
+        if template != match.template:
+            return f"rendered with another chat template than {match.target} has; {again}, or give --trust-answers"
+        if not known:
+            print(f"warning: answers of {target} are known to be of {match.target} by the name alone", file=sys.stderr)
+        return None
+
+
+@dataclass(slots=True)
+class TrainingRows:
+    """What answers files hold."""
+
+    rows: list[Row]  # renumbered
+    samplers: list[dict[str, Any]]  # every one that is there
+
+
+def read_training_rows(paths: Sequence[str], match: Match) -> TrainingRows:
+    """The rows of answers files, in memory. Raises UserError as `AnswerReader.read` does."""
+    reader = AnswerReader(match)
+    rows = [written.row for written in reader.read(paths)]
+    return TrainingRows(rows, reader.samplers)
+
+
+def _row_of(row: dict[str, Any], index: int) -> Row:
+    tokens = row["tokens"]
+    if not isinstance(tokens, np.ndarray):
+        if not all(type(token) is int for token in tokens):
+            raise TypeError("tokens are not whole numbers")
+        tokens = np.array(tokens, np.int64)
+    spans = tuple((int(start), int(end)) for start, end in row["spans"])
+    prompt_tokens = int(row["prompt_tokens"])
+    ends = [0, *(edge for span in spans for edge in span), len(tokens)]
+    if not len(tokens) or not spans or ends != sorted(ends) or prompt_tokens != spans[0][0]:
+        raise ValueError("spans, tokens or prompt_tokens do not fit one another")
+    if type(row["index"]) is not int:
+        raise TypeError("index is not a whole number")
+    return Row(index, prompt_tokens, np.clip(tokens, -1, MOST_TOKENS).astype(np.int32), spans)
+
+
+def _parsed(line: bytes) -> Any:
+    """What `json.loads` makes of a line, but for `tokens`, if they are plain numbers: an array of int64 then.
+
+    They are most of a line, and Python integers take ten times as long. All else is JSON's to judge.
+    """
+    begin = line.find(b'"tokens": [') + 10 if b'"tokens": [' in line else line.find(b'"tokens":[') + 9
+    if begin >= 10:
+        end = line.find(b"]", begin)
+        digits = line[begin + 1 : end]
+        if not digits.translate(None, b"0123456789, ") and digits[:1].isdigit() and digits[-1:].isdigit():
+            row = json.loads(line[:begin] + HERE + line[end + 1 :])
+            if isinstance(row, dict) and row.get("tokens") == "here":  # and not of something in this row
+                tokens = _numbers(digits)
+                if tokens is not None:
+                    return row | {"tokens": tokens}
+    return json.loads(line)
+
+
+def _numbers(digits: bytes) -> npt.NDArray[np.int64] | None:
+    """Of text such as `1, 2,3`; None for any other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # of text that does not go on as it should
+        try:
+            found = np.fromstring(digits, dtype=np.int64, sep=",")
+        except (DeprecationWarning, ValueError):
+            return None
+    return found if len(found) == digits.count(b",") + 1 else None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Every complete line with its number and what it holds; a last one that a kill has torn is left out."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    try:
+        with open_text(path) as handle:
+            for number, line in enumerate(handle.buffer, 1):  # bytes, of which `resume` must count every one
+                try:
+                    row = _parsed(line)
+                except (ValueError, RecursionError) as error:
+                    if not line.endswith(b"\n"):
+                        return  # no object is whole before its last brace
+                    raise _foreign(path, number, error) from error
+                if not isinstance(row, dict):
+                    raise _foreign(path, number, TypeError("not an object"))
+                yield number, line, row
+    except UNREADABLE as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _foreign(path: Path, number: int, error: Exception) -> UserError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(f"{path}, line {number}: not a row that dflash-data wrote ({reason[:200]})")
+
+
+def _last_name(target: str) -> str:
+    return target.rstrip("/").split("/")[-1]

@@ -1,0 +1,1 @@
+"""A run: its data, start, state, cost, metrics and held-out decoding."""

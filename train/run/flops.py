@@ -1,0 +1,47 @@
+"""How much arithmetic a step of the drafter needs: the numerator of its model FLOPs utilisation (MFU).
+
+A multiply-add is two FLOPs. Only matrix products are counted, and only what the mathematics needs: neither what a mask
+hides, nor invalid blocks and padding, nor anything that is computed a second time.
+"""
+
+from torch import Tensor
+
+from dflash_toolkit.models.dflash.network import DrafterConfig
+
+from ..objective.blocks import Blocks
+
+
+def drafter_step_flops(
+    shape: DrafterConfig, context_tokens: int, block_rows: int, visible_pairs: int, head_rows: int, vocab: int
+) -> float:
+    """FLOPs of one forward and backward of the drafter and the frozen head behind it.
+
+    A product of R rows with a matrix [I, O] is 2*R*I*O forward, as much for the matrix's gradient and as much for the
+    rows'; `fc` reads frozen features, which have no gradient, and the head has none itself:
+
+        fc          4 * T * K*D * D
+        context     6 * T * D * 2*G*H                           per layer
+        block       6 * R * (2*N*H*D + 2*G*H*D + 3*I*D)         per layer
+        attention   12 * N*H * P                                per layer: QK', PV and four products backward
+        head        4 * R' * D * V
+
+    Args:
+        context_tokens: T, tokens of all documents whose features are projected.
+        block_rows: R, slots of the valid blocks, anchors included.
+        visible_pairs: P, (query slot, visible key) pairs of one head of one layer; see `visible_pairs`.
+        head_rows: R', supervised slots.
+        vocab: V, rows of the head.
+    """
+    d, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    context = 6 * context_tokens * d * 2 * keys
+    block = 6 * block_rows * d * (2 * queries + 2 * keys + 3 * shape.intermediate_size)
+    attention = 12 * queries * visible_pairs
+    fusion = 4 * context_tokens * shape.feature_size * d
+    head = 4 * head_rows * d * vocab
+    return float(fusion + shape.num_layers * (context + block + attention) + head)
+
+
+def visible_pairs(blocks: Blocks) -> Tensor:
+    """(query slot, visible key) pairs, a scalar: a slot sees what is before its anchor, and its own block."""
+    before = blocks.positions[:, :, 0]  # the anchor's position in its document
+    return (blocks.size * (before + blocks.size) * blocks.valid).sum()

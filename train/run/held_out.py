@@ -1,0 +1,238 @@
+"""Held-out prompts decoded for real while a run goes on: the acceptance length that its checkpoint will have."""
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dflash_toolkit.acceptance import ratio
+from dflash_toolkit.config import UserError
+from dflash_toolkit.decode import Generation, SamplingParams, generate
+from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.target import Target
+from dflash_toolkit.progress import Progress
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.engine import operations
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+
+from ..config import RunKnobs
+
+TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's answers do not depend on their company
+PAGE = 64  # tokens
+
+
+CLEARLY = 2.0  # standard errors of a difference, beyond which it is not taken for chance
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPrompt:
+    """A prompt that is measured on and never trained on."""
+
+    tokens: list[int]  # as the chat template renders it
+    source: str  # short name of the file or data set that it is from
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was counted prompt by prompt when a drafter was decoded, after so many steps of training.
+
+    The acceptance length is a ratio of sums over prompts, tau = sum(tokens) / sum(steps). Prompts are what was sampled,
+    so its standard error, and that of a difference of two evaluations of the same prompts, is the delta method's over
+    prompts (the linearisation of a ratio estimator; Cochran, Sampling Techniques, 1977, chapter 6).
+    """
+
+    step: int
+    sources: tuple[str, ...]  # [P] of every prompt
+    tokens: tuple[int, ...]  # [P] committed by verification steps, the bonus tokens included
+    steps: tuple[int, ...]  # [P] verification steps
+
+    @classmethod
+    def of(cls, step: int, prompts: Sequence[HeldOutPrompt], answers: Sequence[Generation]) -> "Evaluation":
+        """Count finished answers to `prompts`."""
+        committed = tuple(sum(len(s.tokens) for s in answer.steps) for answer in answers)
+        return cls(step, tuple(p.source for p in prompts), committed, tuple(len(answer.steps) for answer in answers))
+
+    @property
+    def prompts(self) -> int:
+        return len(self.steps)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed a verification step, over all prompts; NaN where no answer was long enough for a step."""
+        return ratio(sum(self.tokens), sum(self.steps))
+
+    @property
+    def standard_error(self) -> float:
+        """Of `tau`: sqrt(P / (P - 1) * sum((tokens - tau * steps)^2)) / sum(steps); NaN for fewer than two prompts."""
+        return _spread(self._residuals())
+
+    def _residuals(self) -> list[float]:
+        """[P] by how much each prompt moves tau, to first order."""
+        tau, steps = self.tau, sum(self.steps)
+        return [ratio(t - tau * s, steps) for t, s in zip(self.tokens, self.steps, strict=True)]
+
+    def clearly_better_than(self, other: "Evaluation") -> bool:
+        """Whether tau is larger by more than two standard errors of the difference.
+
+        Both are of the same prompts, so the error is a paired one: that of each prompt's part in this tau less its part
+        in the other. With fewer than two prompts, or none with a step, nothing is clear.
+        """
+        pairs = zip(self._residuals(), other._residuals(), strict=True)
+        return self.tau - other.tau > CLEARLY * _spread([ours - theirs for ours, theirs in pairs])
+
+    def by_source(self) -> dict[str, float]:
+        """tau of the prompts of each source, in the order in which they first come."""
+        counted: dict[str, list[int]] = {}
+        for source, tokens, steps in zip(self.sources, self.tokens, self.steps, strict=True):
+            sums = counted.setdefault(source, [0, 0])
+            sums[0], sums[1] = sums[0] + tokens, sums[1] + steps
+        return {source: ratio(tokens, steps) for source, (tokens, steps) in counted.items()}
+
+    def __str__(self) -> str:
+        """For people: 3.512 +- 0.120 (chat 3.20, code 4.02)."""
+        found = self.by_source()
+        each = f" ({', '.join(f'{name} {tau:.2f}' for name, tau in found.items())})" if len(found) > 1 else ""
+        error = self.standard_error
+        return f"{self.tau:.3f}{f' +- {error:.3f}' if math.isfinite(error) else ''}{each}"
+
+    def values(self) -> dict[str, Any]:
+        """For metrics.jsonl and the run's record."""
+        return {
+            "acceptance_length": self.tau,
+            "acceptance_length_error": self.standard_error,
+            "acceptance_length_by_source": self.by_source(),
+            "decode_steps": sum(self.steps),
+        }
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain values for a resume point."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> "Evaluation":
+        return cls(state["step"], *(tuple(state[name]) for name in ("sources", "tokens", "steps")))
+
+
+def _spread(parts: list[float]) -> float:
+    """Standard error of a sum of independent parts with a mean of zero."""
+    count = len(parts)
+    return math.sqrt(count / (count - 1) * sum(part * part for part in parts)) if count > 1 else math.nan
+
+
+def draw(prompts: Sequence[HeldOutPrompt], count: int) -> list[HeldOutPrompt]:
+    """At most `count` of the prompts, from every source in turn, each source's in their order."""
+    by_source: dict[str, list[HeldOutPrompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    turns = itertools.zip_longest(*by_source.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
+
+
+class HeldOut:
+    """Greedy decoding of held-out prompts with a drafter as it will be served: rounded to bf16, in the target's dtype.
+
+    The engine is made once and shares the target's weights; every evaluation writes the drafter's into it, so its
+    captured steps serve the whole run.
+
+    Args:
+        shape: of the drafters to come.
+        prompts: all of them; `evaluate_prompts`, drawn across their sources, are decoded while a run goes on.
+
+    Raises:
+        UserError: `evaluate_runtime` is engine, and the engine cannot compute the target.
+    """
+
+    def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], knobs: RunKnobs) -> None:
+        self._target, self._prompts = target, list(prompts)
+        self._drawn = draw(self._prompts, knobs.evaluate_prompts)
+        self._params = SamplingParams(max_new_tokens=knobs.evaluate_tokens)
+        self._engine: Engine | None = None
+        auto = knobs.evaluate_runtime == "auto"
+        if knobs.evaluate_runtime == "engine" or (auto and target.device.type == "cuda"):
+            try:
+                self._engine = self._make_engine(shape)
+            except (UserError, torch.OutOfMemoryError) as error:
+                if not auto:
+                    raise
+                reason = " ".join(str(error).split())
+                print(
+                    f"held-out prompts are decoded by the reference, for the engine cannot: {reason}", file=sys.stderr
+                )
+
+    def __call__(self, drafter: Drafter, step: int = 0, beside: Progress | None = None) -> Evaluation:
+        """Decode the prompts that are drawn with `drafter`.
+
+        Args:
+            step: of the run, for the record.
+            beside: the bar of the run; this one's stands under it.
+
+        Raises:
+            UserError: a prompt does not fit the target.
+        """
+        return self._measured(drafter, self._drawn, step, beside)
+
+    def all(self, drafter: Drafter, known: Evaluation) -> Evaluation:
+        """Decode all prompts; where all were drawn, what is `known` of them. Raises UserError."""
+        if len(self._drawn) == len(self._prompts):
+            return known
+        return self._measured(drafter, self._prompts, known.step, None)
+
+    def _measured(
+        self, drafter: Drafter, prompts: list[HeldOutPrompt], step: int, beside: Progress | None
+    ) -> Evaluation:
+        where, dtype = self._target.device, self._target.dtype
+        exported = {n: p.detach().bfloat16().to(where, dtype) for n, p in drafter.state_dict().items()}
+        served = Drafter.of_tensors(drafter.config, exported).eval()
+        with Progress("held out", len(prompts), unit="tok", beside=beside) as bar:
+            return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
+
+    def _decoded(self, served: Drafter, prompts: list[HeldOutPrompt], bar: Progress) -> list[Generation]:
+        def done(answer: Generation) -> Generation:
+            bar.advance(1, len(answer.tokens))
+            return answer
+
+        if self._engine is None:
+            return [done(generate(self._target, served, prompt.tokens, self._params)) for prompt in prompts]
+        engine = self._engine
+        engine.load_drafter(served)
+
+        def on_progress(request: Request, step: object) -> None:
+            if request.finished:
+                done(request.generation)
+
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                requests.append(engine.submit(prompt.tokens, self._params, on_progress))
+            while engine.step():
+                pass  # also where a step is still in flight behind the last answer's end
+        except BaseException:  # Ctrl-C too: nobody waits for these any more
+            for request in requests:
+                engine.cancel(request)
+            raise
+        return [request.generation for request in requests]
+
+    def _make_engine(self, shape: DrafterConfig) -> Engine:
+        target, tokens = self._target, self._params.max_new_tokens
+        spec = ModelSpec.of_target(target.config)
+        operations(target.device)
+        longest = sorted((len(prompt.tokens) for prompt in self._prompts), reverse=True)[:TOGETHER]
+        # behind an answer's end a step writes whole blocks that nobody reads
+        room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
+        options = EngineOptions(
+            max_batch=len(longest),
+            max_context=min(spec.context_limit, longest[0] + tokens),
+            block_size=shape.block_size,  # whole blocks at every step, as dflash-eval measures
+            page_size=PAGE,
+            cache_tokens=sum(room),
+            prefix_cache=False,  # its pages would hold keys and values of an older drafter
+            draft_dtype="full",  # rounded copies would not follow the weights
+        )
+        drafter = DrafterWeights.of_module(Drafter.fresh(shape, 0).to(target.device, target.dtype))
+        weights = TargetWeights.shared_with(target.model, spec)
+        return Engine(weights, drafter, target.stop_token_ids, options)
