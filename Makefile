@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test check format test-gpu test-peers mutate bench clean
+.PHONY: help demo test check docs tables format test-gpu test-peers mutate bench clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -14,7 +14,7 @@ help:            ## what there is
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	for try in 1 2 3; do $(PIP) $$(grep '^torch==' constraints.txt) && break; test $$try -lt 3 || exit 1; sleep 5; done
-	for try in 1 2 3; do $(PIP) -e '.[demo,dev]' && break; test $$try -lt 3 || exit 1; sleep 5; done
+	for try in 1 2 3; do $(PIP) -e '.[demo,dev,docs]' && break; test $$try -lt 3 || exit 1; sleep 5; done
 	touch $(READY)
 
 demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (about 8 minutes, CPU)
@@ -27,6 +27,12 @@ check: $(READY)  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)   ## the documentation site, into site/; a broken link or a file that is none ends it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+tables: $(READY) ## write the tables of README.md and docs/ from scripts/results
+	$(BIN)/python scripts/docs/tables.py
 
 format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

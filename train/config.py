@@ -1,6 +1,6 @@
 """Every knob of a training run, with its default. The defaults are a complete run for an 8B target on one large GPU.
 
-The choices among them are from an ablation (docs/training.md, "Which settings"): Qwen2.5-Coder-0.5B-Instruct, an
+The choices among them are from an ablation (docs/benchmarks.md, "Settings"): Qwen2.5-Coder-0.5B-Instruct, an
 H200, two minutes each on the same answers, acceptance length decoded on four sets. As chosen here it was 2.92; with
 AdamW instead of Muon 2.23, with decay weights instead of D-PACE 2.86, with 3 taps for 5 2.77, with KL for half of the
 cross-entropy 2.85, with 2 layers for 5 2.77 (and 3 % more tokens a second on that small target; five are the

@@ -2,7 +2,7 @@
 
 Importing torch and transformers takes seconds in which the disk has little to do; then everything waits for weights.
 `read_ahead` reads their files meanwhile and drops what it read: the system's file cache keeps it, where the loader that
-follows finds it. What is known of what that saves: docs/engine.md, "From nothing to an answer". Nothing here imports
+follows finds it. What is known of what that saves: docs/benchmarks.md, "Start". Nothing here imports
 torch.
 """
 

@@ -148,11 +148,9 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_commands_of_the_readme_and_of_its_own_text_parse(program: ModuleType) -> None:
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/training.md")]
-    text = "\n".join([*pages, program.__doc__ or ""])
-    commands = re.findall(r"python scripts/bench/train_real\.py(.*?)(?:`|\n\n|\n```)", text, flags=re.S)
-    assert len(commands) == 3
+def test_the_commands_of_its_own_text_parse(program: ModuleType) -> None:
+    commands = re.findall(r"python scripts/bench/train_real\.py(.*?)\n\n", program.__doc__ or "", flags=re.S)
+    assert commands
     for command in commands:
         args = program.parse(shlex.split(command.replace("\\\n", " ")))
         assert program.jobs_of(args) and str(args.output)

@@ -166,7 +166,7 @@ def rope_write(
     q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # as much to load a program, whatever the parts
-    early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (docs/engine.md, "Attention")
+    early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partials, partials if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
         rope, lengths, page_table, cache, q,

@@ -1,0 +1,502 @@
+"""Write the tables of README.md and docs/ from scripts/results/*.json.
+
+    python scripts/docs/tables.py            write every `<!-- table: NAME -->` ... `<!-- end -->`
+    python scripts/docs/tables.py --check    write nothing; name the files that differ and exit with 1
+
+A table is a function here; its name is the marker's. Under each table on a page of docs/ stand the machine, the file
+and the commands, read from the same file. Programs are shown where they are now.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "scripts" / "results"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.S)
+ACCEPT = 0.865  # probability that a drafted position is accepted, in the comparison with vLLM
+MOVED = {  # programs in the files, and where they are now
+    "bench_attention.py": "bench/attention.py",
+    "bench_features.py": "bench/features.py",
+    "bench_first_token.py": "bench/first_token.py",
+    "bench_fp8.py": "bench/fp8.py",
+    "bench_prefill.py": "bench/prefill.py",
+    "bench_start.py": "bench/start.py",
+    "bench_step.py": "bench/step.py",
+    "bench_train.py": "bench/train_step.py",
+    "fp8_acceptance.py": "bench/fp8_acceptance.py",
+    "peer_vllm.py": "peers/vllm_decode.py",
+    "peer_vllm_step.py": "peers/vllm_step.py",
+    "train_real.py": "bench/train_real.py",
+}
+POOLED = ("gsm8k", "mbpp", "humaneval", "mt_bench")
+SETS = (*POOLED, "math500")
+
+
+@dataclass
+class Table:
+    """Header and cells, and where in which file they come from."""
+
+    header: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    sources: list[tuple[str, ...]] = field(default_factory=list)  # file, keys
+
+    def read(self, file: str, *keys: str) -> Any:
+        """What stands there, which is now a source of this table."""
+        self.sources.append((file, *keys))
+        return load(file, *keys)
+
+    def add(self, *cells: object) -> None:
+        self.rows.append([str(cell) for cell in cells])
+
+
+def load(file: str, *keys: str) -> Any:
+    found = json.loads((RESULTS / f"{file}.json").read_text())
+    for key in keys:
+        found = found[key]
+    return found
+
+
+def by_batch(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {row["batch"]: row for row in rows}
+
+
+def scaled(row: dict[str, Any], block: int) -> float:
+    """Tokens a second if a step gave as many tokens as the probability promises: how many it gave is chance."""
+    return float(row["tokens_per_second"]) / row["tokens_per_step"] * (1 - ACCEPT**block) / (1 - ACCEPT)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+# ---- README ----------------------------------------------------------------------------------------------------
+
+
+def beside_vllm(table: Table) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any], float, float, int, float]]:
+    """Batch, block, our step, our plain step, our tokens a second, vLLM's and its k, and vLLM's plain ones."""
+    chosen = table.read("step_qwen3_8b_h200", "chosen")
+    plain = table.read("step_qwen3_8b_h200", "plain")
+    engines = table.read("peer_vllm_qwen3_8b_h200", "same_job")["engines"]
+    theirs = {name: by_batch(engine["rows"]) for name, engine in engines.items()}
+    alone = by_batch(plain["rows"])
+    for row in chosen["rows"]:
+        batch, block = row["batch"], round(row["median_block"])
+        best, k = max((scaled(theirs[f"k{k}"][batch], k + 1), k) for k in (15, 7))
+        yield batch, block, row, alone[batch], scaled(row, block), best, k, theirs["plain"][batch]["tokens_per_second"]
+
+
+def results(table: Table) -> None:
+    table.header = ["what", "this toolkit", "compared with", "ratio"]
+    run = table.read("train_qwen05_h200", "pipeline")["runs"][-1]
+    sets, minutes = run["sets"], f"{run['minutes']:.0f}"
+    plain = sets["gsm8k"]["plain_tokens_per_second"]
+    for name in ("gsm8k", "humaneval"):
+        found = sets[name]
+        alone = found.get("plain_tokens_per_second", plain)
+        same = (
+            f", {found.get('identical_to_plain', 0) * found['requests']:.0f} of {found['requests']} answers identical"
+        )
+        table.add(
+            f"decode {name}, Qwen2.5-Coder-0.5B, drafter trained {minutes} minutes "
+            f"({found['tau_pooled']:.2f} tokens a step)",
+            f"{found['tokens_per_second']:.0f} tok/s",
+            f"{alone:.0f} tok/s without a drafter" + (same if "identical_to_plain" in found else ""),
+            times(found["tokens_per_second"] / alone),
+        )
+    for batch, _, _, _, ours, best, _, _ in beside_vllm(table):
+        if batch in (1, 32):
+            table.add(
+                f"serve {batch} request{'s' if batch > 1 else ''} at a time, Qwen3-8B shape",
+                f"{ours:.0f} tok/s",
+                f"{best:.0f} tok/s, vLLM 0.26 with a DFlash drafter",
+                times(ours / best),
+            )
+    one, four = (
+        table.read("train_step_qwen3_8b_h200", f"{gpus}_adamw")["rows"][0]["samples_per_second"]
+        for gpus in ("one_gpu", "four_gpus")
+    )
+    table.add(
+        "train for the Qwen3-8B shape on four GPUs",
+        f"{four:.1f} sequences/s",
+        f"{one:.1f} on one GPU",
+        times(four / one),
+    )
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------
+
+
+def serving(table: Table) -> None:
+    table.header = [
+        "batch",
+        "plain tok/s",
+        "vLLM plain",
+        "ratio",
+        "DFlash tok/s (block)",
+        "vLLM DFlash (k)",
+        "ratio",
+        "a full step",
+        "MBU",
+    ]
+    floor = load("step_qwen3_8b_h200", "block16")["rows"][0]["floor_ms"]  # every weight once, whatever the batch
+    for batch, block, row, plain, ours, best, k, vllm_plain in beside_vllm(table):
+        alone, full = plain["tokens_per_second"], row["ms_of_a_full_step"]
+        table.add(
+            batch,
+            f"{alone:.0f}",
+            f"{vllm_plain:.0f}",
+            times(alone / vllm_plain),
+            f"{ours:.0f} ({block})",
+            f"{best:.0f} ({k})",
+            times(ours / best),
+            f"{full:.1f} ms",
+            percent(floor / full),
+        )
+
+
+def real_weights(table: Table) -> None:
+    table.header = ["tokens/s", "plain", *SETS]
+    for key in ("pipeline", "regenerated_four_minutes", "regenerated_two_minutes"):
+        run = table.read("train_qwen05_h200", key)["runs"][-1]
+        plain = run["sets"]["gsm8k"].get("plain_tokens_per_second")
+        table.add(
+            f"drafter of {run['minutes']:.0f} minutes",
+            f"{plain:.0f}" if plain else "",
+            *(f"{run['sets'][name]['tokens_per_second']:.0f}" for name in SETS),
+        )
+
+
+def real_weights_vllm(table: Table) -> None:
+    table.header = ["same drafter, same prompts", *SETS]
+    sets = [table.read("peer_vllm_qwen05_h200")["sets"][name] for name in SETS]
+    table.add("this engine, tokens/s", *(f"{x['ours']['tokens_per_second']:.0f}" for x in sets))
+    table.add("vLLM 0.26, tokens/s", *(f"{x['decode_tokens_per_second']:.0f}" for x in sets))
+    table.add("this engine, acceptance length", *(f"{x['ours']['tau_pooled']:.2f}" for x in sets))
+    table.add("vLLM 0.26, acceptance length", *(f"{x['tau_pooled']:.2f}" for x in sets))
+    table.add(
+        "vLLM's length by ours, where answers are the same", *(f"{x['same_answers']['tau_of_ours']:.3f}" for x in sets)
+    )
+
+
+def parts(table: Table) -> None:
+    names = ("products", "draft", "head", "attention", "context", "rest")
+    table.header = [
+        "batch, block",
+        "a step, ms",
+        "layers' GEMMs",
+        "draft",
+        "heads",
+        "attention",
+        "context K/V",
+        "rest",
+        "MBU",
+    ]
+    for key, block in (("block16", 16), ("block8", 8), ("block4", 4)):
+        for row in table.read("step_qwen3_8b_h200", key)["rows"]:
+            step = sum(row["parts_us"].values()) / 1e3
+            table.add(
+                f"{row['batch']}, {block}",
+                f"{step:.2f}",
+                *(f"{row['parts_us'][name] / 1e3:.2f}" for name in names),
+                percent(row["floor_ms"] / step),
+            )
+
+
+def first_token(table: Table) -> None:
+    table.header = ["tokens of the prompt", "Qwen3-8B, ms", "prompts/s", "Qwen2.5-0.5B, ms", "prompts/s"]
+    small = {row["length"]: row for row in table.read("first_token_h200", "qwen2.5-0.5b")["rows"]}
+    for row in table.read("first_token_h200", "qwen3-8b")["rows"]:
+        if row["length"] in (16, 64, 128, 300, 512, 1024):
+            shown = [row["captured"], small.get(row["length"], {}).get("captured")]
+            cells = [(f"{x['ms']:.1f}", f"{x['prompts_per_second']:.0f}") if x else ("", "") for x in shown]
+            table.add(row["length"], *cells[0], *cells[1])
+
+
+def start(table: Table) -> None:
+    table.header = ["Qwen3-8B shape", "process to first answer, s", "of that loading, s"]
+    names = {
+        "compiled": "kernels compiled, files cached",
+        "compiled, files not cached": "kernels compiled, from disk",
+        "nothing compiled": "first start on a machine, files cached",
+    }
+    starts = table.read("start_qwen3_8b_h200")["starts"]
+    for key, label in names.items():
+        row = starts[key][0]
+        table.add(label, f"{row['process_s']:.1f}", f"{row['load_s']:.1f}")
+
+
+def useless(table: Table) -> None:
+    kinds = ("plain 256", "first 256", "later 256", "plain 64", "first 64", "later 64")
+    runs = {kind: by_batch(table.read("step_qwen3_8b_h200", "useless_drafts", kind)["rows"]) for kind in kinds}
+    table.header = [
+        "batch",
+        "256 tokens, first answers",
+        "256 tokens, later",
+        "64 tokens, first answers",
+        "64 tokens, later",
+    ]
+
+    def longer(which: str, tokens: int, batch: int) -> str:
+        plain, drafted = (runs[f"{kind} {tokens}"][batch]["tokens_per_second"] for kind in ("plain", which))
+        return f"{100 * (plain / drafted - 1):.1f} %"
+
+    for batch in (1, 8, 32):
+        table.add(batch, *(longer(which, tokens, batch) for tokens in (256, 64) for which in ("first", "later")))
+
+
+def mixed(table: Table) -> None:
+    table.header = [
+        "zero acceptance",
+        "a step of all, ms",
+        "a plain step, ms",
+        "ms a token, those",
+        "ms a token, others",
+        "those, longer than plain",
+    ]
+    plain = by_batch(table.read("step_qwen3_8b_h200", "plain_before_early_start")["rows"])  # of the same job
+    for key in ("1 of 8", "4 of 8", "1 of 32", "16 of 32"):
+        (row,) = table.read("step_qwen3_8b_h200", "mixed", key)["rows"]
+        alone = plain[row["batch"]]["ms_of_a_full_step"]
+        shown = [row["ms_of_a_full_step"], alone, row["ms_per_token_useless"], row["ms_per_token_others"]]
+        table.add(key, *(f"{ms:.2f}" for ms in shown), percent(row["ms_per_token_useless"] / alone - 1))
+
+
+def prefill_attention(table: Table) -> None:
+    table.header = ["tokens before, in the chunk", "this engine, us", "PyTorch SDPA, us", "FlashAttention-3, us"]
+    for row in table.read("prefill_attention_qwen3_8b_h200")["rows"]:
+        table.add(
+            f"{row['before']}, {row['chunk']}",
+            *(f"{row[f'{way}_us']:.0f}" for way in ("ours", "torch", "flash_attn_3")),
+        )
+
+
+def fp8_drafts(table: Table) -> None:
+    shown = (1, 16, 64, 128, 256)
+    table.header = ["us, bf16 and fp8", *(f"{rows} rows" for rows in shown)]
+    labels = {"qwen3-8b": "Qwen3-8B", "qwen3-4b": "Qwen3-4B", "qwen2.5-0.5b": "Qwen2.5-0.5B"}
+    for shape, label in labels.items():
+        rows = {row["rows"]: row for row in table.read("fp8_h200", shape)["rows"]}
+        for part in ("head", "layer"):
+            cells = [f"{rows[n][f'{part}_bf16_us']:.0f}, {rows[n][f'{part}_fp8_us']:.0f}" for n in shown]
+            table.add(f"{label}: the {part}", *cells)
+
+
+def fp8_acceptance(table: Table) -> None:
+    table.header = ["draft", "answers", "verify steps", "tokens a step"]
+    for name, sets in table.read("fp8_acceptance_h200", "eight_at_a_time")["variants"].items():
+        total = {key: sum(found[key] for found in sets.values()) for key in ("requests", "tokens", "verify_steps")}
+        label = {"full": "as loaded", "head": "head in fp8", "head and layers": "head and layers in fp8"}[name]
+        table.add(label, total["requests"], total["verify_steps"], f"{total['tokens'] / total['verify_steps']:.3f}")
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def acceptance(table: Table) -> None:
+    table.header = ["acceptance length", *POOLED, "these four, pooled", "math500", "steps", "sequences/s"]
+    runs = {
+        "pipeline": "two answers a prompt",
+        "regenerated_four_minutes": "two answers a prompt",
+        "regenerated_two_minutes": "two answers a prompt",
+        "given_two_and_eight_minutes": "one given answer a prompt",
+    }
+    for key, data in runs.items():
+        for run in reversed(table.read("train_qwen05_h200", key)["runs"]):
+            sets = run["sets"]
+            lengths = [
+                *(sets[name]["tau_pooled"] for name in POOLED),
+                run["pooled"]["tau"],
+                sets["math500"]["tau_pooled"],
+            ]
+            table.add(
+                f"{run['minutes']:.0f} minutes, {data}",
+                *(f"{tau:.2f}" for tau in lengths),
+                run["steps"],
+                f"{run['sequences_per_second']:.0f}",
+            )
+
+
+def settings(table: Table) -> None:
+    table.header = ["two minutes of", "steps", "epochs", "held out, teacher-forced", "acceptance length", "tokens/s"]
+    runs = {}
+    for job in ("base", "optimizers_and_layers", "weights_taps_and_kl"):
+        runs |= {run["name"]: run for run in table.read("train_qwen05_h200", "ablation", job)["runs"]}
+    for run in sorted(runs.values(), key=lambda run: -run["pooled"]["tau"]):
+        label = ", ".join(f"`{item}`" for item in run["settings"]) or "the defaults: Muon, D-PACE, 5 taps, 5 layers"
+        table.add(
+            label,
+            run["steps"],
+            f"{run['epochs']:.1f}",
+            f"{run['held_out_tau']:.2f}",
+            f"{run['pooled']['tau']:.2f}",
+            f"{run['pooled']['tokens_per_second']:.0f}",
+        )
+
+
+def density(table: Table) -> None:
+    table.header = ["66 seconds of", "steps", "sequences/s", "held out, teacher-forced"]
+    labels = {
+        "d12k": "12288 tokens, 2304 blocks a step (the default)",
+        "d24k": "24576 tokens, 2304 blocks",
+        "d12kb1": "12288 tokens, 1152 blocks",
+    }
+    for run in table.read("train_qwen05_h200", "ablation", "sparser_blocks")["runs"]:
+        table.add(labels[run["name"]], run["steps"], f"{run['sequences_per_second']:.0f}", f"{run['held_out_tau']:.2f}")
+
+
+def training_step(table: Table) -> None:
+    table.header = ["", "sequences/s", "target, ms", "drafter, ms", "optimiser, ms", "MFU", "memory, GiB"]
+    rows = [
+        ("one_gpu", 0, "512 anchors a row, 4 rows, Muon"),
+        ("one_gpu", 1, "2047 anchors, 1 row, Muon"),
+        ("one_gpu_adamw", 0, "512 anchors, 4 rows, AdamW"),
+        ("one_gpu_adamw", 1, "2047 anchors, 1 row, AdamW"),
+        ("one_gpu_recomputed_activations", 0, "512 anchors, 4 rows, Muon, `optim.recompute=true`"),
+        ("one_gpu_accumulating_4", 0, "512 anchors, 4 times 4 rows, Muon, `optim.accumulate=4`"),
+        ("two_gpus", 0, "two GPUs, Muon"),
+        ("four_gpus", 0, "four GPUs, Muon"),
+        ("two_gpus_adamw", 0, "two GPUs, AdamW"),
+        ("four_gpus_adamw", 0, "four GPUs, AdamW"),
+    ]
+    for key, index, label in rows:
+        step(table, label, table.read("train_step_qwen3_8b_h200", key)["rows"][index])
+
+
+def step(table: Table, label: str, row: dict[str, Any]) -> None:
+    ms = row["parts_ms"]
+    table.add(
+        label,
+        f"{row['samples_per_second']:.2f}",
+        *(f"{ms[part]:.0f}" for part in ("target", "drafter", "optimizer")),
+        percent(row["mfu"]),
+        f"{row['peak_gib']:.1f}",
+    )
+
+
+def sharding(table: Table) -> None:
+    table.header = [
+        "two GPUs",
+        "sequences/s",
+        "target, ms",
+        "drafter, ms",
+        "optimiser, ms",
+        "MFU",
+        "memory of each, GiB",
+    ]
+    for row in table.read("train_sharded_qwen3_8b_h100")["rows"]:
+        step(table, row["way"], row)
+
+
+def features(table: Table) -> None:
+    table.header = ["tokens/s of the target", "packed rows (the trainer)", "padded rows", "one row at a time"]
+    for shape, label in (("qwen2.5-0.5b", "Qwen2.5-0.5B"), ("qwen3-8b", "Qwen3-8B")):
+        ways = table.read("features_h200", shape)["ways"]
+        shown = (
+            ways["trainer"],
+            max((ways["padded"], ways["padded in groups"]), key=lambda way: way["tokens_per_second"]),
+        )
+        table.add(label, *(way["tokens_per_second"] for way in (*shown, ways["alone"])))
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[Table], None]] = {
+    make.__name__.replace("_", "-"): make
+    for make in (
+        results,
+        serving,
+        real_weights,
+        real_weights_vllm,
+        parts,
+        first_token,
+        start,
+        useless,
+        mixed,
+        prefill_attention,
+        fp8_drafts,
+        fp8_acceptance,
+        acceptance,
+        settings,
+        density,
+        training_step,
+        sharding,
+        features,
+    )
+}
+
+
+def markdown(table: Table) -> str:
+    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def measured(table: Table) -> str:
+    """Machine, file, keys and commands of a table, folded away."""
+    machines, files, commands = [], [], []
+    for file, *keys in table.sources:
+        found = load(file, *keys)
+        versions = found.get("versions", {})
+        packages = [
+            f"{name} {versions[key].partition('+')[0]}"
+            for key, name in (("torch", "PyTorch"), ("triton", "Triton"), ("vllm", "vLLM"))
+            if key in versions
+        ]
+        machines.append(", ".join([found.get("gpu", ""), *packages]))
+        files.append(f"`scripts/results/{file}.json`" + (f" ({', '.join(keys)})" if keys else ""))
+        every = found.get("commands") or [found["command"]]
+        commands += [shlex.join(today(command)) for command in every]
+    said = "; ".join(dict.fromkeys(machines)) + ". " + ", ".join(dict.fromkeys(files)) + "."
+    shown = "\n".join(dict.fromkeys(commands))
+    inside = f"{said}\n\n```bash\n{shown}\n```"
+    return f"\n<details markdown>\n<summary>How it was measured</summary>\n\n{inside}\n\n</details>\n"
+
+
+def today(command: list[str]) -> list[str]:
+    """A command as it is run now; the files keep what was run."""
+    return [re.sub(r"^scripts/(\w+\.py)$", lambda found: f"scripts/{MOVED[found[1]]}", word) for word in command]
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def rewritten(page: Path) -> str:
+    """The page's text with every table made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise SystemExit(f"error: {page.relative_to(ROOT)}: no table `{name}`; known: {', '.join(TABLES)}")
+        table = Table([])
+        TABLES[name](table)
+        below = "" if page.name == "README.md" else measured(table)
+        return f"{match[1]}\n{markdown(table)}{below}\n{match[3]}"
+
+    return MARKED.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the tables of README.md and docs/ from scripts/results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page would change")
+    check = parser.parse_args().check
+    changed = [page for page in pages() if rewritten(page) != page.read_text(encoding="utf-8")]
+    for page in changed:
+        print(f"{page.relative_to(ROOT)}: {'differs from scripts/results' if check else 'written'}")
+        if not check:
+            page.write_text(rewritten(page), encoding="utf-8")
+    return int(check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What the documents show is so: tables are those of scripts/results, commands parse, Python imports what exists."""
+
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from paths import ROOT
+
+from dflash_toolkit.config import given_values, parse_cli
+from dflash_toolkit.doctor.cli import DoctorConfig
+from dflash_toolkit.evaluation.cli import EvalConfig
+from serve.cli import ServeConfig
+from train.config import TrainConfig, configure
+from train.data_cli import DataConfig
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCES = [found for page in PAGES for found in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]
+PROGRAMS: dict[str, Callable[[list[str]], object]] = {
+    "dflash-train": lambda words: configure(*given_values(TrainConfig, words, "dflash-train", "")),
+    "dflash-data": lambda words: parse_cli(DataConfig, words, "dflash-data", ""),
+    "dflash-eval": lambda words: parse_cli(EvalConfig, words, "dflash-eval", ""),
+    "dflash-serve": lambda words: parse_cli(ServeConfig, words, "dflash-serve", ""),
+    "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),
+}
+
+
+def shell_lines() -> list[str]:
+    text = "\n".join(body for kind, body in FENCES if kind == "bash").replace("\\\n", " ")
+    return sorted({line.split(" #")[0].strip() for line in text.splitlines() if line.strip()} - {""})
+
+
+LINES = shell_lines()
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "scripts" / "docs" / "tables.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_those_of_the_results(tables: ModuleType) -> None:
+    assert [page for page in tables.pages() if tables.rewritten(page) != page.read_text()] == [], "run `make tables`"
+    shown = {name for page in tables.pages() for _, name, _ in tables.MARKED.findall(page.read_text())}
+    assert shown == set(tables.TABLES), "every table stands on a page"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_can_be_run(line: str) -> None:
+    program, *words = shlex.split(line)
+    name = Path(program).name
+    if name in PROGRAMS:
+        PROGRAMS[name](words)
+    elif name in ("torchrun", "deepspeed"):
+        launcher, trainer, words_of_it = line.partition(" dflash_toolkit.train.cli ")
+        assert trainer and launcher.endswith((" -m", " --module"))
+        PROGRAMS["dflash-train"](shlex.split(words_of_it))
+    elif name == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+        assert words[0] in targets
+    elif name.startswith("python"):
+        assert (ROOT / words[0]).is_file()
+
+
+def test_every_program_is_shown() -> None:
+    assert {Path(line.split()[0]).name for line in LINES} >= set(PROGRAMS) | {"make"}
+
+
+@pytest.mark.parametrize("body", [body for kind, body in FENCES if kind == "python"])
+def test_python_compiles_and_imports_what_exists(body: str) -> None:
+    compile(body, "documents", "exec")
+    exec("\n".join(x for x in body.splitlines() if x.startswith(("from ", "import "))), {})
