@@ -43,7 +43,7 @@ SETS = (*POOLED, "math500")
 class Table:
     """Header and cells, and where in which file they come from."""
 
-    header: list[str]
+    header: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
     sources: list[tuple[str, ...]] = field(default_factory=list)  # file, keys
 
@@ -51,6 +51,9 @@ class Table:
         """What stands there, which is now a source of this table."""
         self.sources.append((file, *keys))
         return load(file, *keys)
+
+    def columns(self, names: str) -> None:
+        self.header = names.split(" | ")
 
     def add(self, *cells: object) -> None:
         self.rows.append([str(cell) for cell in cells])
@@ -97,7 +100,7 @@ def beside_vllm(table: Table) -> Iterator[tuple[int, int, dict[str, Any], dict[s
 
 
 def results(table: Table) -> None:
-    table.header = ["what", "this toolkit", "compared with", "ratio"]
+    table.columns("what | this toolkit | compared with | ratio")
     run = table.read("train_qwen05_h200", "pipeline")["runs"][-1]
     sets, minutes = run["sets"], f"{run['minutes']:.0f}"
     plain = sets["gsm8k"]["plain_tokens_per_second"]
@@ -138,17 +141,9 @@ def results(table: Table) -> None:
 
 
 def serving(table: Table) -> None:
-    table.header = [
-        "batch",
-        "plain tok/s",
-        "vLLM plain",
-        "ratio",
-        "DFlash tok/s (block)",
-        "vLLM DFlash (k)",
-        "ratio",
-        "a full step",
-        "MBU",
-    ]
+    table.columns(
+        "batch | plain tok/s | vLLM plain | ratio | DFlash tok/s (block) | vLLM DFlash (k) | ratio | a full step | MBU"
+    )
     floor = load("step_qwen3_8b_h200", "block16")["rows"][0]["floor_ms"]  # every weight once, whatever the batch
     for batch, block, row, plain, ours, best, k, vllm_plain in beside_vllm(table):
         alone, full = plain["tokens_per_second"], row["ms_of_a_full_step"]
@@ -166,7 +161,7 @@ def serving(table: Table) -> None:
 
 
 def real_weights(table: Table) -> None:
-    table.header = ["tokens/s", "plain", *SETS]
+    table.columns(f"tokens/s | plain | {' | '.join(SETS)}")
     for key in ("pipeline", "regenerated_four_minutes", "regenerated_two_minutes"):
         run = table.read("train_qwen05_h200", key)["runs"][-1]
         plain = run["sets"]["gsm8k"].get("plain_tokens_per_second")
@@ -178,7 +173,7 @@ def real_weights(table: Table) -> None:
 
 
 def real_weights_vllm(table: Table) -> None:
-    table.header = ["same drafter, same prompts", *SETS]
+    table.columns(f"same drafter, same prompts | {' | '.join(SETS)}")
     sets = [table.read("peer_vllm_qwen05_h200")["sets"][name] for name in SETS]
     table.add("this engine, tokens/s", *(f"{x['ours']['tokens_per_second']:.0f}" for x in sets))
     table.add("vLLM 0.26, tokens/s", *(f"{x['decode_tokens_per_second']:.0f}" for x in sets))
@@ -191,17 +186,7 @@ def real_weights_vllm(table: Table) -> None:
 
 def parts(table: Table) -> None:
     names = ("products", "draft", "head", "attention", "context", "rest")
-    table.header = [
-        "batch, block",
-        "a step, ms",
-        "layers' GEMMs",
-        "draft",
-        "heads",
-        "attention",
-        "context K/V",
-        "rest",
-        "MBU",
-    ]
+    table.columns("batch, block | a step, ms | layers' GEMMs | draft | heads | attention | context K/V | rest | MBU")
     for key, block in (("block16", 16), ("block8", 8), ("block4", 4)):
         for row in table.read("step_qwen3_8b_h200", key)["rows"]:
             step = sum(row["parts_us"].values()) / 1e3
@@ -214,7 +199,7 @@ def parts(table: Table) -> None:
 
 
 def first_token(table: Table) -> None:
-    table.header = ["tokens of the prompt", "Qwen3-8B, ms", "prompts/s", "Qwen2.5-0.5B, ms", "prompts/s"]
+    table.columns("tokens of the prompt | Qwen3-8B, ms | prompts/s | Qwen2.5-0.5B, ms | prompts/s")
     small = {row["length"]: row for row in table.read("first_token_h200", "qwen2.5-0.5b")["rows"]}
     for row in table.read("first_token_h200", "qwen3-8b")["rows"]:
         if row["length"] in (16, 64, 128, 300, 512, 1024):
@@ -224,7 +209,7 @@ def first_token(table: Table) -> None:
 
 
 def start(table: Table) -> None:
-    table.header = ["Qwen3-8B shape", "process to first answer, s", "of that loading, s"]
+    table.columns("Qwen3-8B shape | process to first answer, s | of that loading, s")
     names = {
         "compiled": "kernels compiled, files cached",
         "compiled, files not cached": "kernels compiled, from disk",
@@ -239,13 +224,7 @@ def start(table: Table) -> None:
 def useless(table: Table) -> None:
     kinds = ("plain 256", "first 256", "later 256", "plain 64", "first 64", "later 64")
     runs = {kind: by_batch(table.read("step_qwen3_8b_h200", "useless_drafts", kind)["rows"]) for kind in kinds}
-    table.header = [
-        "batch",
-        "256 tokens, first answers",
-        "256 tokens, later",
-        "64 tokens, first answers",
-        "64 tokens, later",
-    ]
+    table.columns("batch | 256 tokens, first answers | 256 tokens, later | 64 tokens, first answers | 64 tokens, later")
 
     def longer(which: str, tokens: int, batch: int) -> str:
         plain, drafted = (runs[f"{kind} {tokens}"][batch]["tokens_per_second"] for kind in ("plain", which))
@@ -256,14 +235,9 @@ def useless(table: Table) -> None:
 
 
 def mixed(table: Table) -> None:
-    table.header = [
-        "zero acceptance",
-        "a step of all, ms",
-        "a plain step, ms",
-        "ms a token, those",
-        "ms a token, others",
-        "those, longer than plain",
-    ]
+    table.columns(
+        "zero acceptance | ms a step of all | a plain step | ms a token of those | of others | longer than plain"
+    )
     plain = by_batch(table.read("step_qwen3_8b_h200", "plain_before_early_start")["rows"])  # of the same job
     for key in ("1 of 8", "4 of 8", "1 of 32", "16 of 32"):
         (row,) = table.read("step_qwen3_8b_h200", "mixed", key)["rows"]
@@ -273,7 +247,7 @@ def mixed(table: Table) -> None:
 
 
 def prefill_attention(table: Table) -> None:
-    table.header = ["tokens before, in the chunk", "this engine, us", "PyTorch SDPA, us", "FlashAttention-3, us"]
+    table.columns("tokens before, in the chunk | this engine, us | PyTorch SDPA, us | FlashAttention-3, us")
     for row in table.read("prefill_attention_qwen3_8b_h200")["rows"]:
         table.add(
             f"{row['before']}, {row['chunk']}",
@@ -283,7 +257,7 @@ def prefill_attention(table: Table) -> None:
 
 def fp8_drafts(table: Table) -> None:
     shown = (1, 16, 64, 128, 256)
-    table.header = ["us, bf16 and fp8", *(f"{rows} rows" for rows in shown)]
+    table.columns(f"us, bf16 and fp8 | {' | '.join(f'{n} rows' for n in shown)}")
     labels = {"qwen3-8b": "Qwen3-8B", "qwen3-4b": "Qwen3-4B", "qwen2.5-0.5b": "Qwen2.5-0.5B"}
     for shape, label in labels.items():
         rows = {row["rows"]: row for row in table.read("fp8_h200", shape)["rows"]}
@@ -293,7 +267,7 @@ def fp8_drafts(table: Table) -> None:
 
 
 def fp8_acceptance(table: Table) -> None:
-    table.header = ["draft", "answers", "verify steps", "tokens a step"]
+    table.columns("draft | answers | verify steps | tokens a step")
     for name, sets in table.read("fp8_acceptance_h200", "eight_at_a_time")["variants"].items():
         total = {key: sum(found[key] for found in sets.values()) for key in ("requests", "tokens", "verify_steps")}
         label = {"full": "as loaded", "head": "head in fp8", "head and layers": "head and layers in fp8"}[name]
@@ -304,7 +278,7 @@ def fp8_acceptance(table: Table) -> None:
 
 
 def acceptance(table: Table) -> None:
-    table.header = ["acceptance length", *POOLED, "these four, pooled", "math500", "steps", "sequences/s"]
+    table.columns(f"acceptance length | {' | '.join(POOLED)} | these four, pooled | math500 | steps | sequences/s")
     runs = {
         "pipeline": "two answers a prompt",
         "regenerated_four_minutes": "two answers a prompt",
@@ -328,7 +302,7 @@ def acceptance(table: Table) -> None:
 
 
 def settings(table: Table) -> None:
-    table.header = ["two minutes of", "steps", "epochs", "held out, teacher-forced", "acceptance length", "tokens/s"]
+    table.columns("two minutes of | steps | epochs | held out, teacher-forced | acceptance length | tokens/s")
     runs = {}
     for job in ("base", "optimizers_and_layers", "weights_taps_and_kl"):
         runs |= {run["name"]: run for run in table.read("train_qwen05_h200", "ablation", job)["runs"]}
@@ -345,7 +319,7 @@ def settings(table: Table) -> None:
 
 
 def density(table: Table) -> None:
-    table.header = ["66 seconds of", "steps", "sequences/s", "held out, teacher-forced"]
+    table.columns("66 seconds of | steps | sequences/s | held out, teacher-forced")
     labels = {
         "d12k": "12288 tokens, 2304 blocks a step (the default)",
         "d24k": "24576 tokens, 2304 blocks",
@@ -356,7 +330,7 @@ def density(table: Table) -> None:
 
 
 def training_step(table: Table) -> None:
-    table.header = ["", "sequences/s", "target, ms", "drafter, ms", "optimiser, ms", "MFU", "memory, GiB"]
+    table.columns(" | sequences/s | target, ms | drafter, ms | optimiser, ms | MFU | memory, GiB")
     rows = [
         ("one_gpu", 0, "512 anchors a row, 4 rows, Muon"),
         ("one_gpu", 1, "2047 anchors, 1 row, Muon"),
@@ -385,21 +359,13 @@ def step(table: Table, label: str, row: dict[str, Any]) -> None:
 
 
 def sharding(table: Table) -> None:
-    table.header = [
-        "two GPUs",
-        "sequences/s",
-        "target, ms",
-        "drafter, ms",
-        "optimiser, ms",
-        "MFU",
-        "memory of each, GiB",
-    ]
-    for row in table.read("train_sharded_qwen3_8b_h100")["rows"]:
+    table.columns("two GPUs | sequences/s | target, ms | drafter, ms | optimiser, ms | MFU | memory of each, GiB")
+    for row in sorted(table.read("train_sharded_qwen3_8b_h100")["rows"], key=lambda row: str(row["way"])):
         step(table, row["way"], row)
 
 
 def features(table: Table) -> None:
-    table.header = ["tokens/s of the target", "packed rows (the trainer)", "padded rows", "one row at a time"]
+    table.columns("tokens/s of the target | packed rows (the trainer) | padded rows | one row at a time")
     for shape, label in (("qwen2.5-0.5b", "Qwen2.5-0.5B"), ("qwen3-8b", "Qwen3-8B")):
         ways = table.read("features_h200", shape)["ways"]
         shown = (
@@ -478,7 +444,7 @@ def rewritten(page: Path) -> str:
         name = match[2]
         if name not in TABLES:
             raise SystemExit(f"error: {page.relative_to(ROOT)}: no table `{name}`; known: {', '.join(TABLES)}")
-        table = Table([])
+        table = Table()
         TABLES[name](table)
         below = "" if page.name == "README.md" else measured(table)
         return f"{match[1]}\n{markdown(table)}{below}\n{match[3]}"
