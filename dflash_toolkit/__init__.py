@@ -8,6 +8,7 @@ N query heads, G key/value heads, H head dim, V vocabulary, R supervised rows of
 from typing import TYPE_CHECKING
 
 from .lazy import lazy_names
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .config import UserError
@@ -29,7 +30,6 @@ else:
         },
     )
 
-__version__ = "0.1.0"
 __all__ = [
     "Drafter",
     "DrafterConfig",

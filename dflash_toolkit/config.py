@@ -1,8 +1,9 @@
 """Strict configuration: frozen dataclasses filled from a YAML file, flags and `key=value` overrides.
 
 Every command has the same form: `command [--flag VALUE ...] [--config FILE] [key=value ...]`. The later source
-wins: defaults, then the file, then flags, then overrides. A typo is one line that names the key and its nearest
-neighbour. This file knows nothing of drafters; each program declares its own dataclasses.
+wins: defaults, then the file, then flags, then overrides. An option of a group has the key `group.option` and the flag
+`--group.option VALUE`. A typo is one line that names the key and its nearest neighbour. This file knows nothing of
+drafters; each program declares its own dataclasses and shares groups of options (`options.py`).
 """
 
 import argparse
@@ -11,14 +12,17 @@ import difflib
 import io
 import logging
 import math
+import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import yaml
+
+from .version import __version__
 
 C = TypeVar("C")
 
@@ -27,18 +31,21 @@ class UserError(Exception):
     """A mistake the user can mend. The message is one line that names the value and the way out."""
 
 
-def knob(
+def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
     choices: Sequence[str] = (),
     flag: str | None = None,
     named: bool = False,
 ) -> Any:
-    """A dataclass field.
+    """A field of a dataclass that the user can set.
+
+    A class that renames an option says so in the class variable `renamed`: {old key: new key}, or, where the value
+    changes too, {old key: (new key, convert)}. The old key works for one release and prints a notice.
 
     Args:
         choices: for strings, the values allowed.
-        flag: if it is not the field's name.
+        flag: its flag, if that is not its name; for an option of a group a second, short one.
         named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
     """
     metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named}
@@ -47,26 +54,36 @@ def knob(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def group(cls: type[C], help: str = "") -> Any:
-    """A nested group of knobs with the group's own defaults."""
-    return dataclasses.field(default_factory=cls, metadata={"help": help, "choices": ()})
+def options(cls: type[C], flat: bool = False) -> Any:
+    """A group of options: a dataclass that has a default for each.
+
+    Args:
+        flat: its keys are written without the name of the group.
+    """
+    return dataclasses.field(default_factory=cls, metadata={"flat": flat})
 
 
-def from_mapping(cls: type[C], values: dict[str, Any], where: str = "config") -> C:
+def from_mapping(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
     """Build the dataclass `cls` from nested plain values.
 
     Raises:
         UserError: unknown key, wrong type, value outside the choices, missing required key, or a `ValueError`
             raised by the dataclass's own `__post_init__` (an impossible combination).
     """
-    if not isinstance(values, dict):
+    if not isinstance(values, Mapping):
         raise UserError(f"{where}: expected a mapping of keys to values, got {values!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    rest, fields = dict(values), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints, known = typing.get_type_hints(cls), set(fields)
     built: dict[str, Any] = {}
-    for key, value in values.items():
+    for name, field in list(fields.items()):
+        if field.metadata.get("flat"):
+            keys = {f.name for f in dataclasses.fields(hints[name])}
+            built[name] = from_mapping(hints[name], {key: rest.pop(key) for key in keys if key in rest}, where)
+            known = known - {name} | keys
+            del fields[name]
+    for key, value in rest.items():
         if key not in fields:
-            raise UserError(f"{where}.{key}: unknown key{_nearest(str(key), fields)}")
+            raise UserError(f"{where}.{key}: unknown key{_nearest(str(key), known)}")
         built[key] = _coerce(hints[key], value, f"{where}.{key}", fields[key].metadata.get("choices", ()))
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -137,63 +154,90 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: str) -> C:
-    """Parse `--flag`s for the top-level knobs, `--config FILE`, and `key=value` overrides into `cls`.
+    """Parse `--flag`s, `--config FILE`, and `key=value` overrides into `cls`.
 
     Raises:
         UserError: whatever `from_mapping` and `read_yaml` raise, an unknown flag, a flag without its value, or an
             override without `=`.
-        SystemExit: code 0 for `--help`.
+        SystemExit: code 0 for `--help` and `--version`.
     """
     return from_mapping(cls, *given_values(cls, argv, prog, description))
 
 
 def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: str) -> tuple[dict[str, Any], str]:
     """What `parse_cli` builds from: the values given, unchecked and nested, and a name for their source."""
-    parser = _Parser(
-        prog=prog,
-        description=description,
-        epilog=_describe_keys(cls),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            continue
-        flag = "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
-        text = field.metadata.get("help", "").replace("%", "%%") + _default_note(field)
-        hint = hints[field.name]
-        if typing.get_origin(hint) is tuple:
-            parser.add_argument(flag, dest=field.name, nargs="+", metavar="VALUE", help=text)
-        elif bool in (hint, *typing.get_args(hint)):
-            parser.add_argument(flag, dest=field.name, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            parser.add_argument(flag, dest=field.name, metavar="VALUE", help=text)
-    parser.add_argument("--config", metavar="YAML", help="file with any of the keys below")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key below, dots for groups")
-    found, unknown = parser.parse_known_intermixed_args(argv)
+    known, renamed = dict(list_options(cls)), dict(_renamed(cls))
+    parser = _parser(known, renamed, prog, description)
+    words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    found, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        raise UserError(_unknown_flag(unknown[0].partition("=")[0], parser, cls, prog))
+        raise UserError(_unknown_flag(unknown[0].partition("=")[0], parser, prog))
     given = vars(found)
 
     config_file = given.pop("config", None)
     overrides = given.pop("overrides", [])
-    named = {field.name for field in dataclasses.fields(cls) if field.metadata.get("named")}
-    for name in [n for n in given if typing.get_origin(hints[n]) is tuple]:
+    for key in [k for k, value in given.items() if isinstance(value, list)]:
         # `--data a.jsonl b.jsonl steps=10`: argparse gives the override to the list flag before it
-        strays = [v for v in given[name] if _is_override(cls, v, dotted=name in named)]
-        given[name] = [v for v in given[name] if v not in strays]
+        dotted = known[key].field.metadata["named"]
+        strays = [v for v in given[key] if _is_override(v, [*known, *renamed], dotted)]
+        given[key] = [v for v in given[key] if v not in strays]
         overrides = [*strays, *overrides]
     values: dict[str, Any] = read_yaml(config_file) if config_file else {}
-    for name, value in given.items():
-        values[name] = _from_text(hints[name], value)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
+        if "=" not in override:
             raise UserError(f"{override!r}: expected key=value (see {prog} --help)")
-        _assign(values, key, _from_text(_hint_of(cls, key), text))
+    for key, text in [*given.items(), *(override.split("=", 1) for override in overrides)]:
+        meant = known.get(renamed[key][0] if key in renamed else key)
+        _assign(values, key, _from_text(meant.hint if meant else None, text))
+    for old, (new, convert) in renamed.items():
+        _rename(values, old, new, convert)
     return values, config_file or prog
+
+
+class Option(NamedTuple):
+    """An option of a command."""
+
+    field: Any  # of its dataclass
+    hint: Any  # its type
+
+
+def list_options(cls: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """Every option of a command, by its dotted key."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from list_options(hints[field.name], prefix + ("" if field.metadata["flat"] else f"{field.name}."))
+        elif "help" in field.metadata:
+            yield prefix + field.name, Option(field, hints[field.name])
+
+
+def _renamed(cls: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, Callable[[Any], Any] | None]]]:
+    """Old keys, each with the new one and what turns its value into the new one's."""
+    for old, new in getattr(cls, "renamed", {}).items():
+        key, convert = new if isinstance(new, tuple) else (new, None)
+        yield prefix + old, (prefix + key, convert)
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _renamed(hints[field.name], prefix + ("" if field.metadata["flat"] else f"{field.name}."))
+
+
+def _rename(values: dict[str, Any], old: str, new: str, convert: Callable[[Any], Any] | None) -> None:
+    *parents, last = old.split(".")
+    holder: Any = values
+    for parent in parents:
+        holder = holder.get(parent) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict) or last not in holder:
+        return
+    value = holder.pop(last)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine
+        print(f"notice: {old} is now {new}; the old name works for one more release", file=sys.stderr)
+    *parents, last = new.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    if last in values:
+        raise UserError(f"{old} and {new} are both given; {old} is the old name, leave it out")
+    values[last] = convert(value) if convert and isinstance(value, int) else value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -203,23 +247,61 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def _unknown_flag(flag: str, parser: argparse.ArgumentParser, cls: Any, prog: str) -> str:
-    """What is wrong with a flag that is none, and which was meant: another, or a key of a group."""
-    flags = [option for action in parser._actions for option in action.option_strings]
-    keys = [key for key, _ in _grouped(cls)]
-    word = flag.lstrip("-").replace("-", "_")
-    # `--epochs 3` means optim.epochs=3, `--optim.epochs 3` too
-    names = {key: key if "." in word else key.rpartition(".")[2] for key in keys}
-    meant: list[str] = []
-    if word not in names.values():
-        meant = difflib.get_close_matches(flag, flags, n=1)
-    if not meant and (close := difflib.get_close_matches(word, list(names.values()), n=1)):
-        meant = [f"{key}=VALUE" for key in keys if names[key] == close[0]]
+def _parser(known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, description: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--option VALUE ...] [--config YAML] [key=value ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    parser.add_argument("--config", metavar="YAML", help="file with any of the options, by their keys")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="any option by its key, as group.option=VALUE"
+    )
+    places: dict[str, Any] = {"": parser}
+    for key, option in known.items():
+        group = key.rpartition(".")[0]
+        place = places[group] = places.get(group) or parser.add_argument_group(group)
+        names, short = [f"--{key.replace('_', '-')}"], option.field.metadata["flag"]
+        if short:
+            names = [*(names if group else []), f"--{short}"]
+        _add(place, names, key, option, option.field.metadata["help"].replace("%", "%%") + _default_note(option.field))
+    for old, (new, _) in renamed.items():
+        _add(parser, [f"--{old.replace('_', '-')}"], old, known[new], argparse.SUPPRESS)
+    return parser
+
+
+def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> None:
+    if typing.get_origin(option.hint) is tuple:
+        parser.add_argument(*names, dest=key, nargs="+", metavar="VALUE", help=text)
+    elif "." not in key and bool in (option.hint, *typing.get_args(option.hint)):
+        parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, help=text)
+    else:
+        parser.add_argument(*names, dest=key, metavar="VALUE", help=text)
+
+
+def _dashed(word: str) -> str:
+    """`--a_b=c_d` as `--a-b=c_d`: flags are known by both spellings."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _unknown_flag(flag: str, parser: argparse.ArgumentParser, prog: str) -> str:
+    """What is wrong with a flag that is none, and which was meant: `--epochs 3` means `--optim.epochs 3`."""
+    flags = [name for action in parser._actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+    last = {name: name.lstrip("-").rpartition(".")[2] for name in flags if "." in name}
+    word = flag.lstrip("-")
+    meant = [name for name in last if last[name] == word] or difflib.get_close_matches(flag, flags, n=1)
+    if not meant and (close := difflib.get_close_matches(word, list(last.values()), n=1)):
+        meant = [name for name in last if last[name] == close[0]]
     return f"{flag}: unknown flag; " + (f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help")
 
 
 def _from_text(hint: Any, text: Any) -> Any:
-    """What was typed, read as YAML unless the knob wants text: `--port 8000` is an int, `--target 7` is a name."""
+    """What was typed, read as YAML unless the option wants text: `--port 8000` is an int, `--target 7` is a name."""
     if isinstance(text, list):  # a list flag, one item a word
         return [_from_text(typing.get_args(hint)[0], item) for item in text]
     wants_text = hint is str or (typing.get_origin(hint) is not tuple and str in typing.get_args(hint))
@@ -231,17 +313,14 @@ def _from_text(hint: Any, text: Any) -> Any:
         raise UserError(f"{text[:80]!r}: not a value ({' '.join(str(error).split())})") from error
 
 
-def _is_override(cls: Any, item: str, dotted: bool) -> bool:
+def _is_override(item: str, keys: Sequence[str], dotted: bool) -> bool:
+    """Whether an item of a list is `key=value`; the key may be a group."""
     key, equals, _ = item.partition("=")
-    return bool(equals) and ("." in key or not dotted) and _hint_of(cls, key) is not None
-
-
-def _hint_of(cls: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        if not dataclasses.is_dataclass(cls):
-            return None
-        cls = typing.get_type_hints(cls).get(part)
-    return cls
+    return (
+        bool(equals)
+        and ("." in key or not dotted)
+        and any(known == key or known.startswith(f"{key}.") for known in keys)
+    )
 
 
 def _default_note(field: Any) -> str:
@@ -249,24 +328,6 @@ def _default_note(field: Any) -> str:
         return " (required)"
     unset = field.default is None or field.default == () or field.default is False
     return "" if unset else f" (default: {field.default})"
-
-
-def _describe_keys(cls: Any) -> str:
-    lines = ["keys for --config and key=value:"]
-    for key, field in _grouped(cls):
-        note = _default_note(field) or " (default: none)"
-        lines.append(f"  {key:<30} {field.metadata['help']}{note}")
-    return "\n".join(lines) if len(lines) > 1 else ""
-
-
-def _grouped(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of groups, dotted, each with its field."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _grouped(hints[field.name], f"{prefix}{field.name}.")
-        elif prefix:
-            yield f"{prefix}{field.name}", field
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -277,7 +338,12 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
-            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+            found: dict[str, Any] = {}
+            for field in dataclasses.fields(value):
+                if field.init:
+                    item = plain(getattr(value, field.name))
+                    found |= item if field.metadata.get("flat") else {field.name: item}
+            return found
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         return [plain(v) for v in value] if isinstance(value, list | tuple) else value

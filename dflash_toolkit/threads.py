@@ -8,7 +8,6 @@ woken in microseconds. OpenMP reads the environment once, when PyTorch is import
 import os
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-HELP = "CPU threads that compute (default: OMP_NUM_THREADS, or one a core)"
 
 
 def wait_passively() -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_toolkit.checkpoint.readahead import read_ahead
-from dflash_toolkit.config import UserError, knob, parse_cli, run_command
+from dflash_toolkit.config import UserError, option, parse_cli, run_command
+from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import DRAFT_DTYPES, EngineOptions
-from dflash_toolkit.threads import HELP, check_threads, use_threads
+from dflash_toolkit.threads import use_threads
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -24,37 +25,33 @@ EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client")  # what `dflash-
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeConfig:
+class ServeConfig(ModelOptions):
     """The knobs of `dflash-serve`."""
 
-    target: str = knob(help="the target: Hugging Face id or directory")
-    drafter: str | None = knob(None, "the drafter: Hugging Face id or directory (default: decode plainly)")
-    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface")
-    port: int = knob(8000, "port to listen on; 0 takes a free one")
-    device: str = knob("auto", "auto, cpu or cuda")
-    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
-    threads: int | None = knob(None, HELP)
-    max_batch: int | None = knob(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
-    max_context: int | None = knob(None, "tokens of prompt and answer (default: what the target was made for)")
-    block_size: int | None = knob(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
-    draft_dtype: str = knob(
+    drafter: str | None = option(None, "the drafter: Hugging Face id or directory (default: decode plainly)")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    max_batch: int | None = option(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
+    max_context: int | None = option(None, "tokens of prompt and answer (default: what the target was made for)")
+    block_size: int | None = option(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
+    draft_dtype: str = option(
         "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
     )
-    prefill_chunk: int = knob(2048, "tokens of a prompt computed between two steps")
-    cache_tokens: int | None = knob(None, "room for so many tokens of all requests (default: what memory allows)")
-    memory_fraction: float = knob(0.9, "of the GPU's memory, for weights, caches and all")
-    api_key: str | None = knob(None, "clients must send this as their API key (default: none is asked for)")
-    sampling_defaults: str = knob(
+    prefill_chunk: int = option(2048, "tokens of a prompt computed between two steps")
+    cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
+    memory_fraction: float = option(0.9, "of the GPU's memory, for weights, caches and all")
+    api_key: str | None = option(None, "clients must send this as their API key (default: none is asked for)")
+    sampling_defaults: str = option(
         "model",
         "where a request does not say: model has what the target's generation_config.json says, openai temperature 1",
         choices=("model", "openai"),
     )
-    served_model_name: str | None = knob(None, "the name clients ask for (default: the target, as given)")
+    served_model_name: str | None = option(None, "the name clients ask for (default: the target, as given)")
 
     def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
-        check_threads(self.threads)
         _ = self.options  # raises for a value outside its range
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":

@@ -4,29 +4,40 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_toolkit import __version__
 from dflash_toolkit.config import (
     UserError,
     from_mapping,
-    group,
-    knob,
+    option,
+    options,
     parse_cli,
     read_yaml,
     run_command,
     to_mapping,
 )
 
+COMMANDS = {
+    "dflash-train": "train.cli",
+    "dflash-data": "train.data_cli",
+    "dflash-serve": "serve.cli",
+    "dflash-eval": "dflash_toolkit.evaluation.cli",
+    "dflash-doctor": "dflash_toolkit.doctor.cli",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimiser:
-    lr: float = knob(6e-4, "peak learning rate")
-    warmup: int = knob(0, "warm-up steps")
-    betas: tuple[float, ...] = knob((0.9, 0.95), "Adam's two decays")
+    lr: float = option(6e-4, "peak learning rate")
+    warmup: int = option(0, "warm-up steps")
+    nesterov: bool = option(False, "look ahead", flag="ahead")
+    betas: tuple[float, ...] = option((0.9, 0.95), "Adam's two decays")
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -34,17 +45,30 @@ class Optimiser:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    renamed: ClassVar = {"tokens": "max_tokens", "block": ("drafts", lambda block: block - 1)}
+    max_tokens: int = option(64, "longest answer")
+    drafts: int = option(7, "drafted tokens a step")
+
+    def __post_init__(self) -> None:
+        if self.drafts < 0:
+            raise ValueError(f"drafts is {self.drafts}; it must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    target: str = knob(help="the target, 100 % of it")
-    data: tuple[str, ...] = knob((), "prompt files")
-    taps: tuple[int, ...] = knob((), "layer ids")
-    sets: tuple[str, ...] = knob((), "files by name", named=True)
-    steps: int = knob(100, "optimiser steps")
-    attention: str = knob("flex", "which attention", choices=("flex", "sdpa"))
-    resume: bool = knob(False, "continue a run")
-    limit: int | None = knob(None, "prompts to read")
-    note: str | None = knob(None, "a word on the run")
-    optimiser: Optimiser = group(Optimiser, "the optimiser")
+    renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr"}
+    target: str = option(help="the target, 100 % of it")
+    data: tuple[str, ...] = option((), "prompt files")
+    taps: tuple[int, ...] = option((), "layer ids")
+    sets: tuple[str, ...] = option((), "files by name", named=True)
+    steps: int = option(100, "optimiser steps")
+    attention: str = option("flex", "which attention", choices=("flex", "sdpa"))
+    resume: bool = option(False, "continue a run")
+    limit: int | None = option(None, "prompts to read")
+    note: str | None = option(None, "a word on the run")
+    optimiser: Optimiser = options(Optimiser)
+    shared: Shared = options(Shared, flat=True)
 
 
 def build(**values: object) -> Settings:
@@ -77,7 +101,7 @@ def test_defaults_fill_what_is_not_given() -> None:
     [
         ({"stepps": 3}, "run.yaml.stepps: unknown key; did you mean `steps`?"),
         ({"optimiser": {"warmpu": 3}}, "run.yaml.optimiser.warmpu: unknown key; did you mean `warmup`?"),
-        ({"optimiser": {"zzz": 3}}, "run.yaml.optimiser.zzz: unknown key; known keys: betas, lr, warmup"),
+        ({"optimiser": {"zzz": 3}}, "run.yaml.optimiser.zzz: unknown key; known keys: betas, lr, nesterov, warmup"),
         ({"steps": "8"}, "run.yaml.steps: expected int, got '8'"),
         ({"steps": 8.0}, "run.yaml.steps: expected int, got 8.0"),
         ({"steps": True}, "run.yaml.steps: expected int, got True"),
@@ -141,7 +165,12 @@ def test_a_configuration_written_as_a_mapping_is_read_back_equal(config: Setting
 
 def test_the_written_mapping_holds_plain_values() -> None:
     assert to_mapping(Settings(target="t", taps=(1, 2)))["taps"] == [1, 2]
-    assert to_mapping(Settings(target="t"))["optimiser"] == {"lr": 6e-4, "warmup": 0, "betas": [0.9, 0.95]}
+    assert to_mapping(Settings(target="t"))["optimiser"] == {
+        "lr": 6e-4,
+        "warmup": 0,
+        "nesterov": False,
+        "betas": [0.9, 0.95],
+    }
 
 
 # ---- files -----------------------------------------------------------------------------------------
@@ -212,7 +241,7 @@ def test_a_name_that_is_a_knob_s_stays_a_name() -> None:
     assert (found.note, found.resume, found.steps, found.optimiser.lr) == (None, False, 3, 0.5)
 
 
-def test_flags_are_read_by_the_type_of_their_knob() -> None:
+def test_flags_are_read_by_the_type_of_their_option() -> None:
     config = parse("--target", "7", "--steps", "3", "--resume", "--taps", "1", "2", "--limit", "9")
     assert config == Settings(target="7", steps=3, resume=True, taps=(1, 2), limit=9)
     assert parse("--target", "t", "--no-resume").resume is False
@@ -248,9 +277,16 @@ def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
         (("--limi=3",), "--limi: unknown flag; did you mean --limit?"),
         (("--no-resum",), "--no-resum: unknown flag; did you mean --no-resume?"),
         (("--data", "a", "b", "--stepps=3", "note=x"), "--stepps: unknown flag; did you mean --steps?"),
-        (("--warmup", "3"), "--warmup: unknown flag; did you mean optimiser.warmup=VALUE?"),
-        (("--warmpu=3",), "--warmpu: unknown flag; did you mean optimiser.warmup=VALUE?"),
-        (("--optimiser.warmpu=3",), "--optimiser.warmpu: unknown flag; did you mean optimiser.warmup=VALUE?"),
+        (("--warmup", "3"), "--warmup: unknown flag; did you mean --optimiser.warmup?"),
+        (("--warmpu=3",), "--warmpu: unknown flag; did you mean --optimiser.warmup?"),
+        (("--optimiser.warmpu=3",), "--optimiser.warmpu: unknown flag; did you mean --optimiser.warmup?"),
+        (("--optimiser.nesterov", "maybe"), "optimiser.nesterov: expected bool, got 'maybe'"),
+        (("--optimiser.nesterov", "--resume"), "--optimiser.nesterov/--ahead: expected one argument"),
+        (("--drafts", "-1"), "prog: drafts is -1; it must be >= 0"),
+        (("max_token=3",), "prog.max_token: unknown key; did you mean `max_tokens`?"),
+        (("shared.drafts=3",), "prog.shared: unknown key"),
+        (("--block", "3", "--drafts", "2"), "block and drafts are both given; block is the old name, leave it out"),
+        (("--block", "many"), "drafts: expected int, got 'many'"),
         (("--zzz", "3"), "--zzz: unknown flag; see prog --help"),
         (("-z",), "-z: unknown flag; see prog --help"),
     ],
@@ -269,19 +305,19 @@ def test_a_mistake_in_the_file_is_told_with_the_name_of_the_file(write: Callable
     assert str(caught.value) == f"{file}.steps: expected int, got 'many'"
 
 
-@pytest.mark.parametrize("command", ["train", "data", "serve", "evaluation", "doctor"])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_mistyped_flag_is_one_line_in_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    modules = {"train": "train.cli", "data": "train.data_cli", "serve": "serve.cli"}
-    main = importlib.import_module(modules.get(command, f"dflash_toolkit.{command}.cli")).main
+    main = importlib.import_module(COMMANDS[command]).main
     for typed in (["--taget", "x"], ["--taget=x"]):
         assert main(typed) == 2
         assert capsys.readouterr() == ("", "error: --taget: unknown flag; did you mean --target?\n")
     assert main(["--target", "x", "--threads"]) == 2
     assert capsys.readouterr() == ("", "error: --threads: expected one argument\n")
     rest = {
-        "data": ["--data", "x", "--output", "x.jsonl"], "doctor": ["--drafter", "x"],
-        "evaluation": ["--drafter", "x", "--prompts", "a=b"],
-    }  # fmt: skip
+        "dflash-data": ["--data", "x", "--output", "x.jsonl"],
+        "dflash-doctor": ["--drafter", "x"],
+        "dflash-eval": ["--drafter", "x", "--prompts", "a=b"],
+    }
     assert main(["--target", "x", "--threads", "0", *rest.get(command, [])]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and "threads is 0; it must be in 1..4096" in err
@@ -301,8 +337,45 @@ def test_help_exits_with_0_and_lists_every_key_and_default(capsys: pytest.Captur
     text = " ".join(" ".join(lines).split())
     assert "the target, 100 % of it (required)" in text
     assert "optimiser steps (default: 100)" in text
-    assert line("optimiser.lr") == "optimiser.lr peak learning rate (default: 0.0006)"
-    assert line("optimiser.warmup") == "optimiser.warmup warm-up steps (default: 0)"
+    assert line("--optimiser.lr") == "--optimiser.lr VALUE peak learning rate (default: 0.0006)"
+    assert "--optimiser.warmup VALUE warm-up steps (default: 0)" in text
+    assert "--ahead" in line("--optimiser.nesterov")
+    assert "longest answer (default: 64)" in text and "--tokens" not in text, "old names are not shown"
+
+
+def test_every_option_of_a_group_has_a_flag_too() -> None:
+    expected = Settings(target="t", optimiser=Optimiser(lr=0.5, warmup=3, nesterov=True, betas=(0.1, 0.2)), steps=4)
+    typed = "--target t --optimiser.lr 0.5 --optimiser.warmup 3 --ahead true --optimiser.betas 0.1 0.2 steps=4"
+    assert parse(*typed.split()) == expected
+    typed = "--target=t --optimiser.betas 0.1 0.2 optimiser.lr=.5 --optimiser.warmup=3 optimiser.nesterov=true steps=4"
+    assert parse(*typed.split()) == expected
+
+
+def test_a_flat_group_has_keys_without_its_name(write: Callable[[str], str]) -> None:
+    file = write("target: t\nmax_tokens: 5\n")
+    config = parse("--config", file, "--drafts", "3")
+    assert config.shared == Shared(max_tokens=5, drafts=3)
+    assert to_mapping(config)["max_tokens"] == 5 and "shared" not in to_mapping(config)
+    assert parse("--config", file, "max_tokens=6", "--max_tokens", "4").shared.max_tokens == 6
+
+
+def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (("--block", "8"), ("block=8",), ("--config", write("block: 8\ntarget: t\n"))):
+        assert parse("--target", "t", *argv).shared.drafts == 7
+        assert capsys.readouterr() == ("", "notice: block is now drafts; the old name works for one more release\n")
+    config = parse("--target", "t", "--optimiser.notes", "7", "--rate", "0.5", "--tokens=3")
+    assert (config.note, config.optimiser.lr, config.shared.max_tokens) == ("7", 0.5, 3)
+    assert capsys.readouterr().err.count("notice: ") == 3
+    parse("--target", "t", "--drafts", "7")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(COMMANDS[command]).main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"{command} {__version__}\n"
 
 
 # ---- running ---------------------------------------------------------------------------------------

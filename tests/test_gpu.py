@@ -88,7 +88,8 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: 
         drafter=TrainConfig(target="tiny").drafter,
         loss=LossKnobs(anchors=64),
         optim=OptimKnobs(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack),
-        run=RunKnobs(device="cuda", log_every=50),
+        device="cuda",
+        run=RunKnobs(log_every=50),
     )
     exported: list[Drafter] = []
     train(

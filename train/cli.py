@@ -128,7 +128,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
     """
     use_threads(config.threads)
     sharded = config.run.fsdp or config.run.zero > 0
-    with Processes.started(config.run.device, group=sharded) as processes, contextlib.ExitStack() as held:
+    with Processes.started(config.device, group=sharded) as processes, contextlib.ExitStack() as held:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
         digest = processes.agree(processes.alone(data_digest, config))
@@ -169,7 +169,7 @@ def _prepare(config: TrainConfig, given: Iterable[str], digest: str) -> _Prepare
         import_wandb()  # a mistake is said now, not after hours of answers
     if config.run.zero:
         import_deepspeed()
-    device = resolve_device(config.run.device)
+    device = resolve_device(config.device)
     packing(config, device)  # raises for knobs that say nothing there
     if config.run.attention == "flex" and device.type != "cuda":
         raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
@@ -230,7 +230,7 @@ def _train(run: _Prepared, answered: Corpus, processes: Processes) -> None:
 
 def _loaded(run: _Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
     config = run.config
-    target = Target.load(config.target, processes.device, config.run.dtype)
+    target = Target.load(config.target, processes.device, config.dtype)
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
@@ -357,7 +357,7 @@ def _answered(run: _Prepared, wanted: dict[str, Any], processes: Processes) -> N
     if "answered" not in state:
         done = processes.agree(processes.alone(_done, work)) or set()
         asking = Asking(
-            tokenizer=run.tokenizer, params=knobs.params, length=config.prompts.max_length, thinking=knobs.thinking
+            tokenizer=run.tokenizer, params=knobs.params(), length=config.prompts.max_length, thinking=knobs.thinking
         )
         tallies = processes.gather(processes.together(_share, run, asking, done, data.counts["prompts"], processes))
         tally = Tally()
@@ -402,7 +402,7 @@ def _share(run: _Prepared, asking: Asking, done: set[tuple[int, int]], total: in
     if next(asking.dialogues(work / PROMPTS, done, *share), None) is None:
         return Tally()
     backend = open_backend(
-        config.target, runtime=config.answers.runtime, device=processes.device, dtype=config.run.dtype,
+        config.target, runtime=config.answers.runtime, device=processes.device, dtype=config.dtype,
         batch=config.answers.batch_size, context=config.prompts.max_length,
     )  # fmt: skip
     own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.answers)}
@@ -452,7 +452,7 @@ def _make(folder: Path, asked: str) -> None:
 
 # knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
 # `accumulate` changes, only how many micro batches a step takes
-FREE_KNOBS = ("device", "log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
+FREE_KNOBS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "accumulate", "recompute", "head_rows")  # fmt: skip
 ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
@@ -486,8 +486,8 @@ def _asked(config: dict[str, Any]) -> dict[str, Any]:
 
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
-    # what the files hold is in the hashes; threads change how fast it is
-    places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "threads")
+    # what the files hold is in the hashes; devices and threads change how fast it is
+    places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "device", "threads")
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_KNOBS, *ENDS)}

@@ -13,12 +13,10 @@ seen; that is about the density of the paper's recipe.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from dflash_toolkit.config import UserError, from_mapping, group, knob
-from dflash_toolkit.data.conversations import BY_NAME, FORM_CHOICES
-from dflash_toolkit.decode import SamplingParams
-from dflash_toolkit.threads import HELP, check_threads
+from dflash_toolkit.config import UserError, from_mapping, option, options
+from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
@@ -29,75 +27,43 @@ MOST_GIB = 2**20  # no machine has more memory
 class DrafterKnobs:
     """Shape of the drafter; what is not given is the target's own."""
 
-    layers: int = knob(5, "draft layers")
-    taps: int = knob(5, "tapped target layers, evenly spaced")
-    target_layer_ids: tuple[int, ...] = knob((), "tap exactly these 0-based layers instead")
-    block_size: int = knob(16, "one anchor plus block_size - 1 drafted tokens")
-    mask_token_id: int | None = knob(None, "row of the target's embedding for masked slots (default: an unused one)")
-    num_heads: int | None = knob(None, "query heads")
-    num_kv_heads: int | None = knob(None, "key/value heads")
-    head_dim: int | None = knob(None, "head dimension")
-    intermediate_size: int | None = knob(None, "FFN width")
+    layers: int = option(5, "draft layers")
+    taps: int = option(5, "tapped target layers, evenly spaced")
+    target_layer_ids: tuple[int, ...] = option((), "tap exactly these 0-based layers instead")
+    block_size: int = option(16, "one anchor plus block_size - 1 drafted tokens")
+    mask_token_id: int | None = option(None, "row of the target's embedding for masked slots (default: an unused one)")
+    num_heads: int | None = option(None, "query heads")
+    num_kv_heads: int | None = option(None, "key/value heads")
+    head_dim: int | None = option(None, "head dimension")
+    intermediate_size: int | None = option(None, "FFN width")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataKnobs:
+class DataKnobs(PromptOptions):
     """Where prompts come from when no files are given, and how much of them is used."""
 
-    dataset: str = knob("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
-    split: str = knob("train", "of datasets")
-    form: str = knob(
-        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
-    )
-    max_prompts: int = knob(100_000, "prompts to use, drawn from all sources; 0 is all")
-    held_out: int = knob(64, "prompts kept out of training to measure acceptance on")
-    max_length: int = knob(3072, "tokens of prompt and answers together; longer rows are cut")
-    similarity: float = knob(
-        0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
-    )
-    strict: bool = knob(True, "a malformed row of a file ends the run; false skips and counts it, as in datasets")
+    dataset: str = option("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
+    max_prompts: int = option(100_000, "prompts to use, sampled from all sources; 0 is all")
+    held_out: int = option(64, "prompts kept out of training to measure acceptance on")
 
     def __post_init__(self) -> None:
-        if self.max_prompts < 0 or self.held_out < 0:
-            raise ValueError("prompts.max_prompts and prompts.held_out must be >= 0")
-        if self.max_length < 8:
-            raise ValueError(f"prompts.max_length is {self.max_length}; it must be >= 8")
-        if not 0 < self.similarity <= 1:
-            raise ValueError(f"prompts.similarity is {self.similarity}; it must be in (0, 1]")
+        PromptOptions.__post_init__(self)
+        if self.held_out < 0:
+            raise ValueError(f"prompts.held_out is {self.held_out}; it must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DrawKnobs:
-    """How answers are drawn, for training and for `dflash-data`."""
-
-    max_new_tokens: int = knob(2048, "longest answer")
-    temperature: float = knob(0.0, "0 is greedy")
-    top_p: float = knob(1.0, "nucleus sampling")
-    top_k: int = knob(0, "keep the most probable tokens; 0 is all")
-    min_p: float = knob(0.0, "keep tokens at least so probable, relative to the best")
-    thinking: bool | None = knob(None, "for templates with a thinking mode; serve with the same")
-
-    @property
-    def params(self) -> SamplingParams:
-        """Raises ValueError for a value outside its range."""
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
-            max_new_tokens=self.max_new_tokens,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerKnobs(DrawKnobs):
+class AnswerKnobs(SamplingOptions):
     """How the target answers the prompts. A drafter must see the target's own words."""
 
-    regenerate: bool = knob(True, "false trains on the answers the data holds (only right if this target wrote them)")
-    runtime: str = knob("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
-    batch_size: int = knob(32, "prompts answered at a time")
+    regenerate: bool = option(True, "false trains on the answers the data holds (only right if this target wrote them)")
+    runtime: str = option("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
+    batch_size: int = option(32, "prompts answered at a time")
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.max_new_tokens < 2:
-            raise ValueError("answers.batch_size must be >= 1 and answers.max_new_tokens >= 2")
-        _ = self.params  # raises for a value outside its range
+        SamplingOptions.__post_init__(self)
+        if self.batch_size < 1 or self.max_tokens < 2:
+            raise ValueError("answers.batch_size must be >= 1 and answers.max_tokens >= 2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,17 +75,17 @@ class LossKnobs:
     formulas; DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
     """
 
-    ce: float = knob(1.0, "weight of the cross-entropy with the answer's token")
-    kl: float = knob(0.0, "weight of KL(target || drafter) over the whole vocabulary")
-    tv: float = knob(0.0, "weight of the total variation: 1 - the acceptance of sampled verification")
-    lk: float = knob(0.0, "weight of -log(acceptance), LK^alpha of arXiv 2602.23881")
-    lk_hybrid: float = knob(0.0, "weight of KL turning into TV as acceptance grows, LK^lambda of the same paper")
-    temperature: float = knob(1.0, "of both distributions in kl, tv, lk and lk_hybrid: the one it will be served at")
-    weights: str = knob("dpace", "slot weights", choices=("decay", "dpace"))
-    gamma: float | None = knob(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
-    alpha: float = knob(0.5, "dpace: smoothing of the slots' probabilities")
-    anchors: int = knob(512, "blocks per sequence and step; if it is given, sequences are not packed")
-    head_rows: int = knob(1024, "rows whose logits exist at one time")
+    ce: float = option(1.0, "weight of the cross-entropy with the answer's token")
+    kl: float = option(0.0, "weight of KL(target || drafter) over the whole vocabulary")
+    tv: float = option(0.0, "weight of the total variation: 1 - the acceptance of sampled verification")
+    lk: float = option(0.0, "weight of -log(acceptance), LK^alpha of arXiv 2602.23881")
+    lk_hybrid: float = option(0.0, "weight of KL turning into TV as acceptance grows, LK^lambda of the same paper")
+    temperature: float = option(1.0, "of both distributions in kl, tv, lk and lk_hybrid: the one it will be served at")
+    weights: str = option("dpace", "slot weights", choices=("decay", "dpace"))
+    gamma: float | None = option(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
+    alpha: float = option(0.5, "dpace: smoothing of the slots' probabilities")
+    anchors: int = option(512, "blocks per sequence and step; if it is given, sequences are not packed")
+    head_rows: int = option(1024, "rows whose logits exist at one time")
 
     @property
     def distribution(self) -> bool:
@@ -147,34 +113,36 @@ class LossKnobs:
 class OptimKnobs:
     """fp32 master weights, linear warm-up, decay to zero."""
 
-    optimizer: str = knob(
+    optimizer: str = option(
         "auto",
         "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU without run.zero",
         choices=("auto", "adamw", "muon"),
     )
-    epochs: int = knob(6, "passes over the answers")
-    steps: int = knob(0, "stop after this many optimiser steps instead; 0 goes by epochs")
-    minutes: float = knob(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")
-    pack_tokens: int | None = knob(
+    epochs: int = option(6, "passes over the answers")
+    steps: int = option(0, "stop after this many optimiser steps instead; 0 goes by epochs")
+    minutes: float = option(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")
+    pack_tokens: int | None = option(
         None, f"pack sequences into one row of so many tokens a step (default: {PACK_TOKENS} on a GPU)"
     )
-    pack_blocks: int | None = knob(None, "blocks of a packed row (default: three for every 16 of its tokens)")
-    batch_size: int = knob(8, "sequences per micro step; if it is given, they are not packed")
-    accumulate: int = knob(1, "micro steps (of every process) whose gradients make one optimiser step")
-    recompute: bool = knob(False, "compute the layers' activations again in the backward: less memory, a tenth slower")
-    learning_rate: float | None = knob(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
-    warmup: float = knob(0.04, "share of the run")
-    schedule: str = knob(
+    pack_blocks: int | None = option(None, "blocks of a packed row (default: three for every 16 of its tokens)")
+    batch_size: int = option(8, "sequences per micro step; if it is given, they are not packed")
+    accumulate: int = option(1, "micro steps (of every process) whose gradients make one optimiser step")
+    recompute: bool = option(
+        False, "compute the activations of layers again in the backward: less memory, a tenth slower"
+    )
+    learning_rate: float | None = option(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
+    warmup: float = option(0.04, "share of the run")
+    schedule: str = option(
         "cosine",
         "behind the warm-up: cosine to zero, or wsd (the peak, then a decay to zero)",
         choices=("cosine", "wsd"),
     )
-    decay: float = knob(0.2, "wsd: share of the run in the final decay")
-    ema: float = knob(
+    decay: float = option(0.2, "wsd: share of the run in the final decay")
+    ema: float = option(
         0.0, "measure and export an average of the weights with this decay a step, e.g. 0.999; 0 does not"
     )
-    weight_decay: float = knob(0.0, "on matrices only")
-    clip: float = knob(1.0, "gradient norm")
+    weight_decay: float = option(0.0, "on matrices only")
+    clip: float = option(1.0, "gradient norm")
 
     def __post_init__(self) -> None:
         if self.steps < 0 or min(self.epochs, self.batch_size, self.accumulate) < 1:
@@ -204,52 +172,50 @@ class OptimKnobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunKnobs:
-    """Device, logging, saving, and how often acceptance is measured by real decoding."""
+    """Memory, logging, saving, and how often acceptance is measured by real decoding."""
 
-    device: str = knob("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: str = knob("auto", "the target's", choices=("auto", "bfloat16", "float16", "float32"))
-    attention: str = knob("auto", "auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa"))
-    compile: str = knob("auto", "compile the drafter; auto does on a GPU", choices=("auto", "on", "off"))
-    features: str = knob(
+    attention: str = option("auto", "auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa"))
+    compile: str = option("auto", "compile the drafter; auto does on a GPU", choices=("auto", "on", "off"))
+    features: str = option(
         "auto",
         "the target's hidden states: auto keeps them in a GPU's memory if all fit, then in host memory up to "
         "feature_cache_gb, and computes the rest at every step; online keeps none; memory keeps all or refuses; disk "
         "writes all before training; hybrid writes them during the first epoch",
         choices=("auto", "online", "memory", "disk", "hybrid"),
     )
-    feature_dir: str | None = knob(
+    feature_dir: str | None = option(
         None, "where disk and hybrid write (default: OUTPUT/work/features); runs of one target and taps may share it"
     )
-    feature_dtype: str = knob(
+    feature_dtype: str = option(
         "auto",
         "what features are kept in, and rounded to where they are not: the target's own, bfloat16, or float8 with a "
         "scale a token",
         choices=("auto", "bfloat16", "float8"),
     )
-    feature_gpu_share: float = knob(0.9, "share of a GPU's memory that is free beside a training step, for features")
-    feature_cache_gb: float = knob(0.0, "GiB of host memory that features may take, of a machine for all processes")
-    fsdp: bool = knob(False, "shard weights, gradients and the optimiser over the processes with torch's FSDP2")
-    fsdp_reshard_after_forward: bool = knob(
+    feature_gpu_share: float = option(0.9, "share of a GPU's memory that is free beside a training step, for features")
+    feature_cache_gb: float = option(0.0, "GiB of host memory that features may take, of a machine for all processes")
+    fsdp: bool = option(False, "shard weights, gradients and the optimiser over the processes with torch's FSDP2")
+    fsdp_reshard_after_forward: bool = option(
         True, "gather a layer's weights again in the backward; false keeps them from the forward: more memory"
     )
-    zero: int = knob(
+    zero: int = option(
         0, "stage of DeepSpeed's ZeRO: shard the optimiser's state (1), gradients too (2), weights too (3); "
         "with it optim.optimizer=auto is adamw",
     )  # fmt: skip
-    seed: int = knob(0, "weights, data order, anchors")
-    log_every: int = knob(10, "steps between lines in metrics.jsonl")
-    save_minutes: float = knob(10.0, "minutes between resume points, written while training goes on")
-    save_every: int = knob(0, "steps between resume points instead; 0 goes by save_minutes")
-    evaluate_every: int = knob(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
-    evaluate_prompts: int = knob(16, "held-out prompts decoded each time, of all files in turn; all are at the end")
-    evaluate_tokens: int = knob(256, "longest answer then")
-    evaluate_runtime: str = knob(
+    seed: int = option(0, "of weights, data order and anchors", flag="seed")
+    log_every: int = option(10, "steps between lines in metrics.jsonl")
+    save_minutes: float = option(10.0, "minutes between resume points, written while training goes on")
+    save_every: int = option(0, "steps between resume points instead; 0 goes by save_minutes")
+    evaluate_every: int = option(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
+    evaluate_prompts: int = option(16, "held-out prompts decoded each time, of all files in turn; all are at the end")
+    evaluate_tokens: int = option(256, "longest answer then")
+    evaluate_runtime: str = option(
         "auto",
         "auto is the engine on a GPU, where it computes the target, and the reference elsewhere",
         choices=RUNTIMES,
     )
-    wandb: str | None = knob(None, "Weights & Biases project to log to")
-    speculators: bool = knob(False, "also export the speculators form, to OUTPUT/speculators")
+    wandb: str | None = option(None, "Weights & Biases project to log to")
+    speculators: bool = option(False, "also export the speculators form, to OUTPUT/speculators")
 
     def __post_init__(self) -> None:
         if min(self.log_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
@@ -269,34 +235,33 @@ class RunKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(ModelOptions):
     """One training run."""
 
-    target: str = knob(help="Hugging Face id or directory of the model to speed up")
-    data: tuple[str, ...] = knob(
+    renamed: ClassVar[dict[str, Any]] = {"run.device": "device", "run.dtype": "dtype"}
+    data: tuple[str, ...] = option(
         (),
         "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
         "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
     )
-    answer_files: tuple[str, ...] = knob((), "answers of dflash-data, trained on as they are", flag="answers")
-    trust_answers: bool = knob(
+    answer_files: tuple[str, ...] = option((), "answers of dflash-data, trained on as they are", flag="answers")
+    trust_answers: bool = option(
         False, "take answers whatever target and chat template they say they are of; only right if you know better"
     )
-    held_out: tuple[str, ...] = knob((), "sources of prompts to measure acceptance on, instead of a part of the data")
-    output: str | None = knob(None, "where the checkpoint goes (default: out/dflash-TARGET)")
-    init_from: str | None = knob(
+    held_out: tuple[str, ...] = option((), "sources of prompts to measure acceptance on, instead of a part of the data")
+    output: str | None = option(None, "where the checkpoint goes (default: out/dflash-TARGET)")
+    init_from: str | None = option(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
     )
-    threads: int | None = knob(None, HELP)
-    drafter: DrafterKnobs = group(DrafterKnobs)
-    prompts: DataKnobs = group(DataKnobs)
-    answers: AnswerKnobs = group(AnswerKnobs)
-    loss: LossKnobs = group(LossKnobs)
-    optim: OptimKnobs = group(OptimKnobs)
-    run: RunKnobs = group(RunKnobs)
+    drafter: DrafterKnobs = options(DrafterKnobs)
+    prompts: DataKnobs = options(DataKnobs)
+    answers: AnswerKnobs = options(AnswerKnobs)
+    loss: LossKnobs = options(LossKnobs)
+    optim: OptimKnobs = options(OptimKnobs)
+    run: RunKnobs = options(RunKnobs)
 
     def __post_init__(self) -> None:
-        check_threads(self.threads)
+        ModelOptions.__post_init__(self)
         if self.data and self.answer_files:
             raise ValueError("data and answers are given; the answers hold their prompts, so give one of them")
         if self.run.zero and self.run.fsdp:

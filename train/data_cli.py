@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dflash_toolkit.config import UserError, group, knob, parse_cli, run_command, to_mapping
-from dflash_toolkit.data.conversations import BY_NAME, FORM_CHOICES
+from dflash_toolkit.config import UserError, option, options, parse_cli, run_command, to_mapping
 from dflash_toolkit.data.prompts import encode_chat, template_hash
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import locked, write_json
@@ -27,9 +26,10 @@ from dflash_toolkit.models.target import (
     resolve_device,
     resolve_dtype,
 )
-from dflash_toolkit.threads import HELP, check_threads, use_threads
+from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
+from dflash_toolkit.threads import use_threads
 
-from .config import RUNTIMES, DrawKnobs
+from .config import RUNTIMES
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
 from .responses.backends import Backend, EngineBackend, open_backend
@@ -43,57 +43,47 @@ from .run.identity import target_digest
 from .run.state import first_difference
 
 ANSWERING = ("runtime", "model")  # keys of the record that are known once something answers
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "thinking", "samples", "greedy_first", "seed")
 WEEK_S = 7 * 24 * 3600  # sockets wait no longer than 24 days
 MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptKnobs:
+class PromptKnobs(PromptOptions):
     """Which prompts are read."""
 
-    split: str = knob("train", "of datasets")
-    shuffle: int = knob(10_000, "rows of a dataset held to draw the next from; 0 keeps its order; files keep theirs")
-    max_prompts: int = knob(0, "prompts to take; 0 is all")
-    max_length: int = knob(3072, "tokens of prompt and answers together")
-    similarity: float = knob(
-        0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
-    )
-    form: str = knob(
-        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
-    )
-    strict: bool = knob(True, "a malformed row of a file ends the run; false skips and counts it, as in datasets")
+    shuffle: int = option(10_000, "rows of a dataset to sample the next from; 0 keeps its order; files keep theirs")
 
     def __post_init__(self) -> None:
-        if min(self.shuffle, self.max_prompts) < 0 or self.max_length < 8:
-            raise ValueError("prompts.shuffle and prompts.max_prompts must be >= 0, prompts.max_length >= 8")
-        if not 0 < self.similarity <= 1:
-            raise ValueError(f"prompts.similarity is {self.similarity}; it must be in (0, 1]")
+        PromptOptions.__post_init__(self)
+        if self.shuffle < 0:
+            raise ValueError(f"prompts.shuffle is {self.shuffle}; it must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerKnobs(DrawKnobs):
+class SamplerKnobs(SamplingOptions):
     """How the target answers."""
 
-    samples: int = knob(1, "answers to every prompt, each with a seed of its own")
-    greedy_first: bool = knob(False, "the first of several answers is greedy whatever the temperature")
-    seed: int = knob(0, "of answers, and of the order of datasets")
+    samples: int = option(1, "answers to every prompt, each with a seed of its own")
+    greedy_first: bool = option(False, "the first of several answers is greedy whatever the temperature")
+    seed: int = option(0, "of answers, and of the order of datasets")
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.max_new_tokens < 2:
-            raise ValueError("sampler.samples must be >= 1 and sampler.max_new_tokens >= 2")
+        SamplingOptions.__post_init__(self)
+        if self.samples < 1 or self.max_tokens < 2:
+            raise ValueError("samples must be >= 1 and max_tokens >= 2")
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(f"sampler.samples is {self.samples}, which at temperature 0 are all the same; give both")
-        _ = self.params  # raises for a value outside its range
+            raise ValueError(f"samples is {self.samples}, which at temperature 0 are all the same; give both")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKnobs:
     """How --endpoint is asked."""
 
-    model: str | None = knob(None, "name of the target there (default: the only one it has)")
-    api: str = knob("auto", "auto is completions, and chat where these are refused or missing", choices=APIS)
-    timeout: float = knob(600.0, "seconds for one answer")
-    retries: int = knob(6, "times a question is asked again after an error that may pass, pausing 1, 2, 4, ... seconds")
+    model: str | None = option(None, "name of the target there (default: the only one it has)")
+    api: str = option("auto", "auto is completions, and chat where these are refused or missing", choices=APIS)
+    timeout: float = option(600.0, "seconds for one answer")
+    retries: int = option(6, "times a request is sent again after an error that may pass, pausing 1, 2, 4, ... seconds")
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= WEEK_S:
@@ -103,40 +93,42 @@ class ServerKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(ModelOptions):
     """One run of `dflash-data`."""
 
-    target: str = knob(help="Hugging Face id or directory of the model that answers")
-    data: tuple[str, ...] = knob(
+    renamed: ClassVar[dict[str, Any]] = {
+        "batch": "batch_size",
+        "sampler.max_new_tokens": "max_tokens",
+        **{f"sampler.{name}": name for name in SAMPLING},
+    }
+    data: tuple[str, ...] = option(
         help="sources: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes its rows "
         "a..b-1, and gsm8k=SOURCE asks as that benchmark does"
     )
-    output: str = knob(help="FILE.jsonl for the answers; what it holds already is not answered again")
-    endpoint: tuple[str, ...] = knob((), "ask OpenAI-compatible servers of the target instead of loading it")
-    runtime: str = knob(
+    output: str = option(help="FILE.jsonl for the answers; what it holds already is not answered again")
+    endpoint: tuple[str, ...] = option((), "ask OpenAI-compatible servers of the target instead of loading it")
+    runtime: str = option(
         "auto",
         "auto is the engine where it computes the target; vllm needs vllm installed",
         choices=(*RUNTIMES, "vllm"),
     )
-    gpus: int = knob(1, "GPUs that share the target, with runtime vllm")
-    drafter: str | None = knob(None, "speeds the engine up, which alone uses it; the answers stay the same")
-    batch: int = knob(64, "answers written at a time")
-    device: str = knob("auto", "auto, cpu or cuda")
-    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
-    threads: int | None = knob(None, HELP)
-    prompts: PromptKnobs = group(PromptKnobs)
-    sampler: SamplerKnobs = group(SamplerKnobs)
-    server: ServerKnobs = group(ServerKnobs)
+    gpus: int = option(1, "GPUs that share the target, with runtime vllm")
+    drafter: str | None = option(None, "speeds the engine up, which alone uses it; the answers stay the same")
+    batch_size: int = option(64, "answers written at a time")
+    prompts: PromptKnobs = options(PromptKnobs)
+    sampler: SamplerKnobs = options(SamplerKnobs, flat=True)
+    server: ServerKnobs = options(ServerKnobs)
 
     def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
         if not self.data:
             raise ValueError("data names no source")
-        check_threads(self.threads)
-        if self.batch < 1:
-            raise ValueError(f"batch is {self.batch}; it must be >= 1")
-        if self.endpoint and self.batch > MOST_THREADS:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
+        if self.endpoint and self.batch_size > MOST_THREADS:
             raise ValueError(
-                f"batch is {self.batch}; with endpoint, where each answer takes a thread, it must be <= {MOST_THREADS}"
+                f"batch_size is {self.batch_size}; with endpoint, where each answer takes a thread, it must be <= "
+                f"{MOST_THREADS}"
             )
         if Path(self.output).suffix != ".jsonl":
             raise ValueError(f"output {self.output!r} must end in .jsonl")
@@ -308,7 +300,7 @@ def _answer(
     done, rows, tokens, found = resume(output)
     total = sampler.samples * sum(1 for _ in chosen(prompts))
     asking = Asking(
-        tokenizer=tokenizer, params=sampler.params, length=length, thinking=sampler.thinking, seed=sampler.seed,
+        tokenizer=tokenizer, params=sampler.params(), length=length, thinking=sampler.thinking, seed=sampler.seed,
         samples=sampler.samples, greedy_first=sampler.greedy_first,
     )  # fmt: skip
     tally = Tally(rows, tokens, left_out=found)
@@ -323,18 +315,18 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
     if not config.endpoint and config.runtime != "vllm":
         return open_backend(
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
-            batch=config.batch, context=length,
+            batch=config.batch_size, context=length,
         )  # fmt: skip
     stops = declared_stop_ids(target_config, load_generation_config(config.target))
     stops = likeliest_end_first(tokenizer, stops)
     if not config.endpoint:
         most = min(length, context_limit(target_config))
         return VllmBackend(
-            config.target, stops, dtype=config.dtype, batch=config.batch, context=most, gpus=config.gpus
+            config.target, stops, dtype=config.dtype, batch=config.batch_size, context=most, gpus=config.gpus
         )  # fmt: skip
     return EndpointBackend(
         config.endpoint, tokenizer, stops, vocab_size=int(target_config.vocab_size), model=config.server.model,
-        api=config.server.api, thinking=config.sampler.thinking, concurrency=config.batch,
+        api=config.server.api, thinking=config.sampler.thinking, concurrency=config.batch_size,
         timeout_s=config.server.timeout, retries=config.server.retries,
     )  # fmt: skip
 

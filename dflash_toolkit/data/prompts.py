@@ -71,6 +71,8 @@ class PromptSet:
 def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptSet]:
     """Items NAME=SOURCE, or NAME=SOURCE[START:STOP], which takes rows START..STOP - 1 of it, counted from 0.
 
+    A bare SOURCE is named after its file without the suffix, or after the last part of its dataset's name.
+
     Args:
         form: of `FORM_CHOICES`: how all sets are asked; `auto` goes by each NAME.
 
@@ -79,7 +81,9 @@ def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptS
     """
     sets: dict[str, PromptSet] = {}
     for item in items:
-        name, _, source = item.partition("=")
+        name, equals, source = item.partition("=")
+        if not equals:
+            name, source = Path(item.partition("[")[0].partition(":")[0]).stem, item
         if not name or not source:
             raise ValueError(f"prompts {item!r}: expected NAME=SOURCE or NAME=SOURCE[START:STOP]")
         if name in sets:

@@ -5,19 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
 
-from ..config import UserError, knob, parse_cli, run_command, to_mapping
-from ..data.conversations import BY_NAME, FORM_CHOICES
-from ..data.prompts import Prompt, encode_chat, parse_prompt_sets, read_prompt_sets
+from ..config import UserError, option, options, parse_cli, run_command, to_mapping
+from ..data.prompts import Prompt, encode_chat
 from ..files import write_json
 from ..fingerprint import model_digest
 from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
+from ..options import ModelOptions, PromptSetOptions
 from ..progress import Progress
-from ..threads import HELP, check_threads, use_threads
+from ..threads import use_threads
 from .exported import compare, compare_target
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
@@ -56,36 +56,27 @@ BUILT_IN = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorConfig:
-    """The knobs of `dflash-doctor`."""
+class DoctorPrompts(PromptSetOptions):
+    """Which prompts a drafter is tried on; best those it will serve."""
 
-    target: str = knob(help="the target: Hugging Face id or directory")
-    drafter: str = knob(help="the drafter: Hugging Face id or directory")
-    prompts: tuple[str, ...] = knob(
-        (),
-        "prompt sets, each as NAME=SOURCE: JSONL, JSON, Parquet or text, or a dataset as DATASET[:SUBSET]; "
-        "SOURCE[a:b] takes its rows a..b-1; best like those served (default: 8 general ones)",
-        named=True,
-    )
-    form: str = knob(
-        BY_NAME, "ask all sets as this benchmark does; auto: each by its name; none: rows as they are", FORM_CHOICES
-    )
-    split: str = knob("test", "of datasets, whose rows are taken in their order")
-    output: str | None = knob(None, "also write everything to this JSON file")
-    limit: int = knob(8, "use the first LIMIT prompts of each set")
-    max_new_tokens: int = knob(128, "longest answer, in tokens")
-    thinking: bool | None = knob(None, "for templates with a thinking mode (default: the template's own)")
-    device: str = knob("auto", "auto, cpu or cuda")
-    dtype: str = knob("auto", "auto, bfloat16, float16 or float32")
-    threads: int | None = knob(None, HELP)
+    limit: int | None = option(8, "use the first LIMIT prompts of each set, or of the 8 built in")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorConfig(ModelOptions):
+    """The options of `dflash-doctor`."""
+
+    renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
+    drafter: str = option(help="the drafter: Hugging Face id or directory")
+    sets: DoctorPrompts = options(DoctorPrompts, flat=True)
+    output: str | None = option(None, "also write everything to this JSON file")
+    max_tokens: int = option(128, "longest answer, in tokens")
+    thinking: bool | None = option(None, "for templates with a thinking mode (default: the template's own)")
 
     def __post_init__(self) -> None:
-        if self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be >= 1")
-        if self.max_new_tokens < 8:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 8")
-        check_threads(self.threads)
-        parse_prompt_sets(self.prompts, self.form)  # raises for another form
+        ModelOptions.__post_init__(self)
+        if self.max_tokens < 8:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,11 +111,11 @@ def examine(config: DoctorConfig) -> list[Finding]:
     # reading all weights takes its time, though only once: not where there is nothing to compare with
     digest = model_digest(config.target) if case.record and case.provenance.get("target_digest") else None
     load = functools.partial(Target.load, config.target, config.device, config.dtype)
-    return judge(case, prompts, load, config.max_new_tokens, digest)
+    return judge(case, prompts, load, config.max_tokens, digest)
 
 
 def judge(
-    case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_new_tokens: int, digest: str | None = None
+    case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_tokens: int, digest: str | None = None
 ) -> list[Finding]:
     """Every check of one drafter; the target is loaded where it comes to measuring. Raises UserError as `examine`.
 
@@ -144,7 +135,7 @@ def judge(
     findings += about_target
     drafter = case.drafter()
     here = Setting.of(drafter)
-    probe = Probe(target, drafter, max_new_tokens, exported.setting(here).layer_ids)
+    probe = Probe(target, drafter, max_tokens, exported.setting(here).layer_ids)
     modes = 1 + knows_thinking(case) * 2
     total = modes * len(encoded) * ANSWER_WORK + count_ways(case, exported.setting(here)) + 1
     with Progress("examining", total, unit="passes") as bar:
@@ -179,11 +170,10 @@ def _mended(now: Scores, mended: Scores, findings: Sequence[Finding]) -> Finding
 
 
 def _prompts(config: DoctorConfig) -> list[Prompt]:
-    if not config.prompts:
-        texts = BUILT_IN[: config.limit]
+    if not config.sets.prompts:
+        texts = BUILT_IN[: config.sets.limit]
         return [Prompt(f"built-in/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(texts, 1)]
-    sets = read_prompt_sets(config.prompts, config.limit, form=config.form, split=config.split)
-    return [prompt for prompts in sets.values() for prompt in prompts]
+    return [prompt for prompts in config.sets.read().values() for prompt in prompts]
 
 
 def _versions() -> dict[str, Any]:

@@ -240,7 +240,7 @@ def enough(answers: Sequence[Answer], blocks: int) -> None:
     if count < blocks:
         raise UserError(
             f"the target's answers are too short to judge a drafter by ({count} tokens, {blocks} needed): "
-            f"give other --prompts, a larger --limit or --max-new-tokens"
+            f"give other --prompts, a larger --limit or --max-tokens"
         )
 
 

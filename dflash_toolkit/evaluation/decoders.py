@@ -194,7 +194,7 @@ class EngineRuntime:
                 way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
                 raise UserError(
                     f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
-                    f"lower max_new_tokens or use {way}"
+                    f"lower max_tokens or use {way}"
                 ) from error
             self._engines[draft] = engine
         return self._engines[draft]

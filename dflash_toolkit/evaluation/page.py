@@ -61,7 +61,7 @@ def _title(report: Report) -> str:
     sampling = f"temperature {temperature:g}, seed {arguments['seed']}" if temperature else "greedy"
     setting = (
         f"{environment.device_name}, {environment.dtype}, one request at a time, {sampling}, at most "
-        f"{arguments['max_new_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"
+        f"{arguments['max_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"
     )
     return f'<h1>DFlash acceptance report</h1>\n<p>{escape(report.pair)}</p>\n<p class="soft">{escape(setting)}</p>'
 

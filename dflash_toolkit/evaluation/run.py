@@ -135,13 +135,15 @@ def _describe(
     params: SamplingParams,
     baseline: bool,
 ) -> dict[str, Any]:
+    sampling = asdict(params)
+    sampling["max_tokens"] = sampling.pop("max_new_tokens")  # as the option is called
     return {
         "runtime": runtime.name,
         **runtime.facts,
         "device": str(runtime.device),
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "baseline": baseline,
-        **asdict(params),
+        **sampling,
         "stop_token_ids": list(params.stop_token_ids),
         "prompt_tokens_sha256": {
             name: hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest()

@@ -162,10 +162,10 @@ def regenerated(args: argparse.Namespace, config: TrainConfig) -> list[str]:
     several = args.samples > 1
     sampler = {"samples": args.samples, "greedy_first": several, "temperature": args.temperature if several else 0.0}
     asked = {
-        "target": args.target, "data": [str(prompts)], "output": str(answers), "batch": args.batch,
-        "device": config.run.device, "dtype": config.run.dtype,
+        "target": args.target, "data": [str(prompts)], "output": str(answers), "batch_size": args.batch,
+        "device": config.device, "dtype": config.dtype,
         "prompts": {"max_length": config.prompts.max_length, "similarity": 1.0},
-        "sampler": sampler | {"max_new_tokens": args.answer_tokens},
+        "max_tokens": args.answer_tokens, **sampler,
     }  # fmt: skip
     answer(from_mapping(DataConfig, asked))
     return [str(answers)]
@@ -350,7 +350,7 @@ def run(args: argparse.Namespace) -> None:
     answered = journal.stage("answers", lambda: {"files": args.answers or regenerated(args, config)})
     seconds = {"regenerate": answered["seconds"]}
     with timed(seconds, "load"):
-        target = Target.load(args.target, config.run.device, config.run.dtype)
+        target = Target.load(args.target, config.device, config.dtype)
         sets = {
             name: [EncodedPrompt(p.id, encode_chat(target.tokenizer, p.messages, tools=p.tools)) for p in prompts]
             for name, prompts in asked.items()

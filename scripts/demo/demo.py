@@ -96,7 +96,7 @@ def main() -> None:
             "report",
             command(
                 "dflash-eval", "--target", "demo/target", "--drafter", "demo/drafter", "--prompts",
-                f"counting={REPORT}", "--max-new-tokens", "48", "--output", "demo/report",
+                f"counting={REPORT}", "--max-tokens", "48", "--output", "demo/report",
             ),
         )  # fmt: skip
     with server() as url:

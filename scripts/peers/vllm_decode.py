@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--drafter", required=True)
     add("--prompts", nargs="+", required=True, metavar="NAME=FILE", help="FILE[a:b] takes its rows a..b-1")
     add("--limit", type=int, help="prompts of each set")
-    add("--max-new-tokens", type=int, default=512)
+    add("--max-tokens", type=int, default=512)
     add("--plain", metavar="NAME", help="the set to decode without the drafter too")
     add("--ours", type=Path, metavar="FILE", help="result.json of bench/train_real.py, or report.json of dflash-eval")
     add("--run", metavar="NAME", help="of that result.json (default: as in drafter-NAME, else the last)")
@@ -131,7 +131,7 @@ def read_ours(path: Path, drafter: str, name: str | None) -> Ours:
         raise UserError(f"--ours {path}: no result of bench/train_real.py or dflash-eval ({error!r})") from error
 
 
-def check_same(ours: Ours, sets: Sets, max_new_tokens: int) -> None:
+def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:
     """Raises UserError unless ours decoded these prompts, as far as can be told, and as long answers."""
     for name, prompts in sets.items():
         if name not in ours.sets:
@@ -141,8 +141,8 @@ def check_same(ours: Ours, sets: Sets, max_new_tokens: int) -> None:
         for noted in (report["arguments"] for report in ours.reports):
             if noted["prompt_tokens_sha256"].get(name, prompts_hash(prompts)) != prompts_hash(prompts):
                 raise UserError(f"--ours decoded other prompts of {name!r}, or by another chat template")
-            if noted["max_new_tokens"] != max_new_tokens:
-                raise UserError(f"--ours had --max-new-tokens {noted['max_new_tokens']}, not {max_new_tokens}")
+            if noted["max_tokens"] != max_tokens:
+                raise UserError(f"--ours had --max-tokens {noted['max_tokens']}, not {max_tokens}")
 
 
 def prompts_hash(prompts: Sequence[EncodedPrompt]) -> str:
@@ -266,13 +266,13 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--plain {args.plain}: none of the sets: {', '.join(sets)}")
     ours = read_ours(args.ours, args.drafter, args.run) if args.ours else None
     if ours:
-        check_same(ours, sets, args.max_new_tokens)
+        check_same(ours, sets, args.max_tokens)
     drafter = locate(args.drafter)
     block = read_config(drafter).block_size
     config = load_config(args.target)
     longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
     # vLLM schedules ahead of what it knows to be accepted, whole blocks, and cuts none if there is room behind the end
-    room = min(longest + args.max_new_tokens + 4 * block, context_limit(config))
+    room = min(longest + args.max_tokens + 4 * block, context_limit(config))
     options = {
         "model": args.target, "dtype": "bfloat16", "max_num_seqs": 1, "max_model_len": room,
         "gpu_memory_utilization": args.gpu_memory_utilization, "enable_prefix_caching": False,
@@ -280,7 +280,7 @@ def run(args: argparse.Namespace) -> None:
         "generation_config": "vllm",  # no repetition penalty and the like: ours decodes without
     }  # fmt: skip
     sampling = {
-        "temperature": 0.0, "max_tokens": args.max_new_tokens, "detokenize": False,
+        "temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False,
         "stop_token_ids": list(declared_stop_ids(config, load_generation_config(args.target))),
     }  # fmt: skip
     ids = {name: [prompt.token_ids for prompt in prompts] for name, prompts in sets.items()}

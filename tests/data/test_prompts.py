@@ -243,6 +243,13 @@ def test_a_set_takes_its_rows_of_the_file(write: Callable[..., Path], item: str,
     assert "".join(prompt.messages[0]["content"] for prompt in found) == rows
 
 
+def test_a_bare_source_is_named_after_itself(write: Callable[..., Path]) -> None:
+    path = write({"prompt": "a"}, {"prompt": "b"})
+    assert [len(rows) for rows in read_prompt_sets([str(path)]).values()] == [2]
+    assert list(read_prompt_sets([f"{path}[1:]"])) == [path.stem]
+    assert [each.name for each in parse_prompt_sets(["openai/gsm8k:main[:9]", "a.b/mt.jsonl"])] == ["gsm8k", "mt"]
+
+
 def test_rows_behind_the_limit_are_not_read(write: Callable[..., Path]) -> None:
     path = write({"prompt": "a"}, {"prompt": "b"}, "{half")
     assert [len(found) for found in read_prompt_sets([f"a={path}[1:]"], 1).values()] == [1]
@@ -251,7 +258,7 @@ def test_rows_behind_the_limit_are_not_read(write: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        (["FILE"], "'FILE': expected NAME=SOURCE or"),
+        (["a.jsonl", "out/a.jsonl[1:2]"], "'out/a.jsonl[1:2]': the name 'a' is used twice"),
         (["=FILE"], "'=FILE': expected NAME=SOURCE or"),
         (["a="], "'a=': expected NAME=SOURCE or"),
         (["a=FILE", "a=OTHER"], "'a=OTHER': the name 'a' is used twice"),

@@ -83,7 +83,7 @@ class Clinic:
     def arguments(self, drafter: Path, *more: str) -> list[str]:
         return [
             "--target", self.target, "--drafter", str(drafter), "--device", "cpu", "--dtype", "float32",
-            "--prompts", f"p={self.prompts}", "--max-new-tokens", str(TOKENS), *more,
+            "--prompts", f"p={self.prompts}", "--max-tokens", str(TOKENS), *more,
         ]  # fmt: skip
 
     def examine(self, *more: str, break_it: Callable[[Path], None] | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -332,14 +332,14 @@ def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, m
     [
         (["--drafter", "/no/such/drafter"], "no such directory"),
         (["--target", "/no/such/target"], "no such directory"),
-        (["--prompts", "chat"], "expected NAME=SOURCE"),
+        (["--prompts", "chat="], "expected NAME=SOURCE"),
         (["--prompts", "a=x.jsonl", "a=y.jsonl"], "'a' is used twice"),
         (["--prompts", "chat=/no/such/file"], "no such file"),
         (["--limit", "0"], "limit is 0"),
-        (["--max-new-tokens", "8", "--limit", "1"], "too short to judge a drafter by"),
+        (["--max-tokens", "8", "--limit", "1"], "too short to judge a drafter by"),
         (["--output", "/no/such/folder/report.json"], "there is no directory"),
         (["--device", "tpu"], "device 'tpu'"),
-        (["max_tokens=3"], "unknown key"),
+        (["max_token=3"], "unknown key"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -405,7 +405,7 @@ def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) 
 def test_what_the_files_say_stands_where_answers_are_too_short_to_measure(
     clinic: Clinic, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ("--limit", "1", "--max-new-tokens", "12")
+    few = ("--limit", "1", "--max-tokens", "12")
     broken = clinic.examine(*few, break_it=BREAKS["zeroed"][0])
     assert [f["check"] for f in broken["fault"]] == ["weights"]
     (warning,) = (f for f in broken["warning"] if f["check"] == "acceptance")

@@ -89,7 +89,7 @@ def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatc
 def test_the_commands_report_is_the_same_on_both(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
     command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu", "block_size=5"]
-    command += ["--max-new-tokens", "20", "--prompts", f"a={prompts}"]
+    command += ["--max-tokens", "20", "--prompts", f"a={prompts}"]
     for name in ("engine", "reference"):
         assert main([*command, "--runtime", name, "--output", str(tmp_path / name)]) == 0
     ours, definition = (untimed(load(tmp_path / name)) for name in ("engine", "reference"))
@@ -113,7 +113,7 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
     monkeypatch.setattr(StepRunner, "__init__", noted)
     prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
     command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu"]
-    command += ["--max-new-tokens", "20", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    command += ["--max-tokens", "20", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
     assert main([*command, "--draft-dtype", "fp8"]) == 0
     report = load(tmp_path / "report")
     assert sorted(set(drafts)) == ["fp8", "none"]
@@ -233,7 +233,7 @@ def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capf
     save_drafter(make_drafter(target), tmp_path / "drafter")
     prompts = write_prompts(tmp_path / "prompts.jsonl", "Hello")
     command = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--device", "cpu"]
-    command += ["--max-new-tokens", "4", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    command += ["--max-tokens", "4", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
     capfd.readouterr()
     assert main(command) == 2
     captured = capfd.readouterr()

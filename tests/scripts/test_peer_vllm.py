@@ -43,7 +43,7 @@ def result(tmp_path: Path) -> Path:
     runs = [{"name": "2m", "minutes": 2.0, "sets": sets(2.0)}, {"name": "8m", "minutes": 8.0, "sets": sets(4.0)}]
     path.write_text(json.dumps({"runs": runs}))
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
-        report = {"sets": {}, "arguments": {"max_new_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}}
+        report = {"sets": {}, "arguments": {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return path
@@ -121,7 +121,7 @@ def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(progr
     program.check_same(ours, {"a": PROMPTS}, 4)
     with pytest.raises(UserError, match="other prompts of 'a'"):
         program.check_same(ours, {"a": PROMPTS[::-1]}, 4)
-    with pytest.raises(UserError, match="--max-new-tokens 4, not 5"):
+    with pytest.raises(UserError, match="--max-tokens 4, not 5"):
         program.check_same(ours, {"a": PROMPTS}, 5)
 
 
@@ -182,4 +182,4 @@ def test_its_own_command_parses(program: ModuleType) -> None:
         ["--target", "/m/model", "--drafter", "/o/drafter-8m", "--prompts", "a=/w/a.jsonl", "b=b.jsonl[8:]",
          "--ours", "/o/result.json", "--output", "/o/peer.json"]
     )  # fmt: skip
-    assert args.prompts == ["a=/w/a.jsonl", "b=b.jsonl[8:]"] and args.max_new_tokens == 512 and args.run is None
+    assert args.prompts == ["a=/w/a.jsonl", "b=b.jsonl[8:]"] and args.max_tokens == 512 and args.run is None

@@ -47,7 +47,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_a_shipped_cpu_run_is_the_same_experiment_on_a_gpu(name: str) -> None:
     config = configure(read_yaml(ROOT / "configs" / name))
     assert packing(config, GPU) == packing(config, CPU) == (0, 0)
-    assert config.optim.optimizer == "adamw" and config.run.dtype == "float32"
+    assert config.optim.optimizer == "adamw" and config.dtype == "float32"
 
 
 @pytest.mark.parametrize("given", [{"optim": {"batch_size": 8}}, {"loss": {"anchors": 512}}])

@@ -19,7 +19,7 @@ from train.config import DataKnobs, TrainConfig
 from train.data_cli import main
 from train.responses.file import Match, read_training_rows
 
-SHORT = "sampler.max_new_tokens=12"
+SHORT = "max_tokens=12"
 
 
 def user(text: str) -> dict[str, str]:
@@ -73,13 +73,13 @@ def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
         assert row["id"] == f"p.jsonl, line {i + 1}" and row["sample"] == 0
         assert row["messages"][0] == user(f"ask {i} of it") and row["messages"][1]["role"] == "assistant"
         assert row["template_hash"] == template_hash(target.tokenizer) and row["target"] == str(target_dir)
-        assert row["sampler"]["temperature"] == 0.0 and row["sampler"]["max_new_tokens"] == 12
+        assert row["sampler"]["temperature"] == 0.0 and row["sampler"]["max_tokens"] == 12
 
 
 def test_every_sample_has_a_seed_of_its_own_and_the_same_on_every_backend(
     target: Target, target_dir: Path, drafter_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    sampled = ("sampler.temperature=1.5", "sampler.samples=3", "sampler.top_k=50", "sampler.min_p=0.001")
+    sampled = ("temperature=1.5", "samples=3", "top_k=50", "min_p=0.001")
     answers = []
     for name, more in {"e": (), "d": ("--drafter", str(drafter_dir)), "r": ("--runtime", "reference")}.items():
         assert main(argv(target_dir, prompts, tmp_path / f"{name}.jsonl", *sampled, *more)) == 0
@@ -148,7 +148,7 @@ def by_key(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
 
 def test_kill_9_again_and_again_loses_and_doubles_nothing(target_dir: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", [{"prompt": f"ask {i} of it"} for i in range(30)])
-    sampled = ("sampler.temperature=1.2", "sampler.samples=2", "--batch", "4")
+    sampled = ("temperature=1.2", "samples=2", "--batch-size", "4")
     assert main(argv(target_dir, data, tmp_path / "whole.jsonl", *sampled)) == 0
     output = tmp_path / "a.jsonl"
     for answers in (3, 17, 40):  # of 60
@@ -193,7 +193,7 @@ def test_the_prompts_of_a_run_stay_when_a_source_cannot_be_read_again(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (["sampler.seed=1"], "sampler.seed: 0, now 1"),
+        (["seed=1"], "seed: 0, now 1"),
         (["prompts.similarity=0.5"], "prompts.similarity: 0.8, now 0.5"),
         (["OTHER DATA"], "data."),
     ],
@@ -228,11 +228,11 @@ def test_two_runs_do_not_write_one_file(target_dir: Path, prompts: Path, tmp_pat
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (["sampler.samples=2"], "at temperature 0 are all the same"),
-        (["sampler.top_p=0"], "top_p is 0"),
-        (["sampler.temprature=1"], "did you mean `temperature`"),
+        (["samples=2"], "at temperature 0 are all the same"),
+        (["top_p=0"], "top_p is 0"),
+        (["temprature=1"], "did you mean `temperature`"),
         (["prompts.similarity=2"], "prompts.similarity is 2"),
-        (["--batch", "0"], "batch is 0"),
+        (["--batch-size", "0"], "batch_size is 0"),
         (["--runtime", "sglang"], "not one of auto, engine, reference, vllm"),
         (["--runtime", "vllm"], "runtime vllm needs vllm: pip install 'dflash-toolkit[vllm]'"),
         (["--runtime", "vllm", "--drafter", "x"], "runtime vllm excludes drafter"),
@@ -277,7 +277,7 @@ def test_help_names_every_knob(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(word in shown for word in ("--endpoint", "sampler.samples", "prompts.similarity", "server.retries"))
+    assert all(word in shown for word in ("--endpoint", "samples", "prompts.similarity", "server.retries"))
 
 
 # ---- training on them ------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_dflash_train_takes_the_answers_as_they_are(
     files = []
     for seed in (0, 1):
         files.append(str(tmp_path / f"{seed}.jsonl"))
-        sampled = ("sampler.temperature=1.2", "sampler.samples=2", f"sampler.seed={seed}")
+        sampled = ("temperature=1.2", "samples=2", f"seed={seed}")
         assert main(argv(target_dir, prompts, Path(files[-1]), *sampled)) == 0
     monkeypatch.setattr(cli, "open_backend", None)  # nothing is answered again
     output = tmp_path / "drafter"
@@ -311,7 +311,7 @@ def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
     target: Target, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "a.jsonl"
-    assert main(argv(target_dir, prompts, output, "sampler.temperature=1.2", "sampler.samples=3")) == 0
+    assert main(argv(target_dir, prompts, output, "temperature=1.2", "samples=3")) == 0
     config = TrainConfig(target=str(target_dir), answer_files=(str(output),), prompts=DataKnobs(held_out=4))
     rows, held_out = answers_of(config, target.tokenizer, tmp_path / "again")
     asked = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}

@@ -48,7 +48,7 @@ def test_numbers_out_of_range_are_refused_by_name() -> None:
     [
         (["server.timeout=1e12"], "server.timeout is 1000000000000.0; it must be > 0 and at most 604800"),
         (["server.retries=5000"], "server.retries is 5000"),
-        (["--endpoint", "http://127.0.0.1:9", "--batch", "200000"], "batch is 200000; with endpoint"),
+        (["--endpoint", "http://127.0.0.1:9", "--batch-size", "200000"], "batch_size is 200000; with endpoint"),
     ],
 )
 def test_what_no_machine_can_do_is_refused(

@@ -23,7 +23,7 @@ from train.optim.schedule import learning_rate_factor
 from train.run.state import load_state
 
 SMALL = (
-    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "loss.anchors=4", "answers.max_new_tokens=16",
+    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "loss.anchors=4", "answers.max_tokens=16",
     "optim.steps=2", "run.evaluate_prompts=2", "run.evaluate_tokens=8",
 )  # fmt: skip
 

@@ -104,7 +104,7 @@ def lines_without_speed(path: Path) -> list[dict[str, Any]]:
 # ---- resume ----------------------------------------------------------------------------------------------------
 
 SETTINGS = [
-    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "answers.max_new_tokens=24", "loss.anchors=4",
+    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "answers.max_tokens=24", "loss.anchors=4",
     "optim.steps=24", "optim.batch_size=2", "run.save_every=4", "run.log_every=1", "run.evaluate_prompts=2",
     "run.evaluate_every=10", "run.evaluate_tokens=8", "prompts.held_out=2",
 ]  # fmt: skip
@@ -190,7 +190,7 @@ def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, 
     Every part is a process of its own: what this one compiled for other tests decides how it compiles the step.
     """
     users = [
-        "run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
+        "dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
         "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000",
     ]  # fmt: skip
     assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
@@ -228,7 +228,7 @@ def test_other_settings_in_the_same_output_are_refused_by_name(
 ) -> None:
     output = tmp_path / "run"
     assert main(argv(target_dir, data, output)) == 0
-    for change in ("optim.learning_rate=1e-3", "answers.max_new_tokens=9", "run.evaluate_tokens=9", "run.seed=3"):
+    for change in ("optim.learning_rate=1e-3", "answers.max_tokens=9", "run.evaluate_tokens=9", "run.seed=3"):
         capsys.readouterr()
         assert main(argv(target_dir, data, output, change)) == 2
         last = capsys.readouterr().err.splitlines()[-1]

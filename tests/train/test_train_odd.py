@@ -56,7 +56,7 @@ def test_other_weights_under_the_same_name_are_another_target(
 def test_a_target_in_sixteen_bits_is_trained_for_on_a_cpu(
     dtype: str, target_dir: Path, data: str, tmp_path: Path
 ) -> None:
-    assert main(command(target_dir, data, tmp_path / "run", f"run.dtype={dtype}", "optim.steps=3")) == 0
+    assert main(command(target_dir, data, tmp_path / "run", f"dtype={dtype}", "optim.steps=3")) == 0
 
 
 def test_machines_that_share_no_directory_are_told(target_dir: Path, data: str, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_machines_that_share_no_directory_are_told(target_dir: Path, data: str, 
 def test_knobs_that_would_be_ignored_or_fail_late_are_refused(
     knobs: list[str], said: str, target_dir: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, command(target_dir, data, tmp_path / "run", "run.device=cpu", *knobs))
+    assert said in refusal(capsys, command(target_dir, data, tmp_path / "run", "device=cpu", *knobs))
     assert not list((tmp_path / "run").glob("work/answers*.jsonl")), "before anything is answered"
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_list_of_chosen_prompts_is_named(
     output = tmp_path / "a.jsonl"
     arguments = [
         "--target", str(target_dir), "--data", data, "--output", str(output), "--device", "cpu",
-        "sampler.max_new_tokens=4",
+        "max_tokens=4",
     ]  # fmt: skip
     assert answer(arguments) == 0
     record = output.with_suffix(".run.json")

@@ -88,7 +88,7 @@ def test_dflash_data_shows_answered_tokens_a_second_and_time_left(
     clock: Clock, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.reply = clock.costs(2, fake.reply)
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")) == 0
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")) == 0
     assert "answers 7/9 2.5 tok/s 4 s left" in capsys.readouterr().err, "five tokens every two seconds"
 
 
@@ -134,14 +134,14 @@ def test_a_server_is_asked_batch_questions_at_a_time(
     fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
     seen = answered_together(fake, 3)
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "3")) == 0
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "3")) == 0
     assert len(seen) == len(lines(tmp_path / "a.jsonl")) == 9 and max(seen) == 3
 
 
 def test_several_servers_share_the_questions(fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path) -> None:
     seen = answered_together(fake, 2)
     urls = fake.url, fake.url.replace("127.0.0.1", "localhost")
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", *urls, "--batch", "2")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", *urls, "--batch-size", "2")
     assert main([*command, "prompts.max_prompts=8"]) == 0
     hosts = [headers["Host"].partition(":")[0] for headers in fake.headers]
     assert sorted(hosts) == ["127.0.0.1"] * 4 + ["localhost"] * 4, "each thread has a server of its own"
@@ -187,9 +187,7 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
 # ---- prompts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("knob", "opened"), [([], ""), (["sampler.thinking=true"], "T"), (["sampler.thinking=false"], "F")]
-)
+@pytest.mark.parametrize(("knob", "opened"), [([], ""), (["thinking=true"], "T"), (["thinking=false"], "F")])
 def test_thinking_reaches_the_prompt_that_is_answered(
     knob: list[str], opened: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -217,8 +215,8 @@ class Rows(list[Any]):
     [
         ([], ["train b, seed 0, of 10000", "train a, seed 0, of 10000"]),
         (["prompts.split=test"], ["test b, seed 0, of 10000", "test a, seed 0, of 10000"]),
-        (["prompts.shuffle=7", "sampler.seed=3"], ["train b, seed 3, of 7", "train a, seed 3, of 7"]),
-        (["prompts.shuffle=0", "sampler.seed=3"], ["train a", "train b"]),
+        (["prompts.shuffle=7", "seed=3"], ["train b, seed 3, of 7", "train a, seed 3, of 7"]),
+        (["prompts.shuffle=0", "seed=3"], ["train a", "train b"]),
     ],
     ids=str,
 )

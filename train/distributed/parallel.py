@@ -61,7 +61,7 @@ class Processes:
         """Join the processes that a launcher started, for the length of a `with`.
 
         Args:
-            device: the knob `run.device`.
+            device: the option `device`.
             group: make a process group for a single process too; what shards wants one.
 
         Raises:
@@ -176,7 +176,7 @@ def _place(knob: str, world: int) -> tuple[int, str]:
     if device.type != "cuda":
         return rank, str(device)
     if device.index is not None and world > 1:
-        raise UserError(f"run.device is {knob}, but {world} processes take a GPU each: leave it to run.device=cuda")
+        raise UserError(f"device is {knob}, but {world} processes take a GPU each: leave it at --device cuda")
     here = _on_this_machine(local + 1)
     if here > torch.cuda.device_count():
         raise UserError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs: start one per GPU")

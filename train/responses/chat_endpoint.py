@@ -51,7 +51,7 @@ def is_our_prompt(url: str, theirs: int | Sequence[int], ours: list[int], *, agr
         raise UserError(
             f"{url}: the prompt has {count} {other}tokens there and {len(ours)} with the target's own chat template, "
             f"so that the answer is to another prompt; serve the target with its own template, in the mode of "
-            f"sampler.thinking"
+            f"--thinking"
         )
     return same
 

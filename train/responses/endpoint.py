@@ -25,8 +25,7 @@ PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1
 EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
     "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "chat_template_kwargs": None,
 }  # fmt: skip
-KNOBS = {"top_k": "sampler.top_k", "min_p": "sampler.min_p", "chat_template_kwargs": "sampler.thinking",
-         "top_p": "sampler.top_p"}  # fmt: skip
+OPTIONS = {"top_k": "top_k", "min_p": "min_p", "chat_template_kwargs": "thinking", "top_p": "top_p"}
 RENAMED = "max_completion_tokens"  # what max_tokens is called by the newest servers
 LOST = "\ufffd"  # stands for bytes that are no character: which they were is not known
 
@@ -197,7 +196,7 @@ class EndpointBackend:
                         print(f"asking {url} without {less}, for {refused}", file=sys.stderr)
                     server.forms.setdefault(api, number)
                 return reply
-        needed = ", ".join(f"{name} ({knob} needs it)" for name, knob in KNOBS.items() if name in forms[-1])
+        needed = ", ".join(f"{name} ({option} needs it)" for name, option in OPTIONS.items() if name in forms[-1])
         raise RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
 
     def _body(self, api: str, question: _Question) -> dict[str, Any]:

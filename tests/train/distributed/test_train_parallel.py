@@ -335,7 +335,7 @@ def test_recomputed_activations_change_nothing() -> None:
         ("cpu", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 0, "MASTER_ADDR is not set: start with torchrun"),
         ("cuda", {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "4 processes .* 2 G"),
         ("cuda", {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}, 2, "3 processes on this machine, but 2 GPUs"),
-        ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "run.device is cuda:1, but 2 processes"),
+        ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "device is cuda:1, but 2 processes"),
     ],
 )
 def test_an_impossible_place_is_one_line(
@@ -439,7 +439,7 @@ def test_the_deepspeed_command_of_a_hostfile_is_one_run(
     """Of two machines that cannot reach each other by ssh: the same line on each, but for its rank."""
     pytest.importorskip("deepspeed")
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.device=cpu")
+    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "device=cpu")
     place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}", "--no_ssh"]
     launchers = [
         subprocess.Popen(

@@ -22,7 +22,7 @@ from train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, r
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
 
-AS_USERS = ["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16"]
+AS_USERS = ["dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16"]
 
 
 def module() -> nn.Module:
@@ -157,7 +157,7 @@ def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs
         (["optim.optimizer=adamw", "run.zero=3"], 1e-5),
         (AS_USERS, 3e-2),
         (
-            ["run.dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "run.fsdp=true"],
+            ["dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "run.fsdp=true"],
             3e-2,
         ),
     ],
@@ -173,7 +173,7 @@ def test_gpus_learn_what_one_learns(
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(24)))
     knobs = [
-        "run.dtype=float32", "run.attention=sdpa", "run.compile=off", "optim.pack_tokens=128", "optim.pack_blocks=12",
+        "dtype=float32", "run.attention=sdpa", "run.compile=off", "optim.pack_tokens=128", "optim.pack_blocks=12",
         "optim.steps=8", "answers.runtime=reference", "run.evaluate_runtime=reference", *way,
     ]  # fmt: skip
     curves = []

@@ -86,9 +86,9 @@ def test_the_rows_are_those_of_the_completions_api(
             return reply.status_code, found
 
         fake.reply = only_chat(behind)
-        for i, more in enumerate(((), ("sampler.temperature=0.8", "sampler.samples=2", "sampler.top_k=9"))):
+        for i, more in enumerate(((), ("temperature=0.8", "samples=2", "top_k=9"))):
             there, here = tmp_path / f"chat{i}.jsonl", tmp_path / f"completions{i}.jsonl"
-            assert main(argv(path, data, there, "--endpoint", fake.url, "--batch", "3", *more)) == 0
+            assert main(argv(path, data, there, "--endpoint", fake.url, "--batch-size", "3", *more)) == 0
             err = capsys.readouterr().err
             assert err.count(f"asking {fake.url}/v1/chat/completions, for {fake.url}/v1/completions: HTTP 404") == 1
             assert "unknown tokens" not in err
@@ -118,7 +118,7 @@ def test_a_server_that_refuses_completions_is_asked_for_chats_from_then_on(
     refusal: tuple[int, Any], fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
     fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else refusal
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")) == 0
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")) == 0
     tried = 4 if refusal[0] in (400, 422) else 1  # with less and less, too
     assert ["messages" in body for body in fake.asked] == [False] * tried + [True] * 9
     prompt = encode_chat(WORDS, [user("ask 8 of it")])
@@ -133,7 +133,7 @@ def test_a_server_that_refuses_completions_is_asked_for_chats_from_then_on(
 def test_the_api_can_be_named_and_then_no_other_is_tried(
     fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
     fake.reply = only_chat(lambda body: (200, said("fine")))
     assert main([*command, "server.api=completions"]) == 2
     assert f"{fake.url}/v1/completions: HTTP 404" in capsys.readouterr().err.splitlines()[-1]
@@ -162,7 +162,7 @@ def test_a_strict_server_is_asked_with_openai_s_own_fields(
     length: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
     fake.reply = only_chat(strict(OPENAI - {"max_tokens"} | {length}))
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")) == 0
+    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")) == 0
     in_vain = 1 + (3 if length == "max_completion_tokens" else 2)  # the first finds no completions
     assert len(fake.asked) == in_vain + 9, "it is asked in vain once"
     assert [length in body for body in fake.asked[in_vain:]] == [True] * 9 and fake.asked[-1][length] == 12
@@ -171,9 +171,9 @@ def test_a_strict_server_is_asked_with_openai_s_own_fields(
 @pytest.mark.parametrize(
     ("knob", "field"),
     [
-        ("sampler.thinking=false", "chat_template_kwargs"),
-        ("sampler.top_k=5", "top_k"),
-        ("sampler.min_p=0.1", "min_p"),
+        ("thinking=false", "chat_template_kwargs"),
+        ("top_k=5", "top_k"),
+        ("min_p=0.1", "min_p"),
     ],
 )
 def test_a_field_that_is_needed_is_not_left_out(
@@ -181,8 +181,8 @@ def test_a_field_that_is_needed_is_not_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     fake.reply = only_chat(strict(OPENAI))
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
-    command += [knob, "sampler.temperature=1"]
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
+    command += [knob, "temperature=1"]
     assert main(command) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     needs = f"{field} ({knob.split('=')[0]} needs it)"
@@ -292,7 +292,7 @@ def test_an_answer_to_another_prompt_ends_the_run_in_one_line(
     assert main(command) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"the prompt has {ours + 4} tokens there and {ours} with the target's own chat template" in last
-    assert "serve the target with its own template" in last and "sampler.thinking" in last
+    assert "serve the target with its own template" in last and "thinking" in last
     fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours)))
     assert main(command) == 0 and len(answers(tmp_path / "a.jsonl")) == 9
 
@@ -302,7 +302,7 @@ def test_a_run_goes_on_where_the_server_failed(
 ) -> None:
     refused = 400, {"error": {"message": "bad"}}
     fake.reply = lambda body, number: GONE if "messages" not in body else (200, said("fine")) if number < 7 else refused
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
     assert main(command) == 2
     assert f"{fake.url}/v1/chat/completions: HTTP 400: bad" in capsys.readouterr().err.splitlines()[-1]
     assert len(answers(tmp_path / "a.jsonl")) == 5

@@ -38,10 +38,10 @@ def answers(path: Path) -> dict[tuple[int, int], list[int]]:
 def test_dflash_serve_writes_what_the_engine_writes(
     target: Target, drafter: Drafter, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    for i, more in enumerate(((), ("sampler.temperature=1.1", "sampler.samples=2", "sampler.top_k=40"))):
+    for i, more in enumerate(((), ("temperature=1.1", "samples=2", "top_k=40"))):
         with serving(make_engine(target, drafter)) as one, serving(make_engine(target, drafter)) as other:
             there = argv(target_dir, prompts, tmp_path / f"there{i}.jsonl", "--endpoint", one, f"{other}/v1", *more)
-            assert main([*there, "--batch", "3"]) == 0
+            assert main([*there, "--batch-size", "3"]) == 0
         assert main(argv(target_dir, prompts, tmp_path / f"here{i}.jsonl", *more)) == 0
         assert answers(tmp_path / f"there{i}.jsonl") == answers(tmp_path / f"here{i}.jsonl") != {}
 
@@ -241,7 +241,7 @@ def test_a_server_that_knows_openai_s_own_fields_only_is_asked_for_these(fake: F
     one.close()
     picky = backend(fake)
     picky.ask(3, [1, 2, 3], SamplingParams(max_new_tokens=9, temperature=1.0, top_k=5))
-    with pytest.raises(UserError, match=r"field top_k; not tried without top_k \(sampler\.top_k needs it\)"):
+    with pytest.raises(UserError, match=r"field top_k; not tried without top_k \(top_k needs it\)"):
         picky.wait()
     picky.close()
 
@@ -271,7 +271,7 @@ def test_answers_written_before_the_server_failed_are_kept_and_not_asked_for_aga
     fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {"error": {"message": "bad"}})
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
     assert main(command) == 2
     assert "HTTP 400: bad" in capsys.readouterr().err.splitlines()[-1]
     assert len(answers(tmp_path / "a.jsonl")) == 5
@@ -329,7 +329,7 @@ def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
     fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {})
     output, record = tmp_path / "a.jsonl", tmp_path / "a.run.json"
     local = argv(target_dir, prompts, output)
-    there = [*local, "--endpoint", fake.url, "--batch", "1"]
+    there = [*local, "--endpoint", fake.url, "--batch-size", "1"]
     assert main(there) == 2
     written = json.loads(record.read_text())
     assert (written["runtime"], written["model"]) == ("endpoint", "tiny")

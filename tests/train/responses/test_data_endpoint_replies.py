@@ -59,7 +59,7 @@ def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     fake.reply = server
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "3")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "3")
     assert main([*command, f"server.api={api}"]) == 0
     prompt = encode_chat(WORDS, [user("ask 8 of it")])
     assert answers(tmp_path / "a.jsonl")[8, 0] == prompt + FINE
@@ -75,7 +75,7 @@ def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
     fake.reply = refusing("top_p")
     one = backend(fake)
     one.ask(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
-    with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(sampler\.top_p needs it\)"):
+    with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(top_p needs it\)"):
         one.wait()
     one.close()
 
@@ -185,7 +185,7 @@ def test_one_prompt_of_many_that_is_another_there_loses_its_answer_alone(
         return 200, said("fine", prompt=ours + ("3" in body["messages"][0]["content"]))
 
     fake.reply = only_chat(reply)
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch", "1")
+    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
     assert main(command) == 0
     assert capsys.readouterr().err.splitlines()[-1].endswith("dropped 1 to another prompt")
     assert len(answers(tmp_path / "a.jsonl")) == 8

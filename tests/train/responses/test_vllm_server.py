@@ -134,12 +134,12 @@ def test_vllm_serves_the_drafter_and_dflash_data_gets_the_target_s_answers_from_
         for name, url in (("ids", server), ("texts", texts)):
             for api in ("completions", "chat"):
                 output = tmp_path / f"{name}-{api}.jsonl"
-                command = argv(pair[0], data, output, "--endpoint", url, "--batch", "1", f"server.api={api}")
+                command = argv(pair[0], data, output, "--endpoint", url, "--batch-size", "1", f"server.api={api}")
                 assert main(command) == 0, capsys.readouterr().err
                 err = capsys.readouterr().err
                 assert "unknown tokens" not in err and "asking" not in err, "every field is known there"
                 found[name, api] = lines(output)
-        sampled = ["sampler.temperature=0.8", "sampler.top_k=9", "sampler.top_p=0.9", "sampler.samples=2"]
+        sampled = ["temperature=0.8", "top_k=9", "top_p=0.9", "samples=2"]
         assert main([*argv(pair[0], data, tmp_path / "s.jsonl", "--endpoint", server), *sampled]) == 0
     first = found.pop(("ids", "completions"))
     assert all(rows == first for rows in found.values()), "whichever way it is asked"

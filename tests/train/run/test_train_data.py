@@ -26,7 +26,7 @@ from train.responses.generate import Asking, answer
 from train.responses.rows import Row
 from train.run.data import PROMPTS, Reading, choose_prompts, data_digest, write_recorded
 
-KNOBS = AnswerKnobs(batch_size=3, max_new_tokens=20)
+KNOBS = AnswerKnobs(batch_size=3, max_tokens=20)
 
 
 def opener(target: Target) -> Callable[[], Backend]:
@@ -215,7 +215,7 @@ def answered(
     if not prompts.exists():
         ask(prompts)
     done = resume(path)[0] if path.exists() else set()
-    asking = Asking(tokenizer=make_tokenizer(), params=knobs.params, length=max_length, thinking=None)
+    asking = Asking(tokenizer=make_tokenizer(), params=knobs.params(), length=max_length, thinking=None)
     common = {"target": "tiny", "target_digest": None, "vocab_size": 300, "template_hash": "t", "sampler": {}}
     if next(asking.dialogues(prompts, done, rank, world), None):
         answer(opened(), asking, prompts, path, common, done, 7, rank, world)
@@ -240,7 +240,7 @@ def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
 
 
 def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
-    for i, knobs in enumerate((KNOBS, AnswerKnobs(max_new_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
+    for i, knobs in enumerate((KNOBS, AnswerKnobs(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
         both = [
             answered(backend, tmp_path / f"{name}{i}.jsonl", knobs, 64)
             for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceBackend(target)))

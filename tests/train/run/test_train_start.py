@@ -244,7 +244,7 @@ def test_a_run_on_a_target_in_four_bits(
     assert loaded.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
     with pytest.raises(UserError, match="quantised weights are not supported by the runtime"):
         ModelSpec.of_target(loaded.config)
-    assert main(argv(path, data, tmp_path / "run", "optim.steps=2", f"run.device={device}")) == 0
+    assert main(argv(path, data, tmp_path / "run", "optim.steps=2", f"device={device}")) == 0
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
 
 
@@ -278,9 +278,9 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp
         target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), device))
     )
     assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
-    knobs = ("optim.steps=2", "drafter.head_dim=16", f"run.device={device}")  # the least that FlexAttention takes
+    knobs = ("optim.steps=2", "drafter.head_dim=16", f"device={device}")  # the least that FlexAttention takes
     assert main(argv(path, data, tmp_path / "run", *knobs)) == 0
-    first = ("--init-from", str(tmp_path / "run"), "optim.steps=1", f"run.device={device}")
+    first = ("--init-from", str(tmp_path / "run"), "optim.steps=1", f"device={device}")
     assert main(argv(path, data, tmp_path / "further", *first)) == 0, "it goes on from a drafter, too"
 
 
