@@ -1,7 +1,11 @@
-"""The attention of a long chunk of a prompt through FlashAttention, where one that reads pages is installed.
+"""FlashAttention-3 and -4 where they are installed: the one place that looks for them (docs/flash-attention.md).
 
-That is FlashAttention-3 (`flash_attn_interface`, arXiv 2407.08608). With `num_splits=1` a row's keys are summed in one
-go, in blocks at fixed places, so that where a prompt is cut into chunks changes no bit of it.
+FlashAttention-3 (`flash_attn_interface`, arXiv 2407.08608) is built from its repository, for Hopper GPUs. The extra
+`flash-attn` is FlashAttention-4 (`flash_attn.cute`), for Hopper and Blackwell; it compiles a kernel at the first use of
+a head width. They take long chunks of a prompt, and in training the target's forward over packed rows.
+
+Of a prompt a row's keys are summed in one go (one split), in blocks at fixed places, so that where a prompt is cut into
+chunks changes no bit of it. What stands behind the last key in its page is multiplied by zero: it must be finite.
 """
 
 import functools
@@ -9,51 +13,137 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .launch import is_hopper
+MIN_ROWS = (
+    513  # of a prompt's chunk; below, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
+)
 
-MIN_ROWS = 513  # below, the kernel of `hopper/attention.py` is as fast, and chunks are captured graphs
+
+@dataclass(frozen=True, slots=True)
+class Flash:
+    """An installed FlashAttention; the two functions return tensors like q."""
+
+    name: str
+    paged: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # q, keys, values, lengths, page_table
+    packed: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]  # as `packed`
+
+
+def _version_3() -> Flash:
+    module = importlib.import_module("flash_attn_interface")
+    with_pages, varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+
+    def paged(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, page_table: Tensor) -> Tensor:
+        return with_pages(
+            q.unsqueeze(0), keys, values, cache_seqlens=lengths, page_table=page_table, causal=True, num_splits=1
+        ).squeeze(0)
+
+    def packed(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, before: int | None
+    ) -> Tensor:
+        window = (-1 if before is None else before, -1 if before is None else 0)
+        return _first(
+            varlen(q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True, window_size=window)
+        )
+
+    return Flash("FlashAttention-3", paged, packed)
+
+
+def _version_4() -> Flash:
+    varlen = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+
+    def paged(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, page_table: Tensor) -> Tensor:
+        found = varlen(q.unsqueeze(0), keys, values, seqused_k=lengths, page_table=page_table, causal=True)
+        return _first(found).squeeze(0)
+
+    def packed(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, before: int | None
+    ) -> Tensor:
+        return _first(
+            varlen(
+                q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
+                softmax_scale=scale, causal=True, window_size=(before, None if before is None else 0),
+            )
+        )  # fmt: skip
+
+    return Flash("FlashAttention-4", paged, packed)
+
+
+def _first(found: Any) -> Tensor:
+    """The output of a function that may return the log of the softmax's sums too."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+# module -> how to load it, and the major capabilities it runs on; the faster comes first
+VERSIONS: dict[str, tuple[Callable[[], Flash], tuple[int, ...]]] = {
+    "flash_attn_interface": (_version_3, (9,)),
+    "flash_attn.cute": (_version_4, (9, 10)),
+}
 
 
 @functools.cache
-def with_pages() -> Callable[..., Tensor] | None:
-    """FlashAttention-3's function over a paged cache, or None; a build that cannot be loaded is told of once."""
-    if importlib.util.find_spec("flash_attn_interface") is None:
+def load(module: str) -> Flash | None:
+    """FlashAttention of this module, or None; one that is installed and cannot be loaded is told of once."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except (ModuleNotFoundError, ValueError):  # the package it would be in is not there
         return None
     try:
-        module = importlib.import_module("flash_attn_interface")
-        return module.flash_attn_with_kvcache
-    except (ImportError, OSError, AttributeError) as error:
-        warnings.warn(
-            f"FlashAttention-3 is installed and cannot be loaded ({error}); prompts go without it", stacklevel=2
-        )
+        return VERSIONS[module][0]()
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        warnings.warn(f"{module} is installed and cannot be loaded ({error}); attention goes without it", stacklevel=2)
         return None
+
+
+@functools.cache
+def installed(device: torch.device) -> Flash | None:
+    """The FlashAttention that attention on this device goes through, or None."""
+    if device.type != "cuda":
+        return None
+    major = torch.cuda.get_device_capability(device)[0]
+    versions = (load(module) for module, (_, majors) in VERSIONS.items() if major in majors)
+    return next((found for found in versions if found is not None), None)
+
+
+def _computes(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128)
 
 
 def fits(q: Tensor, lengths: Tensor, *, causal: bool, window: int) -> bool:
-    """Whether this is a long chunk of one prompt, and FlashAttention-3 there to take it."""
+    """Whether this is a long chunk of one prompt, and FlashAttention there to take it."""
     return (
         len(q) >= MIN_ROWS
         and len(lengths) == 1
         and causal
         and not window
-        and q.is_cuda
-        and is_hopper(q.device.index)
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in (64, 128)
-        and with_pages() is not None
+        and _computes(q)
+        and installed(q.device) is not None
     )
 
 
 def launch(q: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     """Causal `block_attention` of the reference for one request, which `fits`."""
-    attend = with_pages()
-    assert attend is not None
+    flash = installed(q.device)
+    assert flash is not None
     keys, values = cache.unflatten(1, (-1, page_size)).unbind()
-    out = attend(
-        q[None], keys, values, cache_seqlens=lengths + len(q), page_table=page_table, causal=True, num_splits=1
-    )
-    return out.flatten(2)[0]
+    return flash.paged(q, keys, values, lengths + len(q), page_table).flatten(1)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, before: int | None
+) -> Tensor | None:
+    """Causal attention [T, N, H] of documents within themselves, or None where none is installed that does it.
+
+    Args:
+        q: [T, N, H]; k and v: [T, G, H].
+        ends: int32 [documents + 1], where each begins, and T.
+        longest: tokens of the longest.
+        before: a token sees so many before itself; None: all of them.
+    """
+    flash = installed(q.device) if _computes(q) else None
+    return None if flash is None else flash.packed(q, k, v, ends, longest, scale, before)

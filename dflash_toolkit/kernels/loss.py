@@ -4,13 +4,13 @@ On a GPU the logits of a chunk are in the head's dtype in a reused buffer, which
 place; else plain torch in fp32, which is the definition.
 """
 
-import importlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .mix import CROSS_ENTROPY, LossMix, RowTerms
+from .ops import ops_for
 
 
 @dataclass(slots=True)
@@ -37,56 +37,6 @@ class TargetStates:
 
     hidden: Tensor  # [N, D] after the target's final norm
     at: Tensor  # [R] long, which of the N predicts the token of a row; many rows may share one
-
-
-def row_loss_(
-    logits: Tensor,
-    labels: Tensor,
-    terms: RowTerms,
-    mix: LossMix,
-    gradient: bool,
-    target: Tensor | None = None,
-    at: Tensor | None = None,
-) -> None:
-    """The definition of `row_loss.row_loss_`, in the logits' dtype, at least fp32.
-
-    Args:
-        logits: [R, V] of the drafter; with `gradient` they become d loss / d logits, rounded to their dtype once.
-        labels: [R] long.
-        terms: [R], written; kl and acceptance only where `mix` needs the target's distribution.
-        target: [U, V] logits of the target.
-        at: [R] long, the row of `target` that belongs to each row.
-    """
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    label = labels[:, None]
-    at_label = x.gather(-1, label)
-    normaliser = x.logsumexp(-1, keepdim=True)
-    terms.cross_entropy.copy_((normaliser - at_label)[:, 0])
-    # of equal logits the first comes first, as argmax has it; a NaN stands before everything
-    columns = torch.arange(x.shape[1], device=x.device)
-    terms.rank.copy_(x.shape[1] - ((x < at_label) | ((x == at_label) & (columns >= label))).sum(-1))
-    more = None
-    if mix.distribution:
-        assert target is not None and at is not None and terms.kl is not None and terms.acceptance is not None
-        log_q = (x / mix.temperature).log_softmax(-1)
-        log_p = (target.to(x.dtype) / mix.temperature).log_softmax(-1)[at]
-        p, q = log_p.exp(), log_q.exp()
-        terms.kl.copy_(torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1))
-        terms.acceptance.copy_(torch.minimum(p, q).sum(-1).clamp(max=1.0))
-        if gradient:
-            below = (q < p).to(x.dtype)
-            kl, tv = (slope[:, None] for slope in mix.slopes(terms.acceptance))
-            reach = (q * below).sum(-1, keepdim=True)
-            more = (kl * (q - p) + tv * q * (reach - below)) / mix.temperature
-    if gradient:
-        x = x.sub_(normaliser).exp_()
-        x.scatter_add_(-1, label, torch.full_like(at_label, -1.0))
-        if mix.ce != 1.0:
-            x *= mix.ce
-        if more is not None:
-            x += more
-        if x is not logits:
-            logits.copy_(x)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -120,9 +70,7 @@ def _chunks(
     d_hidden: Tensor | None,
 ) -> None:
     """Fill `terms` and `d_hidden`, a chunk of rows at a time."""
-    kernel = row_loss_
-    if hidden.is_cuda:
-        kernel = importlib.import_module("dflash_toolkit.kernels.triton.row_loss").row_loss_  # no dependency on a CPU
+    ops = ops_for(hidden.device)
     head = _Head(weight, min(chunk, len(hidden)))
     target_head, target, at = head, None, None
     if states is not None:
@@ -134,7 +82,7 @@ def _chunks(
         if states is not None:
             needed, at = shared.of(number, rows)
             target = target_head(states.hidden[needed])
-        kernel(logits, labels[rows], terms[rows], mix, d_hidden is not None, target, at)
+        ops.row_loss_(logits, labels[rows], terms[rows], mix, d_hidden is not None, target, at)
         if d_hidden is not None:
             d_hidden[rows] = (logits.to(weight.dtype) @ weight).to(hidden.dtype)
 

@@ -1,9 +1,12 @@
 """Plain torch definitions of the project's own operations, written for reading. They know tensors, not models."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .mix import LossMix, RowTerms
 from .scaled import Matrix, ScaledMatrix, dense, narrowed
 
 
@@ -107,8 +110,8 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, dense(weight, x.dtype), bias)
 
 
-def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as a sum of P partial products over K, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
+def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as P split-K partial sums, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
 
     P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
     """
@@ -165,11 +168,15 @@ def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     return page_table.gather(1, (positions // page_size).long()).long() * page_size + positions % page_size
 
 
-def finish_layer(
+def fuses_post_attention(x: Tensor, weights: Sequence[Matrix | None]) -> bool:
+    """Whether there is a `fused_post_attention` for the stream x [M, D] and these matrices: here for all."""
+    return True
+
+
+def fused_post_attention(
     x: Tensor,
     a: Tensor,
     o: Matrix,
-    o_bias: Tensor | None,
     post_norm: Tensor,
     gate_up: Matrix,
     down: Matrix,
@@ -178,20 +185,20 @@ def finish_layer(
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From a layer's attention to the queries, keys and values of the next layer.
+    """From a dense layer's attention to the queries, keys and values of the next layer, without biases.
 
     Args:
         x: the residual stream [M, D] before the layer.
         a: the layer's attention [M, N * H].
-        o, o_bias, post_norm, gate_up, down: of the layer; gate_up as for `linear_swiglu`.
+        o, post_norm, gate_up, down: of the layer; gate_up as for `linear_swiglu`.
         norm: [D], of the next layer, or the final one.
         qkv: [(N + 2 * G) * H, D] of the next layer; None behind the last.
         tap: a view [M, D] that receives the layer's output.
 
-    Matrices in fp8 take rows in fp8: of `a` each by its own largest value, the others as they come.
+    Matrices in fp8 take rows in fp8: of `a` each scaled by its own largest value, the others cast as they come.
 
     Returns:
-        The layer's output and its norm, both [M, D], and the next layer's qkv without its bias, as partial products
+        The layer's output and its norm, both [M, D], and the next layer's qkv without its bias, as split-K partial sums
         [P, M, (N + 2 * G) * H] for `rope_write`, or None.
     """
 
@@ -199,10 +206,10 @@ def finish_layer(
         return narrowed(rows).to(rows.dtype) if isinstance(weight, ScaledMatrix) else rows
 
     a = ScaledMatrix.of(a).dense(a.dtype) if isinstance(o, ScaledMatrix) else a
-    x, h = add_rms_norm(x, linear_partials(a, o, o_bias), post_norm, eps)
+    x, h = add_rms_norm(x, linear_split_k(a, o), post_norm, eps)
     active = linear_swiglu(operand(h, gate_up), gate_up)
-    x, h = add_rms_norm(x, linear_partials(operand(active, down), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear_partials(operand(h, qkv), qkv)
+    x, h = add_rms_norm(x, linear_split_k(operand(active, down), down), norm, eps, tap)
+    return x, h, None if qkv is None else linear_split_k(operand(h, qkv), qkv)
 
 
 def rope_write(
@@ -369,6 +376,56 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, mi
     floor = min_p[:, None] * probabilities.amax(-1, keepdim=True)
     probabilities = probabilities.masked_fill(probabilities < floor, 0.0)  # `choose` needs no normalisation
     return torch.where(greedy, logits.argmax(-1), choose(probabilities, uniform))
+
+
+def row_loss_(
+    logits: Tensor,
+    labels: Tensor,
+    terms: RowTerms,
+    mix: LossMix,
+    gradient: bool,
+    target: Tensor | None = None,
+    at: Tensor | None = None,
+) -> None:
+    """Losses of rows of logits and the ranks of their labels, and the gradient in place; in at least fp32.
+
+    Args:
+        logits: [R, V] of the drafter; with `gradient` they become d loss / d logits, rounded to their dtype once.
+        labels: [R] long.
+        terms: [R], written; kl and acceptance only where `mix` needs the target's distribution.
+        target: [U, V] logits of the target.
+        at: [R] long, the row of `target` that belongs to each row.
+    """
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    label = labels[:, None]
+    at_label = x.gather(-1, label)
+    normaliser = x.logsumexp(-1, keepdim=True)
+    terms.cross_entropy.copy_((normaliser - at_label)[:, 0])
+    # of equal logits the first comes first, as argmax has it; a NaN stands before everything
+    columns = torch.arange(x.shape[1], device=x.device)
+    terms.rank.copy_(x.shape[1] - ((x < at_label) | ((x == at_label) & (columns >= label))).sum(-1))
+    more = None
+    if mix.distribution:
+        assert target is not None and at is not None and terms.kl is not None and terms.acceptance is not None
+        log_q = (x / mix.temperature).log_softmax(-1)
+        log_p = (target.to(x.dtype) / mix.temperature).log_softmax(-1)[at]
+        p, q = log_p.exp(), log_q.exp()
+        terms.kl.copy_(torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1))
+        terms.acceptance.copy_(torch.minimum(p, q).sum(-1).clamp(max=1.0))
+        if gradient:
+            below = (q < p).to(x.dtype)
+            kl, tv = (slope[:, None] for slope in mix.slopes(terms.acceptance))
+            reach = (q * below).sum(-1, keepdim=True)
+            more = (kl * (q - p) + tv * q * (reach - below)) / mix.temperature
+    if gradient:
+        x = x.sub_(normaliser).exp_()
+        x.scatter_add_(-1, label, torch.full_like(at_label, -1.0))
+        if mix.ce != 1.0:
+            x *= mix.ce
+        if more is not None:
+            x += more
+        if x is not logits:
+            logits.copy_(x)
 
 
 def position_uniform(seed: Tensor, position: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 transformers looks up a model's attention function by name. `alone` gives a model the one below for the length of a
 forward, and the arguments that every model hands on to it. On a GPU it is FlashAttention over sequences of different
-lengths, as PyTorch brings it (`torch.nn.attention.varlen`).
+lengths: -3 or -4 where installed (`kernels/flash.py`), else the -2 that PyTorch brings (`torch.nn.attention.varlen`).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import UserError
+from ..kernels import flash as kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,9 +119,14 @@ def attention(
 def flash(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
-    """`one_by_one` of documents of up to `longest` tokens, by FlashAttention."""
-    before = -1 if window is None or window >= longest else window - 1
-    out: Tensor = _varlen_attn()(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(before, 0))
+    """`one_by_one` of documents of up to `longest` tokens: by FlashAttention-3 or -4 if installed, else PyTorch's."""
+    before = None if window is None or window >= longest else window - 1
+    found = kernel.packed(q, k, v, ends, longest, scale, before)
+    if found is not None:
+        return found
+    out: Tensor = _varlen_attn()(
+        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1 if before is None else before, 0)
+    )
     return out
 
 

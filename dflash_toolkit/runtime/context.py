@@ -62,7 +62,7 @@ class ContextWriter:
         drafter, proposer, ops = self._drafter, self._proposer, self._proposer.ops
         eps = drafter.spec.rms_norm_eps
         nothing = torch.zeros(len(features), drafter.spec.hidden_size, dtype=features.dtype, device=features.device)
-        _, context = ops.add_rms_norm(nothing, ops.linear_partials(features, drafter.fc), drafter.hidden_norm, eps)
+        _, context = ops.add_rms_norm(nothing, ops.linear_split_k(features, drafter.fc), drafter.hidden_norm, eps)
         kv = ops.linear(context, drafter.context_kv, drafter.context_bias)
         cache, page_size = proposer.cache, rows.page_size
         ops.context_write(

@@ -1,16 +1,15 @@
 """The engine: a target and its drafter, many requests at once. Not thread-safe; `async_engine.py` gives it a thread."""
 
-import importlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 
 import torch
 
 from ..config import UserError
 from ..decode import Generation, SamplingParams, Step, check_prompt
-from ..kernels.launch import shared_memory
+from ..kernels import flash
+from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..models.target import Target
 from .draft_length import BlockChooser, block_sizes, measure_steps
@@ -22,8 +21,6 @@ from .runner import StepRunner
 from .scheduler import Scheduler
 from .timing import cached_times, place_of
 from .weights import DrafterWeights, ModelSpec, TargetWeights
-
-SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
 
 
 @dataclass(slots=True)
@@ -61,26 +58,12 @@ def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) ->
     return "fp8" if hopper and dtype == torch.bfloat16 else "full"
 
 
-def operations(device: torch.device) -> ModuleType:
-    """The kernels for a device: Triton on a GPU, their definitions in torch elsewhere. Raises UserError."""
-    if device.type != "cuda":
-        return importlib.import_module("dflash_toolkit.kernels.reference")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} is too old for the runtime: it needs capability 8.0 or more"
-        )
-    try:
-        kernels = importlib.import_module("dflash_toolkit.kernels.fused")
-    except ModuleNotFoundError as error:
-        raise UserError("triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'") from error
-    shared = shared_memory(device)
-    if shared < SHARED_MEMORY:
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} has {shared >> 10} KiB of shared memory for a thread block and the "
-            f"runtime's kernels need {SHARED_MEMORY >> 10} (A100, H100 and later of their kind have it)"
-        )
-    kernels.flash.with_pages()  # loaded now and not in somebody's first long prompt
-    return kernels
+def operations(device: torch.device) -> Ops:
+    """The operations on a device. Raises UserError where decoding steps do not run."""
+    if reason := unsupported(device):
+        raise UserError(reason)
+    flash.installed(device)  # loaded now and not in somebody's first long prompt
+    return ops_for(device)
 
 
 def expected_of_first_requests() -> RollingAcceptance:
@@ -293,7 +276,6 @@ class Engine:
             runner.target.spec,
             drafter,
             self.options.draft_dtype,
-            runner.products,
         ]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
         return BlockChooser(sizes, times, runner.bucket)

@@ -10,15 +10,14 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.ops import Ops
 from .capture import Captures, PinnedBuffers, to_device
 from .context import ContextWriter
-from .gemm_choice import faster_products
 from .request import Committed, Request
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Decoder, Rows
@@ -66,7 +65,7 @@ class StepRunner:
         self,
         target: TargetWeights,
         drafter: DrafterWeights | None,
-        ops: ModuleType,
+        ops: Ops,
         *,
         num_pages: int,
         page_size: int,
@@ -99,13 +98,10 @@ class StepRunner:
             # as far as the pages go: a chunk may fill the last one
             rope = spec.rope_table(self.pages_per_request * page_size, self.device)
             cache = new(*shape, dtype=self.dtype)
-            layer_ops = faster_products(spec, weights.layers, weights.norm, ops)
-            return Decoder(spec, weights.layers, weights.norm, rope, cache, layer_ops)
+            return Decoder(spec, weights.layers, weights.norm, rope, cache, ops)
 
         self._verifier = decoder(target)
         self._proposer = decoder(drafter) if drafter else None
-        stacks = [stack for stack in (self._verifier, self._proposer) if stack]
-        self.products = [stack.ops.__name__.rpartition(".")[2] for stack in stacks]  # of target and drafter
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_batch * (1 + max_block))

@@ -1,12 +1,12 @@
 """The target's choice for every row of a step: greedy, or drawn as each request asks. State lives on the device."""
 
 from enum import IntEnum
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..decode import TokenLogprobs, int64_seed
+from ..kernels.ops import Ops
 from ..kernels.reference import penalized, position_uniform
 from ..sampling import MAX_LOGPROBS, SamplingParams
 
@@ -32,7 +32,7 @@ class Sampler:
     position) alone: neither the batch nor the block length shows in what it writes.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: ModuleType) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
         def new(dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows, dtype=dtype, device=device)
 
@@ -101,7 +101,8 @@ class Sampler:
         positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
         uniform = position_uniform(by_row(self.seed), positions.flatten().long())
         fields = (self.temperature, self.top_p, self.top_k, self.min_p)
-        choice = self._ops.sample(logits, *map(by_row, fields), uniform)
+        temperature, top_p, top_k, min_p = map(by_row, fields)
+        choice = self._ops.sample(logits, temperature, top_p, top_k, min_p, uniform)
         return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode == Mode.FULL else None
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:

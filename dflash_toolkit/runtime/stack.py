@@ -1,10 +1,11 @@
 """One stack of decoder layers over a paged cache: the target's, and with other weights the drafter's."""
 
 from dataclasses import dataclass
-from types import ModuleType
 
 from torch import Tensor
 
+from ..kernels.ops import Ops
+from ..kernels.scaled import Matrix
 from .weights import LayerWeights, ModelSpec
 
 
@@ -26,7 +27,7 @@ class Decoder:
     norm: Tensor  # [D], the final one
     rope: Tensor  # fp32 [2, positions, H / 2]
     cache: Tensor  # [layers, 2, slots, G, H]
-    ops: ModuleType  # kernels.reference or the Triton kernels: the same names and signatures
+    ops: Ops
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Run embeddings through every layer and write their keys and values into the pages.
@@ -42,8 +43,9 @@ class Decoder:
         taps = taps or {}
         first = self.layers[0]
         _, h = ops.add_rms_norm(x, None, first.input_norm, eps)
-        qkv = ops.linear_partials(h, first.qkv)
+        qkv: Tensor | None = ops.linear_split_k(h, first.qkv)
         for i, (layer, following) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True)):
+            assert qkv is not None
             q = ops.rope_write(
                 qkv,
                 layer.qkv_bias,
@@ -65,17 +67,25 @@ class Decoder:
                 causal=self.spec.causal[i],
                 window=self.spec.windows[i],
             )
-            x, h, qkv = ops.finish_layer(
-                x,
-                a,
-                layer.o,
-                layer.o_bias,
-                layer.post_norm,
-                layer.gate_up,
-                layer.down,
-                following.input_norm if following else self.norm,
-                following.qkv if following else None,
-                eps,
-                taps.get(i),
-            )
+            norm, then = (following.input_norm, following.qkv) if following else (self.norm, None)
+            x, h, qkv = post_attention(ops, layer, x, a, norm, then, eps, taps.get(i))
         return h
+
+
+def post_attention(
+    ops: Ops,
+    layer: LayerWeights,
+    x: Tensor,
+    a: Tensor,
+    norm: Tensor,
+    qkv: Matrix | None,
+    eps: float,
+    tap: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From a layer's attention a [M, N H] to the next layer's norm [D] and qkv; see `fused_post_attention`."""
+    if layer.o_bias is None and ops.fuses_post_attention(x, [layer.o, layer.gate_up, layer.down, qkv]):
+        return ops.fused_post_attention(x, a, layer.o, layer.post_norm, layer.gate_up, layer.down, norm, qkv, eps, tap)
+    x, h = ops.add_rms_norm(x, ops.linear_split_k(a, layer.o, layer.o_bias), layer.post_norm, eps)
+    active = ops.linear_swiglu(h, layer.gate_up)
+    x, h = ops.add_rms_norm(x, ops.linear_split_k(active, layer.down), norm, eps, tap)
+    return x, h, None if qkv is None else ops.linear_split_k(h, qkv)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint.filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
 from ..config import UserError
+from ..kernels.ops import ops_for
 from ..kernels.scaled import Matrix, ScaledMatrix
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.rope import ROPE_TYPES, scaled_frequencies
@@ -187,11 +188,9 @@ class LayerWeights:
 
     def in_one_launch(self) -> bool:
         """Whether the layer kernel takes it, on its device; on a CPU the reference stands for that."""
-        if self.o_bias is not None or not self.input_norm.is_cuda:
-            return self.o_bias is None
-        from ..kernels.hopper.ring import fits  # needs triton
-
-        return fits(self.input_norm[None], [self.o, self.gate_up, self.down, self.qkv])
+        matrices = [self.o, self.gate_up, self.down, self.qkv]
+        ops = ops_for(self.input_norm.device)
+        return self.o_bias is None and ops.fuses_post_attention(self.input_norm[None], matrices)
 
     def places(self, spec: ModelSpec) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
+from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.launch import keys_are_split
 from dflash_toolkit.kernels.triton import attention
@@ -47,7 +48,7 @@ def measure(spec: ModelSpec, batch: int, block: int, context: int, limit: int, *
     read = 2 * batch * (context + block) * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
     def layers() -> list[Tensor]:
-        return [attention.block_attention(q, cache, lengths, table, PAGE, causal=causal) for cache in caches]
+        return [gpu.block_attention(q, cache, lengths, table, PAGE, causal=causal) for cache in caches]
 
     row: dict[str, Any] = {"batch": batch, "block": block, "context": context, "limit": limit, "causal": causal}
     outputs = []

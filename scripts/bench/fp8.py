@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels import fused
+from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.scaled import Matrix, ScaledMatrix
 from dflash_toolkit.kernels.triton import linear
@@ -25,12 +25,18 @@ from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
 from dflash_toolkit.runtime.weights import ModelSpec
 
+EPS = 1e-6
 REPEATS = 20
 
 
 def chain(layers: list[list[Matrix]], norm: Tensor, x: Tensor, a: Tensor) -> None:
     for o, gate_up, down, qkv in layers:
-        x, _, _ = fused.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, 1e-6)
+        if gpu.fuses_post_attention(x, [o, gate_up, down, qkv]):
+            x, _, _ = gpu.fused_post_attention(x, a, o, norm, gate_up, down, norm, qkv, EPS)
+            continue
+        x, h = gpu.add_rms_norm(x, gpu.linear_split_k(a, o), norm, EPS)
+        x, h = gpu.add_rms_norm(x, gpu.linear_split_k(gpu.linear_swiglu(h, gate_up), down), norm, EPS)
+        gpu.linear_split_k(h, qkv)
 
 
 def main() -> None:
@@ -63,8 +69,8 @@ def main() -> None:
             "rows": rows,
             "layer_bf16_us": us_of(chain, layers, norm, x, a) / args.layers,
             "layer_fp8_us": us_of(chain, rounded, norm, x, a) / args.layers,
-            "head_bf16_us": us_of(fused.linear_argmax, x, head),
-            "head_fp8_us": us_of(fused.linear_argmax, x, rounded_head),
+            "head_bf16_us": us_of(gpu.linear_argmax, x, head),
+            "head_fp8_us": us_of(gpu.linear_argmax, x, rounded_head),
         }
         if rows <= MAX_ROWS:
             tile = linear.tile_for("argmax", len(head), d, rows, eight_bits=True)

@@ -3,11 +3,13 @@
     python scripts/bench/layer.py --rows 1 16 64 128 --output layer.json
 
 A chain of layers runs as one CUDA graph, so that weights come from memory and not from L2. Microseconds a layer are
-measured without stamps, and beside them those of the same layer with cuBLAS's products between the runtime's norms; so
-too the head and its argmax. `cublas_padded_us` is what the runtime takes on a GPU where cuBLAS is faster, always as
-many rows as kernels here take. The trace has the time at which every program (one a multiprocessor) ended each phase:
-`took` is shown as the mean and the most over programs, `idle` is how long the mean one waited at the barrier behind.
-More rows than the kernels take have cuBLAS's time alone, but for the head of up to 256, which is timed by tiles too.
+measured without stamps, and beside them those of the same layer with cuBLAS's GEMMs between the runtime's norms; so
+too the head and its argmax. `cublas_padded_us` is cuBLAS with as many rows as kernels here take at most, so that sums
+do not depend on the rows; `separate_us` is a launch for every GEMM and norm, which the runtime takes where the kernel
+does not fit (--dtype float16 or float32, shapes like smollm2). The trace has the time at which every program (one a
+multiprocessor) ended each phase: `took` is shown as the mean and the most over programs, `idle` is how long the mean
+one waited at the barrier behind. More rows than the kernels take have cuBLAS's time alone, but for the head of up to
+256, which is timed by tiles too.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels import cublas, fused
+from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper.layer import PHASES, launch_layer
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.triton import linear
@@ -39,15 +41,21 @@ def chain(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, traces
         x, _, _ = launch_layer(x, a, o, norm, gate_up, down, norm, qkv, EPS, trace=trace)
 
 
-def chain_of_cublas(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor) -> None:
-    with patch.object(linear, "MAX_ROWS", 0), patch.object(fused, "fits", lambda *_: False):
-        for o, gate_up, down, qkv in layers:
-            x, _, _ = fused.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, EPS)
-
-
-def chain_of_padded(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor) -> None:
+def separate(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor) -> None:
+    """A launch for every GEMM and norm, as the runtime has it where the persistent kernel does not fit."""
     for o, gate_up, down, qkv in layers:
-        x, _, _ = cublas.finish_layer(x, a, o, None, norm, gate_up, down, norm, qkv, EPS)
+        x, h = gpu.add_rms_norm(x, gpu.linear_split_k(a, o), norm, EPS)
+        x, h = gpu.add_rms_norm(x, gpu.linear_split_k(gpu.linear_swiglu(h, gate_up), down), norm, EPS)
+        gpu.linear_split_k(h, qkv)
+
+
+def by_cublas(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, least_rows: int = 0) -> None:
+    def padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        missing = least_rows - len(x)
+        return F.linear(F.pad(x, (0, 0, 0, missing)) if missing > 0 else x, weight, bias)[: len(x)]
+
+    with patch.object(gpu, "MAX_ROWS", 0), patch.object(gpu, "_by_cublas", padded):
+        separate(layers, norm, x, a)
 
 
 def head_of_cublas(x: Tensor, head: Tensor) -> None:
@@ -82,12 +90,13 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 96, 128, 160, 256])
     parser.add_argument("--layers", type=int, default=12, help="of the chain")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ModelSpec.of_target(named_shape(args.shape))
     d, ffn, width = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     qkv = width + 2 * spec.num_kv_heads * spec.head_dim
-    device, dtype = torch.device("cuda"), torch.bfloat16
+    device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
@@ -100,6 +109,7 @@ def main() -> None:
     result: dict[str, Any] = {
         **setting("bench/layer.py"),
         "shape": args.shape,
+        "dtype": args.dtype,
         "rows": [],
     }
 
@@ -110,8 +120,8 @@ def main() -> None:
         x, a = random(rows, d), random(rows, width)
         row: dict[str, Any] = {
             "rows": rows,
-            "cublas_us": us_of(captured(chain_of_cublas, layers, norm, x, a)) / args.layers,
-            "cublas_padded_us": us_of(captured(chain_of_padded, layers, norm, x, a)) / args.layers,
+            "cublas_us": us_of(captured(by_cublas, layers, norm, x, a)) / args.layers,
+            "cublas_padded_us": us_of(captured(by_cublas, layers, norm, x, a, MAX_ROWS)) / args.layers,
             "head_cublas_us": us_of(captured(head_of_cublas, x, head)),
         }
         result["rows"].append(row)
@@ -121,8 +131,12 @@ def main() -> None:
                 row["head_tiles_us"] = us_of(captured(linear.launch_argmax, x, head, WIDE_TILE))
                 print(f"    the head by tiles {row['head_tiles_us']:.1f} us")
             continue
+        row["separate_us"] = us_of(captured(separate, layers, norm, x, a)) / args.layers
+        row["head_us"] = us_of(captured(gpu.linear_argmax, x, head))
+        if not gpu.fuses_post_attention(x, layers[0]):
+            print(f"    here, separate launches: {row['separate_us']:.1f} us a layer and {row['head_us']:.1f} the head")
+            continue
         us = us_of(captured(chain, layers, norm, x, a, [None] * args.layers)) / args.layers
-        row["head_us"] = us_of(captured(fused.linear_argmax, x, head))
         traces = torch.zeros(args.layers, programs, len(PHASES), device=device, dtype=torch.int64)
         graph = captured(chain, layers, norm, x, a, list(traces))
         for _ in range(3):

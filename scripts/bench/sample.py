@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels import fused, reference
+from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.reference import filtered_probabilities
 from dflash_toolkit.runtime.timing import median_seconds
 
@@ -85,7 +85,7 @@ def main() -> None:
         for name, filters in FILTERS.items():
             middle = logits[rows // 2]
             kept = filtered_probabilities(middle, temperature=args.temperature, **filters).count_nonzero().item()
-            calls = [call(ops, logits, args.temperature, filters) for ops in (reference, fused)]
+            calls = [call(ops, logits, args.temperature, filters) for ops in (reference, gpu)]
             equal = (calls[0]() == calls[1]()).float().mean().item()
             definition_us, kernel_us = (microseconds(once, args.repeats) for once in calls)
             row = {"m": rows, "vocab": args.vocab, "filters": name, "candidates": kept, "equal": equal}

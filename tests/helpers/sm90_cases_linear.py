@@ -4,7 +4,7 @@ from sm90 import Case
 
 from dflash_toolkit.kernels.triton import best, fp8, linear
 
-SHAPES = {"linear": (6144, 4096), "partials": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
+SHAPES = {"linear": (6144, 4096), "split_k": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
 
 
 def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
@@ -25,7 +25,7 @@ def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
         pointers = inputs | {"best_p": "*fp32", "index_p": "*i32"}
         constexprs["ROUNDED"] = rounded
         return Case(linear._argmax_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
-    pointers = inputs | {"bias_p": "*bf16", "out_p": "*fp32" if kind == "partials" else "*bf16"}
+    pointers = inputs | {"bias_p": "*bf16", "out_p": "*fp32" if kind == "split_k" else "*bf16"}
     constexprs |= {"BIAS": kind == "linear", "SWIGLU": kind == "swiglu"}
     return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
 

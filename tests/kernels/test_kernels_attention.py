@@ -21,8 +21,8 @@ from test_kernels_step import (
     randn,
 )
 
+from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
-from dflash_toolkit.kernels.triton import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def test_a_captured_graph_follows_the_lengths(batch: int) -> None:
     q = asked(pages, batch * 4, 4)
 
     def step() -> Tensor:
-        return attention.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
+        return gpu.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -121,7 +121,7 @@ def test_under_load_where_tiles_arrive_in_any_order(monkeypatch: pytest.MonkeyPa
     q = torch.randn(batch * block, 32, 128, device="cuda", dtype=BF16)
 
     def outputs() -> Tensor:
-        return torch.stack([attention.block_attention(q, c, lengths, table, size, causal=False) for c in caches])
+        return torch.stack([gpu.block_attention(q, c, lengths, table, size, causal=False) for c in caches])
 
     runs = [outputs() for _ in range(5)]
     monkeypatch.setattr(attention_hopper, "fits", lambda *_: False)

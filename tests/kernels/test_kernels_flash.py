@@ -1,8 +1,12 @@
-"""Long chunks of a prompt through FlashAttention-3: what it is asked for and, where it is installed, what it says."""
+"""FlashAttention-3 and -4: what they are asked for and, where they are installed, what they say."""
 
+import itertools
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,19 +14,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import itertools
-
 from test_kernels_step import assert_as_exact_as_torch, make_pages, randn
 
-from dflash_toolkit.kernels import flash, fused, reference
+from dflash_toolkit.kernels import flash, gpu, reference
+from dflash_toolkit.models import packed
 
 SIZE = 64  # of a page
+BF16 = torch.bfloat16
 
 
 def by_its_documentation(
     q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, causal: bool, num_splits: int
 ) -> Tensor:
-    """q [B, S, N, H] over pages [pages, size, G, H]: query i sees cache_seqlens - S + i + 1 keys."""
+    """FlashAttention-3: q [B, S, N, H] over pages [pages, size, G, H]; query i sees cache_seqlens - S + i + 1 keys."""
     assert causal and num_splits == 1, "one sum, whatever the chunk"
     assert cache_seqlens.dtype == page_table.dtype == torch.int32 and len(q) == len(cache_seqlens) == len(page_table)
     found = []
@@ -39,17 +43,31 @@ def by_its_documentation(
 
 @pytest.fixture(autouse=True)
 def _look_anew() -> Iterator[None]:
-    flash.with_pages.cache_clear()
+    for function in (flash.load, flash.installed):
+        function.cache_clear()
     yield
-    flash.with_pages.cache_clear()
+    for function in (flash.load, flash.installed):
+        function.cache_clear()
+
+
+@pytest.fixture
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> flash.Flash:
+    """The installed one of this module, which everything goes through."""
+    found = flash.load(request.param)
+    if found is None:
+        pytest.skip(f"{request.param} is not installed")
+    monkeypatch.setattr(flash, "installed", lambda _: found)
+    return found
 
 
 @pytest.mark.parametrize("context", [0, 100, 128])
-def test_it_is_asked_for_the_reference(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_3_is_asked_for_the_reference(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("flash_attn_interface")
-    module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
     module.flash_attn_with_kvcache = by_its_documentation  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    version = flash._version_3()
+    monkeypatch.setattr(flash, "installed", lambda _: version)
     pages = make_pages((context,), 40, SIZE, 2, 16, torch.float32)
     q = randn(40, 6, 16)
     found = flash.launch(q, pages.cache, pages.lengths, pages.table, SIZE)
@@ -57,46 +75,93 @@ def test_it_is_asked_for_the_reference(context: int, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(found, expected)
 
 
+COMPILE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from dflash_toolkit.kernels import flash
+
+version = flash.load("flash_attn.cute")
+with FakeTensorMode():
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    ends = empty(4, dtype=torch.int32)
+    for groups, heads, width in ((8, 32, 128), (2, 14, 64)):
+        q, kv = empty(600, heads, width), empty(600, groups, width)
+        pages, length = empty(40, 64, groups, width), empty(1, dtype=torch.int32)
+        outputs = [version.paged(q, pages, pages, length, empty(1, 12, dtype=torch.int32))]
+        outputs += [version.packed(q, kv, kv, ends, 300, 0.125, before) for before in (None, 100)]
+        assert all(found.shape == q.shape and found.dtype == q.dtype for found in outputs)
+"""
+
+
+@pytest.mark.slow
+def test_version_4_compiles_for_hopper_what_it_is_asked_for() -> None:
+    """On a machine without a GPU, by the real package."""
+    pytest.importorskip("flash_attn.cute", exc_type=ImportError)
+    target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=os.environ | target, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_build_that_cannot_be_loaded_is_named_once_and_done_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")  # type: ignore[operator]
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
     with pytest.warns(UserWarning, match="cannot be loaded .*undefined symbol"):
-        assert flash.with_pages() is None
-    assert flash.with_pages() is None  # a second warning would be an error
+        assert flash.load("flash_attn_interface") is None
+    assert flash.load("flash_attn_interface") is None  # a second warning would be an error
 
 
-def test_without_it_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    assert flash.with_pages() is None
-    assert not flash.fits(torch.zeros(600, 4, 64, dtype=torch.bfloat16), torch.zeros(1), causal=True, window=0)
+def test_without_any_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn_interface", "flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert [flash.load(module) for module in flash.VERSIONS] == [None, None]
+    q, kv = torch.zeros(600, 4, 64, dtype=BF16), torch.zeros(600, 2, 64, dtype=BF16)
+    assert not flash.fits(q, torch.zeros(1), causal=True, window=0)
+    assert flash.packed(q, kv, kv, torch.tensor([0, 600], dtype=torch.int32), 600, None, None) is None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("version", flash.VERSIONS, indirect=True)
 @pytest.mark.parametrize(("groups", "group", "width"), [(8, 4, 128), (2, 7, 64)])
 def test_a_long_chunk_is_as_exact_as_torch_s_and_the_same_however_it_is_cut(
-    groups: int, group: int, width: int
+    groups: int, group: int, width: int, version: flash.Flash
 ) -> None:
-    if flash.with_pages() is None:
-        pytest.skip("FlashAttention-3 is not installed")
-    total, bf16 = 3000, torch.bfloat16
-    pages = make_pages((0,), total, SIZE, groups, width, bf16)
+    total = 3000
+    pages = make_pages((0,), total, SIZE, groups, width, BF16)
     pages.cache.nan_to_num_(0.0)  # it multiplies what is behind the last key by zero
-    q = randn(total, groups * group, width, dtype=bf16)
+    q = randn(total, groups * group, width, dtype=BF16)
 
     def chunk(first: int, end: int) -> Tensor:
         lengths = torch.tensor([first], dtype=torch.int32, device="cuda")
         assert flash.fits(q[first:end], lengths, causal=True, window=0)
-        return fused.block_attention(q[first:end], pages.cache, lengths, pages.table, SIZE, causal=True)
+        return gpu.block_attention(q[first:end], pages.cache, lengths, pages.table, SIZE, causal=True)
 
     whole = chunk(0, total)
     exact, torchs = (
         reference.block_attention(q.to(t), pages.cache.to(t), pages.lengths, pages.table, SIZE, causal=True)
-        for t in (torch.float64, bf16)
+        for t in (torch.float64, BF16)
     )
     assert_as_exact_as_torch(whole, torchs, exact)
     for cuts in ((0, 513, 1100, 3000), (0, 1024, 2048, 3000), (0, 2000, 3000)):
         parts = [chunk(a, b) for a, b in itertools.pairwise(cuts)]
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("version", flash.VERSIONS, indirect=True)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("groups", "heads", "width"), [(8, 32, 128), (2, 14, 64)])
+def test_packed_documents_are_as_exact_as_torch_s(
+    groups: int, heads: int, width: int, window: int | None, version: flash.Flash
+) -> None:
+    lengths = (1, 700, 65, 128, 300)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    q, k, v = (randn(sum(lengths), n, width, dtype=BF16) for n in (heads, groups, groups))
+    found = packed.flash(q, k, v, ends, max(lengths), 0.1, window)
+    torchs = packed.one_by_one(q, k, v, ends, 0.1, window)
+    exact = packed.one_by_one(q.double(), k.double(), v.double(), ends, 0.1, window)
+    assert_as_exact_as_torch(found, torchs, exact)

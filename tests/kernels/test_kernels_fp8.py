@@ -10,9 +10,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 
-from dflash_toolkit.kernels import fused
+from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.scaled import FP8_MAX, ScaledMatrix
-from dflash_toolkit.kernels.triton import fp8, linear
+from dflash_toolkit.kernels.triton import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
@@ -64,7 +64,7 @@ def test_wide_products_with_rounded_weights_are_within_their_rounding(
     bias = torch.randn(n, device=DEVICE).to(torch.bfloat16) if biased else None
     exact_weight = weight.dense(torch.float64)
     exact = x.double() @ exact_weight.T + (0 if bias is None else bias.double())
-    found = linear.linear(x, weight, bias).double()
+    found = gpu.linear(x, weight, bias).double()
     terms = x.double().abs() @ exact_weight.abs().T
     # the sum's own rounding in bf16; and fast accumulation, which cuts the sum to 13 bits every 32 columns
     bound = 2.0**-7 * exact.abs() + -(-k // 32) * 2.0**-13 * terms
@@ -72,15 +72,15 @@ def test_wide_products_with_rounded_weights_are_within_their_rounding(
         smallest = x.double().abs().amax(1, keepdim=True) / FP8_MAX * 2.0**-10 * exact_weight.abs().sum(1)
         bound += ROUNDING * terms + smallest
     assert ((found - exact).abs() <= bound).all()
-    parts = linear.linear_partials(x, weight, bias)
+    parts = gpu.linear_split_k(x, weight, bias)
     assert torch.equal(parts.sum(0).double(), found)
     if bias is None:
         expected = F.silu(found[:, 0::2]) * found[:, 1::2]
-        torch.testing.assert_close(linear.linear_swiglu(x, weight).double(), expected, rtol=2.0**-6, atol=1e-30)
-    with patch.object(linear, "scaled_linear", side_effect=AssertionError("of bf16 only, in whole tiles of 16")):
-        linear.linear(x.float(), weight)
-        linear.linear(x[:, :-1].contiguous(), ScaledMatrix.of(exact_weight[:, :-1].float()))
-        linear.linear(x, ScaledMatrix.of(exact_weight[:-1].float()))
+        torch.testing.assert_close(gpu.linear_swiglu(x, weight).double(), expected, rtol=2.0**-6, atol=1e-30)
+    with patch.object(gpu, "scaled_linear", side_effect=AssertionError("of bf16 only, in whole tiles of 16")):
+        gpu.linear(x.float(), weight)
+        gpu.linear(x[:, :-1].contiguous(), ScaledMatrix.of(exact_weight[:, :-1].float()))
+        gpu.linear(x, ScaledMatrix.of(exact_weight[:-1].float()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,9 +91,9 @@ def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
     m: int, n: int, k: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, head = rows_of(kind, m, k), ScaledMatrix.of(torch.randn(n, k, device=DEVICE))
-    monkeypatch.setattr(linear, "scaled_linear", None)  # which would have logits in memory
+    monkeypatch.setattr(gpu, "scaled_linear", None)  # which would have logits in memory
     logits = x.double() @ head.dense(torch.float64).T
-    found = fused.linear_argmax(x, head)
+    found = gpu.linear_argmax(x, head)
     assert (found.dtype, found.shape) == (torch.int64, (m,))
     chosen = logits.gather(1, found[:, None])[:, 0]
     spread = x.double().abs() @ head.dense(torch.float64).abs().T
@@ -105,27 +105,27 @@ def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
 
 @pytest.mark.parametrize("long", [0, 1000], ids=["256 at a time", "128"])
 def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "LONG_SUM", long)
+    monkeypatch.setattr(gpu, "LONG_SUM", long)
     x, head = rows_of("in the format", 300, 192), ScaledMatrix.of(torch.randn(400, 192, device=DEVICE))
-    whole = fused.linear_argmax(x, head)
+    whole = gpu.linear_argmax(x, head)
     for rows in (1, 16, 17, 64, 129, 256):
-        assert torch.equal(fused.linear_argmax(x[:rows], head), whole[:rows]), rows
-    assert torch.equal(fused.linear_argmax(x[290:], head), whole[290:])
+        assert torch.equal(gpu.linear_argmax(x[:rows], head), whole[:rows]), rows
+    assert torch.equal(gpu.linear_argmax(x[290:], head), whole[290:])
 
 
 def test_of_equal_columns_a_head_in_fp8_takes_the_lowest() -> None:
     x = torch.ones(3, 32, dtype=torch.bfloat16, device=DEVICE)
     head = torch.full((400, 32), -1.0, device=DEVICE)
     head[[37, 130, 399]] = 1.0
-    assert fused.linear_argmax(x, ScaledMatrix.of(head)).tolist() == [37] * 3
-    assert fused.linear_argmax(-x, ScaledMatrix.of(head)).tolist() == [0] * 3
+    assert gpu.linear_argmax(x, ScaledMatrix.of(head)).tolist() == [37] * 3
+    assert gpu.linear_argmax(-x, ScaledMatrix.of(head)).tolist() == [0] * 3
 
 
 def test_rows_of_other_types_are_not_rounded_for_a_head_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     x, head = rows_of("in the format", 33, 256), ScaledMatrix.of(torch.randn(2000, 256, device=DEVICE))
-    monkeypatch.setattr(linear, "rounded_rows", None)
+    monkeypatch.setattr(gpu, "rounded_rows", None)
     exact = x.double() @ head.dense(torch.float64).T
-    chosen = exact.gather(1, fused.linear_argmax(x.float(), head)[:, None])[:, 0]
+    chosen = exact.gather(1, gpu.linear_argmax(x.float(), head)[:, None])[:, 0]
     assert (exact.amax(1) - chosen <= 2.0**-10 * exact.abs().amax(1)).all()
 
 

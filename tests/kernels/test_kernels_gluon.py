@@ -45,14 +45,13 @@ class Streamed:
 
     def launch(self, rows: slice = slice(None), **others: Any) -> tuple[Any, ...]:
         """For some of the rows, or with other operands."""
-        given = {name: t for name, t in self.weights.items() if name != "o_bias"} | others
-        return layer.launch_layer(self.x[rows], self.a[rows], eps=EPS, **given)
+        return layer.launch_layer(self.x[rows], self.a[rows], eps=EPS, **(self.weights | others))
 
     def check(self, found: tuple[Any, ...]) -> None:
         """As exact as torch; NaN, which fresh memory holds, is not."""
         wide: dict[str, Any] = double(self.weights)
-        torchs: tuple[Any, ...] = reference.finish_layer(self.x, self.a, eps=EPS, **self.weights)
-        exact: tuple[Any, ...] = reference.finish_layer(self.x.double(), self.a.double(), eps=EPS, **wide)
+        torchs: tuple[Any, ...] = reference.fused_post_attention(self.x, self.a, eps=EPS, **self.weights)
+        exact: tuple[Any, ...] = reference.fused_post_attention(self.x.double(), self.a.double(), eps=EPS, **wide)
         assert_close(found, torchs, exact)
 
 

@@ -17,11 +17,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dflash_toolkit.kernels import cublas, fused, reference
+from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.hopper import layer, ring
 from dflash_toolkit.kernels.hopper.head import launch_head
+from dflash_toolkit.kernels.ops import Ops
 from dflash_toolkit.kernels.scaled import ScaledMatrix, narrowed
 from dflash_toolkit.kernels.triton import linear
+from dflash_toolkit.runtime.stack import post_attention
+from dflash_toolkit.runtime.weights import LayerWeights
 
 EPS = 1e-6
 # D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
@@ -29,27 +32,26 @@ SHAPES = [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152), (512, 512, 1408, 76
 ROWS = (1, 3, 16, 17, 40, 64, 100, 128)
 
 
-def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
+def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     d, width, ffn, qkv = shape
     found = {
         "o": torch.randn(d, width) / width**0.5,
-        "o_bias": None,
         "post_norm": 1 + torch.randn(d) / 10,
         "gate_up": torch.randn(2 * ffn, d) / d**0.5,
         "down": torch.randn(d, ffn) / ffn**0.5,
         "norm": 1 + torch.randn(d) / 10,
         "qkv": torch.randn(qkv, d) / d**0.5,
     }
-    return {name: None if t is None else t.to(device, dtype) for name, t in found.items()}
+    return {name: t.to(device, dtype) for name, t in found.items()}
 
 
 def double(weights: dict[str, Any]) -> dict[str, Any]:
     return {name: t.double() if isinstance(t, Tensor) else t for name, t in weights.items()}
 
 
-def in_fp8(weights: dict[str, Tensor | None]) -> dict[str, Any]:
+def in_fp8(weights: dict[str, Tensor]) -> dict[str, Any]:
     """The same with rounded matrices."""
-    return {name: ScaledMatrix.of(t) if t is not None and t.ndim == 2 else t for name, t in weights.items()}
+    return {name: ScaledMatrix.of(t) if t.ndim == 2 else t for name, t in weights.items()}
 
 
 def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
@@ -102,51 +104,26 @@ def test_tiles_side_by_side_take_no_program_longer(tiles: int, splits: int, prog
     assert wide * -(-tiles * splits // (wide * programs)) == -(-tiles * splits // programs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what runs where the kernel does not fit")
-def test_without_the_kernel_one_launch_a_product() -> None:
-    weights = matrices((128, 64, 96, 80), "cpu", torch.float32)
-    x, a, tap = torch.randn(3, 128), torch.randn(3, 64), torch.full((3, 300), math.nan)
-    found = fused.finish_layer(x, a, *weights.values(), EPS, tap[:, 100:228])
-    torchs = reference.finish_layer(x, a, *weights.values(), EPS)
-    exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
-    assert_close(found, torchs, exact)
-    assert torch.equal(tap[:, 100:228], found[0]) and bool(tap[:, :100].isnan().all())
-
-
-@pytest.mark.parametrize("shape", [(128, 64, 96, 80), (64, 192, 160, 48)], ids=str)
-def test_with_cublas_products_rows_beside_change_nothing(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
+    biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    weights, most = matrices(shape, device, torch.float32), linear.MAX_ROWS
-    x, a = torch.randn(most + 7, shape[0], device=device), torch.randn(most + 7, shape[1], device=device)
-    torchs = reference.finish_layer(x, a, *weights.values(), EPS)
-    exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
-    assert_close(cublas.finish_layer(x, a, *weights.values(), EPS), torchs, exact)
-    whole = cublas.finish_layer(x[:most], a[:most], *weights.values(), EPS)
-    assert_close(whole, *([t[..., :most, :] for t in each] for each in (torchs, exact)))
-    for rows in (1, 5, 16, 127):
-        found = cublas.finish_layer(x[:rows], a[:rows], *weights.values(), EPS)
-        assert all(torch.equal(one, many[..., :rows, :]) for one, many in zip(found, whole, strict=True))
-    tap = torch.full((3, 3 * shape[0]), math.nan, device=device)
-    last = cublas.finish_layer(x[:3], a[:3], *{**weights, "qkv": None}.values(), EPS, tap[:, : shape[0]])
-    assert last[2] is None and torch.equal(tap[:, : shape[0]], last[0]) and bool(tap[:, shape[0] :].isnan().all())
+    monkeypatch.setattr(gpu, "fits", lambda *_: False)
+    weights = matrices((128, 64, 96, 80), device, torch.float32)
+    bias = torch.randn(128, device=device) if biased else None
+    x, a = torch.randn(3, 128, device=device), torch.randn(3, 64, device=device)
+    tap = torch.full((3, 300), math.nan, device=device)
 
+    def behind(ops: Ops, dtype: torch.dtype, tap: Tensor | None = None) -> tuple[Any, ...]:
+        w = {name: t.to(dtype) for name, t in weights.items()}
+        layer = LayerWeights(w["norm"], w["qkv"], None, None, None, w["o"], None if bias is None else bias.to(dtype),
+                             w["post_norm"], w["gate_up"], w["down"])  # fmt: skip
+        return post_attention(ops, layer, x.to(dtype), a.to(dtype), w["norm"], w["qkv"], EPS, tap)
 
-def test_both_kinds_of_products_have_the_operations_of_the_reference() -> None:
-    for ops in (fused, cublas):
-        assert all(callable(getattr(ops, name)) and callable(getattr(reference, name)) for name in ops.__all__)
-    assert set(fused.__all__) == set(cublas.__all__)
-
-
-@pytest.mark.gpu
-def test_rows_padded_for_cublas_have_one_order_of_sums() -> None:
-    weights = matrices(SHAPES[0], "cuda", torch.bfloat16)
-    x, a = (torch.randn(128, n, device="cuda").bfloat16() for n in SHAPES[0][:2])
-    whole = cublas.finish_layer(x, a, *weights.values(), EPS)
-    for rows in ROWS:
-        found = cublas.finish_layer(x[:rows], a[:rows], *weights.values(), EPS)
-        assert all(torch.equal(one, many[..., :rows, :]) for one, many in zip(found, whole, strict=True)), rows
-    moved = cublas.finish_layer(x[77:78], a[77:78], *weights.values(), EPS)
-    assert all(torch.equal(one[..., 0, :], many[..., 77, :]) for one, many in zip(moved, whole, strict=True))
+    found = behind(gpu, torch.float32, tap[:, 100:228])
+    assert_close(found, behind(reference, torch.float32), behind(reference, torch.float64))
+    assert torch.equal(tap[:, 100:228], found[0]) and bool(tap[:, :100].isnan().all())
 
 
 @pytest.mark.gpu
@@ -159,17 +136,17 @@ def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, in
         assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
         tap = torch.full((rows, 3 * shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
         view = tap[:, shape[0] : 2 * shape[0]]
-        found = fused.finish_layer(x, a, *weights.values(), EPS, view)
-        torchs = reference.finish_layer(x, a, *weights.values(), EPS)
-        exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+        found = gpu.fused_post_attention(x, a, *weights.values(), EPS, view)
+        torchs = reference.fused_post_attention(x, a, *weights.values(), EPS)
+        exact = reference.fused_post_attention(x.double(), a.double(), *double(weights).values(), EPS)
         assert_close(found, torchs, exact)
         assert torch.equal(view, found[0])
         assert int(tap.isnan().sum()) == 2 * rows * shape[0]
         i = rows // 2
-        alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
+        alone = gpu.fused_post_attention(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
         assert all(torch.equal(one[..., 0, :], many[..., i, :]) for one, many in zip(alone, found, strict=True))
         weightless = {**weights, "qkv": None}
-        last = fused.finish_layer(x, a, *weightless.values(), EPS)
+        last = gpu.fused_post_attention(x, a, *weightless.values(), EPS)
         assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
 
 
@@ -182,20 +159,20 @@ def test_layer_in_fp8_against_float64_and_alone_against_in_company(shape: tuple[
         x = torch.randn(rows, shape[0], device="cuda").bfloat16()
         a = torch.randn(rows, shape[1], device="cuda").bfloat16()
         assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
-        found = fused.finish_layer(x, a, *weights.values(), EPS)
+        found = gpu.fused_post_attention(x, a, *weights.values(), EPS)
         assert found[1].dtype == torch.float8_e4m3fn
-        last = fused.finish_layer(x, a, *{**weights, "qkv": None}.values(), EPS)
+        last = gpu.fused_post_attention(x, a, *{**weights, "qkv": None}.values(), EPS)
         assert torch.equal(last[0], found[0]) and last[1].dtype == torch.bfloat16 and last[2] is None
         assert torch.equal(narrowed(last[1]).float(), found[1].float())
-        torchs = reference.finish_layer(x, a, *weights.values(), EPS)
-        exact = reference.finish_layer(x.double(), a.double(), *double(weights).values(), EPS)
+        torchs = reference.fused_post_attention(x, a, *weights.values(), EPS)
+        exact = reference.fused_post_attention(x.double(), a.double(), *double(weights).values(), EPS)
         assert_close((found[0], last[1], found[2]), torchs, exact)
-        unrounded = reference.finish_layer(x.double(), a.double(), *double(full).values(), EPS)
+        unrounded = reference.fused_post_attention(x.double(), a.double(), *double(full).values(), EPS)
         for ours, true, there in ((found[0], unrounded[0], x), (found[2].sum(0), unrounded[2][0], 0)):
             error = (ours.double() - true).norm() / (true - there).norm()
             assert 1e-3 < error < 0.08, "each of three products in a row is off by some 4 %"
         i = rows // 2
-        alone = fused.finish_layer(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
+        alone = gpu.fused_post_attention(x[i : i + 1], a[i : i + 1], *weights.values(), EPS)
         for one, many in zip(alone, found, strict=True):
             assert torch.equal(one[..., 0, :].float(), many[..., i, :].float())
 
@@ -206,11 +183,9 @@ def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> N
     w = matrices(SHAPES[0], "cuda", torch.bfloat16)
     for rows in ROWS:
         x, a = (torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2))
-        found = fused.finish_layer(x, a, *w.values(), EPS)
-        y, h = fused.add_rms_norm(x, fused.linear_partials(a, w["o"]), w["post_norm"], EPS)
-        y, h = fused.add_rms_norm(
-            y, fused.linear_partials(fused.linear_swiglu(h, w["gate_up"]), w["down"]), w["norm"], EPS
-        )
+        found = gpu.fused_post_attention(x, a, *w.values(), EPS)
+        y, h = gpu.add_rms_norm(x, gpu.linear_split_k(a, w["o"]), w["post_norm"], EPS)
+        y, h = gpu.add_rms_norm(y, gpu.linear_split_k(gpu.linear_swiglu(h, w["gate_up"]), w["down"]), w["norm"], EPS)
         assert torch.equal(found[0], y) and torch.equal(found[1], h)
         qkv = torch.empty_like(found[2])
         tile = replace(linear.tile_for("partials", *w["qkv"].shape, rows), splits=len(qkv))

@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = (1, 3, 16, 17, 33, 128, 129)  # every padding, its edges, and the way out to torch
 # the interpreter's dot does not know bf16
 DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else []))
-KINDS = ("linear", "partials", "swiglu", "argmax")
+KINDS = ("linear", "split_k", "swiglu", "argmax")
 # Qwen3-8B and -4B, Qwen2.5-0.5B, and shapes that no model has
 SHAPES = [
     (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480), (2560, 9728),
@@ -69,9 +69,9 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k", "splits"), [(72, 1100, 2), (64, 1024, 2), (10, 24, 1), (130, 300, 1)])
-def test_linear_partials(m: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
+def test_linear_split_k(m: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(m, n, k, dtype)
-    found = kernels.linear_partials(x, weight, bias)
+    found = kernels.linear_split_k(x, weight, bias)
     if m <= 128:
         assert (len(found), found.dtype) == (splits, torch.float32)
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -79,11 +79,11 @@ def test_linear_partials(m: int, n: int, k: int, splits: int, dtype: torch.dtype
     assert_as_good_as_torch(found.double().sum(0), reference.linear(x, weight, bias), exact, terms)
 
 
-def test_partials_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first() -> None:
+def test_split_k_sums_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first() -> None:
     x, weight, bias = operands(3, 72, 1100, torch.float32)
-    tile = kernels.tile_for("partials", 72, 1100, 3, fp32=True)
+    tile = kernels.tile_for("split_k", 72, 1100, 3, fp32=True)
     span = -(-1100 // (tile.splits * tile.block_k)) * tile.block_k
-    for i, part in enumerate(kernels.linear_partials(x, weight, bias)):
+    for i, part in enumerate(kernels.linear_split_k(x, weight, bias)):
         columns = slice(i * span, (i + 1) * span)
         expected = F.linear(x[:, columns].double(), weight[:, columns].double(), bias.double() if i == 0 else None)
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
@@ -92,8 +92,8 @@ def test_partials_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first() -> N
 def test_a_split_behind_the_end_of_k_is_zero() -> None:
     # 33 blocks in 8 splits of 5: the last has none
     x, weight, bias = operands(3, 64, 4224, torch.float16)
-    found = kernels.linear_partials(x, weight, bias)
-    tile = kernels.tile_for("partials", 64, 4224, 3)
+    found = kernels.linear_split_k(x, weight, bias)
+    tile = kernels.tile_for("split_k", 64, 4224, 3)
     span = -(-4224 // (tile.splits * tile.block_k)) * tile.block_k
     assert [bool((part == 0).all()) for part in found] == [i * span >= 4224 for i in range(len(found))]
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -159,7 +159,7 @@ def test_a_rows_result_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
     if kind == "swiglu":
         weight *= 2.0**-24  # an exact factor that keeps silu away from its flat ends
     function: Callable[[Tensor, Tensor], Tensor] = getattr(kernels, kind if kind == "linear" else f"linear_{kind}")
-    dim = 1 if kind == "partials" else 0
+    dim = 1 if kind == "split_k" else 0
     whole = function(x, weight)
     if kind == "linear":  # the data can tell orders apart at all
         assert not torch.equal(whole, F.linear(x.double(), weight.double()).float())
@@ -185,5 +185,5 @@ def test_tiles_fit_and_what_orders_a_sum_is_the_same_for_all_row_counts(
         assert tile.block_n >= 64 and tile.warps % 4 == 0 and tile.block_n >= 16 * tile.warps
         assert tile.block_k >= 16 and tile.block_k.bit_count() == tile.block_n.bit_count() == 1
         assert tile.stages * (tile.block_n + padded) * tile.block_k * (4 if fp32 else 2) <= shared
-        assert tile.splits == 1 or kind == "partials"
+        assert tile.splits == 1 or kind == "split_k"
         assert 1 <= tile.splits <= max(1, k // tile.block_k)

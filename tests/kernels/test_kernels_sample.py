@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from dflash_toolkit.decode import SamplingParams
-from dflash_toolkit.kernels import fused, reference
+from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import sample as kernel
 from dflash_toolkit.runtime.sampler import Mode, Sampler
 
@@ -253,7 +253,7 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
     draft = torch.randint(vocab, (batch, block - 1), device=DEVICE)
     lengths = torch.arange(batch, dtype=torch.int32, device=DEVICE) + 5
     chosen = []
-    for ops in (reference, fused):
+    for ops in (reference, gpu):
         sampler = Sampler(batch + 1, vocab, torch.device(DEVICE), ops)
         for row, (t, p, k, m) in enumerate([FILTERS[0], FILTERS[1], FILTERS[4], FILTERS[8]], start=1):
             params = SamplingParams(temperature=t, top_p=p, top_k=k, min_p=m, seed=row, presence_penalty=float(mode))
@@ -274,7 +274,7 @@ def test_a_row_s_counts_are_those_of_its_request() -> None:
         assert table[0].any() and not table[1].any()
 
 
-def test_a_vocabulary_whose_mass_would_not_fit_is_refused() -> None:
+def test_a_vocabulary_whose_mass_would_not_fit_is_regpu() -> None:
     given = mixed(torch.zeros(1, 4))
     with pytest.raises(ValueError, match="a vocabulary of 2097152 tokens"):
         kernel.sample(torch.zeros(1, 1 << 21, device=DEVICE), *given[1:])

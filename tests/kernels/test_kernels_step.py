@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.triton import accept, attention, norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +112,10 @@ def make_pages(
 def attend(
     q: Tensor, pages: Pages, *, causal: bool, window: int = 0, whole: bool = False, pairs: bool = False
 ) -> Tensor:
-    return attention._attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal, window, whole, pairs)
+    hopper = attention_hopper.launch if attention_hopper.fits(q, pages.cache, pages.size) else None
+    return attention._attention(
+        q, pages.cache, pages.lengths, pages.table, pages.size, causal, window, whole, pairs, hopper
+    )
 
 
 def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
@@ -159,7 +163,7 @@ def test_the_order_of_sums_depends_on_the_batch_not_on_the_block_length(
     real = attention._attention
 
     def attend(*args: Any) -> Tensor:
-        whole, pairs = args[-2:]
+        whole, pairs = args[-3:-1]
         ways.append("whole" if whole else "in pairs" if pairs else "split")  # `whole` before all
         return real(*args)
 

@@ -349,7 +349,7 @@ def launch_layer(
     tap: Tensor | None = None,
     trace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`finish_layer` of the reference in one launch, and another to round `a` for matrices in fp8, which all `fits`.
+    """`fused_post_attention` of what `fits`, in one launch, and another to quantize `a` for matrices in fp8.
 
     The norm that comes back is in fp8 where it went into `qkv` in fp8.
 

@@ -9,6 +9,7 @@ A block is [64 weights or the rows, BLOCK_BYTES]: in fp8 it has twice as many co
 """
 
 # mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def block_k(matrix: Matrix) -> int:
     return BLOCK_BYTES.value // stored(matrix).element_size()
 
 
-def fits(x: Tensor, matrices: list[Matrix | None]) -> bool:
+def fits(x: Tensor, matrices: Sequence[Matrix | None]) -> bool:
     """Whether x [M, K] times these can stream: a Hopper GPU, x in bf16, at most MAX_ROWS rows, whole tiles.
 
     Either all of them are in bf16 or all in fp8.

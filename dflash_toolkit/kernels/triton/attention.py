@@ -4,16 +4,17 @@ One kernel serves causal verification and non-causal drafting. The query heads o
 form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
 its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
 What a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
-On a Hopper GPU `hopper/attention.py` takes the place of the first kernel where it fits.
+`hopper/attention.py` may take the place of the first kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def"
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..hopper import attention as attention_hopper
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
@@ -226,14 +227,16 @@ def block_attention(
     *,
     causal: bool,
     window: int = 0,
+    hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
 
-    On a GPU `lengths`, `page_table` and the context in the pages are read while the launch before still runs.
+    `hopper` launches the first kernel instead of this module's. On a GPU `lengths`, `page_table` and the context in the
+    pages are read while the launch before still runs.
     """
     whole = not keys_are_split(len(q), len(lengths))
     pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
-    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs)
+    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs, hopper)
 
 
 def _tiles(q: Tensor, cache: Tensor, lengths: Tensor) -> int:
@@ -252,10 +255,11 @@ def _attention(
     window: int,
     whole: bool,
     pairs: bool = False,
+    hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
 
-    `pairs`, where the kernel for Hopper GPUs runs unless `whole`: two short splits each, merged before they are stored;
+    `pairs`, with `hopper` and unless `whole`: two short splits each, merged before they are stored;
     the same bits.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
@@ -273,10 +277,9 @@ def _attention(
     b_acc = scratch(programs, splits, ROWS, head)
     cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
     shared = {"HEAD": head, "ROWS": ROWS, **cuts}
-    hopper = attention_hopper.fits(q, cache, page_size)
-    pairs = pairs and hopper and not whole
-    if hopper:
-        attention_hopper.launch(
+    pairs = pairs and hopper is not None and not whole
+    if hopper is not None:
+        hopper(
             q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
             causal=causal, window=window, whole=whole, pairs=pairs,
         )  # fmt: skip

@@ -2,30 +2,25 @@
 
 The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
 side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
-alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. More than 128
-rows are compute-bound and go to cuBLAS; where the matrix is in fp8, the rows are rounded to it too. A head in fp8 has
-its rows rounded always, and no logits.
+alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. A head in fp8
+may have its rows in fp8 too, and then no logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, padded, pdl, shared_memory
-from ..scaled import Matrix, ScaledMatrix, dense
+from ..scaled import Matrix, ScaledMatrix
 from .best import reduce_best
-from .fp8 import multiplies, rounded_rows, scaled_linear
 
 SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
 ROOM_BYTES = 7 * 1024  # for what the compiler adds
 MULTIPROCESSORS = 132  # of an H200
-ROUNDED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
-LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
 SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
 
 
@@ -43,7 +38,7 @@ class Tile:
 def tile_for(
     kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp32: bool = False, shared: int = SHARED_BYTES
 ) -> Tile:
-    """The tile for [rows, K] times [N, K], of 16 bits unless said; `kind` is linear, partials, swiglu or argmax.
+    """The tile for [rows, K] times [N, K], of 16 bits unless said; `kind` is linear, split_k, swiglu or argmax.
 
     `shared` bytes are what a thread block may take; they decide about speed alone.
 
@@ -53,10 +48,10 @@ def tile_for(
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
     block_k = min(64 if fp32 else 128, padded(k))  # two stages fit into shared memory
     splits = 1
-    if kind == "partials":
+    if kind == "split_k":
         # by (N, K) only: a program for every multiprocessor, but no short split
         splits = max(1, min(8, round(MULTIPROCESSORS / -(-n // block_n)), k // 512))
-    stages = {"linear": 6, "partials": 5, "swiglu": 3, "argmax": 4}[kind]
+    stages = {"linear": 6, "split_k": 5, "swiglu": 3, "argmax": 4}[kind]
     if eight_bits:  # half the bytes, so more programs and less ahead
         stages, warps = 3, 4
         if splits > 1 and k >= 8 * splits * block_k:
@@ -217,27 +212,16 @@ def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
 
 
-def by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` of any number of rows, which cuBLAS's choice of an algorithm depends on."""
-    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
-        return scaled_linear(x, weight, bias)
-    return F.linear(x, dense(weight, x.dtype), bias)
-
-
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    if len(x) > MAX_ROWS:
-        return by_cublas(x, weight, bias)
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
 
 
-def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as a sum of P partial products over K, fp32 [P, M, N]; bias [N] is in the first."""
-    if len(x) > MAX_ROWS:
-        return by_cublas(x, weight, bias)[None]
-    tile = _tile("partials", x, weight)
+def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as P split-K partial sums, fp32 [P, M, N]; bias [N] is in the first."""
+    tile = _tile("split_k", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
     return out
@@ -245,8 +229,6 @@ def linear_partials(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Te
 
 def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
-    if len(x) > MAX_ROWS:
-        return swiglu(by_cublas(x, weight))
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
     return out
@@ -262,13 +244,6 @@ def swiglu(product: Tensor) -> Tensor:
 
 def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
-        most = ROUNDED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
-        tile = tile_of_rounded(min(len(x), most))
-        found = [launch_argmax(rounded_rows(part), weight, tile) for part in x.split(most)]
-        return found[0] if len(found) == 1 else torch.cat(found)
-    if len(x) > MAX_ROWS:
-        return by_cublas(x, weight).argmax(-1)
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 

@@ -1,0 +1,114 @@
+"""The operations on a GPU: which kernel runs for a dtype and a shape.
+
+| operation | up to MAX_ROWS rows | more |
+|---|---|---|
+| linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
+| argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
+| post-attention of a dense layer | one persistent launch (Gluon, Hopper, bf16) | the operations above |
+| attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
+
+A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's
+two ways have the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import flash
+from .hopper import attention as hopper_attention
+from .hopper.head import launch_head
+from .hopper.layer import launch_layer as fused_post_attention
+from .hopper.ring import fits
+from .launch import MAX_ROWS
+from .scaled import Matrix, ScaledMatrix, dense
+from .triton import attention
+from .triton import linear as gemm
+from .triton.accept import accept
+from .triton.fp8 import multiplies, rounded_rows, scaled_linear
+from .triton.norm import add_rms_norm
+from .triton.rope import context_write, rope_write
+from .triton.row_loss import row_loss_
+from .triton.sample import sample
+
+__all__ = [
+    "accept",
+    "add_rms_norm",
+    "block_attention",
+    "context_write",
+    "fused_post_attention",
+    "fuses_post_attention",
+    "linear",
+    "linear_argmax",
+    "linear_split_k",
+    "linear_swiglu",
+    "rope_write",
+    "row_loss_",
+    "sample",
+]
+
+TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
+QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
+LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    return gemm.linear(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)
+
+
+def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
+    return gemm.linear_split_k(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)[None]
+
+
+def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    return gemm.linear_swiglu(x, weight) if len(x) <= MAX_ROWS else gemm.swiglu(_by_cublas(x, weight))
+
+
+def _by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` of any number of rows, which cuBLAS's choice of an algorithm depends on."""
+    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+        return scaled_linear(x, weight, bias)
+    return F.linear(x, dense(weight, x.dtype), bias)
+
+
+def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+        most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
+        tile = gemm.tile_of_rounded(min(len(x), most))
+        found = [gemm.launch_argmax(rounded_rows(part), weight, tile) for part in x.split(most)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+    if len(x) > MAX_ROWS:
+        return _by_cublas(x, weight).argmax(-1)
+    if len(x) > TILED_HEAD and isinstance(weight, Tensor) and fits(x, [weight]):
+        return launch_head(x, weight)
+    return gemm.linear_argmax(x, weight)
+
+
+def fuses_post_attention(x: Tensor, weights: Sequence[Matrix | None]) -> bool:
+    """Whether the persistent kernel takes the stream x [M, D] and these matrices of a layer."""
+    return fits(x, weights)
+
+
+def block_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> Tensor:
+    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
+    if flash.fits(q, lengths, causal=causal, window=window):
+        return flash.launch(q, cache, lengths, page_table, page_size)
+    hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
+    return attention.block_attention(
+        q, cache, lengths, page_table, page_size, causal=causal, window=window, hopper=hopper
+    )

@@ -1,0 +1,154 @@
+"""The operations of a decoding step and of the loss, and which implementation a device has.
+
+`reference.py` defines each in plain torch; `gpu.py` chooses among the kernels by dtype and shape. Both modules are
+of the type `Ops`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .mix import LossMix, RowTerms
+from .scaled import Matrix
+
+SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
+
+
+class Ops(Protocol):
+    """What `reference.py` defines, with the shapes of every argument.
+
+    No operation's result for a row depends on the rows beside it (batch-invariant), up to MAX_ROWS rows.
+    """
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear_split_k(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear_swiglu(self, x: Tensor, weight: Matrix) -> Tensor: ...
+
+    def linear_argmax(self, x: Tensor, weight: Matrix) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, partials: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def fuses_post_attention(self, x: Tensor, weights: Sequence[Matrix | None]) -> bool:
+        """Whether `fused_post_attention` takes the stream x [M, D] and these matrices; it is given no bias."""
+        ...
+
+    def fused_post_attention(
+        self,
+        x: Tensor,
+        a: Tensor,
+        o: Matrix,
+        post_norm: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        norm: Tensor,
+        qkv: Matrix | None,
+        eps: float,
+        tap: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+    def rope_write(
+        self,
+        partials: Tensor,
+        bias: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        rope: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
+        cache: Tensor,
+        page_size: int,
+    ) -> Tensor: ...
+
+    def block_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        *,
+        causal: bool,
+        window: int = 0,
+    ) -> Tensor: ...
+
+    def context_write(
+        self,
+        kv: Tensor,
+        k_weights: Tensor,
+        eps: float,
+        rope: Tensor,
+        lengths: Tensor,
+        counts: Tensor,
+        page_table: Tensor,
+        cache: Tensor,
+        page_size: int,
+    ) -> None: ...
+
+    def accept(
+        self,
+        draft: Tensor,
+        choice: Tensor,
+        active: Tensor,
+        lengths: Tensor,
+        last_token: Tensor,
+        forced: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> Tensor: ...
+
+    def row_loss_(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        terms: RowTerms,
+        mix: LossMix,
+        gradient: bool,
+        target: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> None: ...
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The operations on a device: kernels on a CUDA GPU, their definitions elsewhere.
+
+    Raises:
+        ModuleNotFoundError: a GPU and no triton.
+    """
+    if device.type != "cuda":
+        from . import reference
+
+        return reference
+    from . import gpu  # needs triton
+
+    return gpu
+
+
+def unsupported(device: torch.device) -> str | None:
+    """Why the decoding step does not run on a device; the loss asks for less."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{name} is too old for the runtime: it needs capability 8.0 or more"
+    try:
+        ops_for(device)
+    except ModuleNotFoundError:
+        return "triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'"
+    from .launch import shared_memory
+
+    shared = shared_memory(device)
+    if shared < SHARED_MEMORY:
+        return (
+            f"{name} has {shared >> 10} KiB of shared memory for a thread block and the runtime's kernels need "
+            f"{SHARED_MEMORY >> 10} (A100, H100 and later of their kind have it)"
+        )
+    return None

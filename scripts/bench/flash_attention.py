@@ -1,0 +1,165 @@
+"""Time attention with FlashAttention-3 and -4, where they are installed, beside what runs without them.
+
+    python scripts/bench/flash_attention.py --output flash_attention.json
+
+Two uses: a chunk of a prompt over the cache's pages (`prefill`), and a training row of documents that stand one behind
+the other (`packed_row`). Device time of one layer, microseconds, the median of 20 graphs of ten. Beside them run this
+project's kernel and PyTorch's `scaled_dot_product_attention` with gathering the pages (prefill), PyTorch's
+`varlen_attn`, which packed rows take without the extra, and, once, a compiled `flex_attention` over the same documents.
+`difference` is the largest from the first way of the row.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.files import write_json
+from dflash_toolkit.kernels import flash, gpu
+from dflash_toolkit.models import packed
+from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.runtime.timing import median_seconds
+from dflash_toolkit.runtime.weights import ModelSpec
+
+SHAPES = ("qwen3-8b", "qwen2.5-0.5b")
+PAGE = 64  # tokens
+REPEATS = 20
+TIMES = 10  # in a graph
+CHUNKS = (
+    (0, 128),
+    (0, 512),
+    (0, 1024),
+    (0, 2048),
+    (2048, 512),
+    (2048, 2048),
+    (14336, 512),
+    (14336, 2048),
+)  # tokens before, tokens of the chunk
+ROWS = ((32, 256), (16, 512), (8, 1024), (4, 2048))  # documents, tokens of each
+
+
+def gathered(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """Keys and values of a request in one piece, [2, length, G, H]."""
+    slots = (pages.long()[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()[:length]
+    return cache.index_select(1, slots)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def prefill(spec: ModelSpec, before: int, chunk: int) -> dict[str, Any]:
+    """One chunk of a prompt."""
+    length = before + chunk
+    count = -(-length // PAGE)
+    cache = random(2, (count + 1) * PAGE, spec.num_kv_heads, spec.head_dim)
+    table = 1 + torch.randperm(count, device="cuda", dtype=torch.int32)[None]
+    q = random(chunk, spec.num_heads, spec.head_dim)
+    lengths = torch.tensor([before], device="cuda", dtype=torch.int32)
+
+    def torchs() -> Tensor:
+        k, v = gathered(cache, table[0], length).transpose(1, 2).unbind()
+        mask = causal_lower_right(chunk, length)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    def ours() -> Tensor:
+        return gpu.block_attention(q, cache, lengths, table, PAGE, causal=True)
+
+    def flashs() -> Tensor:
+        return flash.launch(q, cache, lengths, table, PAGE)
+
+    ways = {"ours": with_version(None, ours), "torch": torchs}
+    ways |= {name: with_version(version, flashs) for name, version in installed().items()}
+    pairs = chunk * before + chunk * (chunk + 1) / 2
+    return {"before": before, "chunk": chunk} | measure(ways, 4 * spec.num_heads * spec.head_dim * pairs)
+
+
+def packed_row(spec: ModelSpec, documents: int, tokens: int) -> dict[str, Any]:
+    """One row of equal documents."""
+    total = documents * tokens
+    q, k, v = (random(total, n, spec.head_dim) for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    ends = torch.arange(0, total + 1, tokens, device="cuda", dtype=torch.int32)
+
+    def attend() -> Tensor:
+        return packed.flash(q, k, v, ends, tokens, None, None)
+
+    mask = create_block_mask(
+        lambda b, h, i, j: (i >= j) & (i // tokens == j // tokens), None, None, total, total, device="cuda"
+    )
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def flex() -> Tensor:
+        out = compiled(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    ways = {"torch": with_version(None, attend)}
+    if tokens == 512:  # it is compiled for every shape
+        ways["flex"] = flex
+    ways |= {name: with_version(version, attend) for name, version in installed().items()}
+    flops = 4 * spec.num_heads * spec.head_dim * documents * tokens * (tokens + 1) / 2
+    return {"documents": documents, "tokens": tokens} | measure(ways, flops)
+
+
+def installed() -> dict[str, flash.Flash]:
+    found = {module: flash.load(module) for module in flash.VERSIONS}
+    return {version.name: version for version in found.values() if version is not None}
+
+
+def with_version(version: flash.Flash | None, way: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`way` with this FlashAttention or none, whatever is installed."""
+
+    def run() -> Tensor:
+        with patch.object(flash, "installed", lambda _: version):
+            return way()
+
+    return run
+
+
+def measure(ways: dict[str, Callable[[], Tensor]], flops: float) -> dict[str, Any]:
+    """Microseconds of each way, and how far the others are from the first."""
+    row: dict[str, Any] = {}
+    first = next(iter(ways.values()))().float()
+    for name, way in ways.items():
+        row[f"{name} difference"] = (way().float() - first).abs().max().item()  # and warms up
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(TIMES):
+                way()
+        us = 1e6 * median_seconds(graph.replay, torch.device("cuda"), REPEATS) / TIMES
+        row |= {f"{name} us": us, f"{name} tflops": flops / us / 1e6}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    versions = {module: getattr(flash.load(module), "name", "not installed") for module in flash.VERSIONS}
+    result: dict[str, Any] = {**setting("bench/flash_attention.py"), "flash_attention": versions, "rows": []}
+    print(json.dumps(versions), flush=True)
+    cases = [(prefill, case) for case in CHUNKS] + [(packed_row, case) for case in ROWS]
+    with torch.inference_mode():
+        for shape in args.shapes:
+            spec = ModelSpec.of_target(named_shape(shape))
+            for kind, case in cases:
+                row = {"shape": shape, "use": kind.__name__} | kind(spec, *case)
+                result["rows"].append(row)
+                print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    if args.output:
+        write_json(args.output, result)
+
+
+if __name__ == "__main__":
+    main()
