@@ -80,7 +80,7 @@ def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
         most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
-        tile = gemm.tile_of_rounded(min(len(x), most))
+        tile = gemm.tile_of_quantized(min(len(x), most))
         found = [gemm.launch_argmax(rounded_rows(part), weight, tile) for part in x.split(most)]
         return found[0] if len(found) == 1 else torch.cat(found)
     if len(x) > MAX_ROWS:

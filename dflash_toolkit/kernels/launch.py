@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_ROWS = 128  # of the products that kernels here make; larger ones are cuBLAS's
+MAX_ROWS = 128  # of the GEMMs that kernels here compute; larger ones are cuBLAS's
 MOST_SPLIT = 8  # requests; more of them fill the device without splitting
 LONGEST_SPLIT = 64  # slots; a prefill fills it too
 LOG2_E = 1.4426950408889634

@@ -31,7 +31,7 @@ class Ops(Protocol):
     def linear_argmax(self, x: Tensor, weight: Matrix) -> Tensor: ...
 
     def add_rms_norm(
-        self, x: Tensor, partials: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+        self, x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def fuses_post_attention(self, x: Tensor, weights: Sequence[Matrix | None]) -> bool:
@@ -54,7 +54,7 @@ class Ops(Protocol):
 
     def rope_write(
         self,
-        partials: Tensor,
+        partial_sums: Tensor,
         bias: Tensor | None,
         q_weight: Tensor | None,
         k_weight: Tensor | None,

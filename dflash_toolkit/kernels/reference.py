@@ -130,21 +130,21 @@ def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, partials: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Close one sub-layer and open the next.
 
     Args:
         x: the residual stream [M, D].
-        partials: what the sub-layer adds to it, as P parts [P, M, D]; None adds nothing.
+        partial_sums: what the sub-layer adds to it, split along K, [P, M, D]; None adds nothing.
         weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight.
         tap: a view [M, D] that receives the new residual stream.
 
     Returns:
         The new residual stream and its norm, both [M, D] in x's dtype.
     """
-    if partials is not None:
-        x = (x.float() + partials.float().sum(0)).to(x.dtype)
+    if partial_sums is not None:
+        x = (x.float() + partial_sums.float().sum(0)).to(x.dtype)
     if tap is not None:
         tap.copy_(x)
     return x, _rms_norm(x, weight, eps)
@@ -213,7 +213,7 @@ def fused_post_attention(
 
 
 def rope_write(
-    partials: Tensor,
+    partial_sums: Tensor,
     bias: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -227,7 +227,7 @@ def rope_write(
     """Add up qkv; norm and rotate queries and keys; write keys and values into the pages of their positions.
 
     Args:
-        partials: qkv as P parts [P, M, (N + 2 * G) * H], heads of q, then k, then v; their sum is rounded to the
+        partial_sums: qkv, [P, M, (N + 2 * G) * H], heads of q, then k, then v; their sum is rounded to the
             cache's dtype.
         bias: [(N + 2 * G) * H], added before that; None adds nothing.
         q_weight, k_weight: [H] per-head RMSNorm weights; None where the architecture has none.
@@ -240,7 +240,7 @@ def rope_write(
         Queries [M, N, H] in the cache's dtype.
     """
     groups, width = cache.shape[2:]
-    total = partials.float().sum(0)
+    total = partial_sums.float().sum(0)
     qkv = (total if bias is None else total + bias.float()).to(cache.dtype)
     block = len(qkv) // len(lengths)
     positions = lengths[:, None] + torch.arange(block, device=lengths.device)

@@ -9,7 +9,7 @@ SHAPES = {"linear": (6144, 4096), "split_k": (4096, 12288), "swiglu": (24576, 40
 
 def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
     n, k = SHAPES[kind]
-    tile = linear.tile_of_rounded(rows) if rounded else linear.tile_for(kind, n, k, rows, scaled)
+    tile = linear.tile_of_quantized(rows) if rounded else linear.tile_for(kind, n, k, rows, scaled)
     constexprs = {
         "T": rows,
         "BLOCK_N": tile.block_n,

@@ -54,9 +54,9 @@ def test_activations_beyond_fp8_become_its_largest(monkeypatch: pytest.MonkeyPat
 FP8_MISTAKES: dict[str, Mistake] = {
     "rows without the size that they had": (layer, "_norm", {"b_sum *= gl.load(scale_p + i_m)": "pass"}),
     "another row's size": (layer, "_norm", {"gl.load(scale_p + i_m)": "gl.load(scale_p)"}),
-    "another tile's scales": (layer, "_product", {"scale_p + tile * BLOCK_N + o_n": "scale_p + o_n"}),
+    "another tile's scales": (layer, "_gemm", {"scale_p + tile * BLOCK_N + o_n": "scale_p + o_n"}),
     "another product's scales": (layer, "_compute", {"scales[3]": "scales[1]"}),
-    "no scales": (layer, "_product", {"b_0 * s_0[:, None]": "b_0"}),
+    "no scales": (layer, "_gemm", {"b_0 * s_0[:, None]": "b_0"}),
     "the norm rounded for a product that is not there": (layer, "_norm", {"h_p.dtype.element_ty": "gl.float8e4nv"}),
 }
 

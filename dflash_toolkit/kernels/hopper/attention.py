@@ -1,7 +1,7 @@
 """The attention kernel of `attention.py` in Gluon for sm_90, for bf16 heads of 64 or 128 and pages of whole tiles.
 
-The same tiles, the same cuts along the keys and the same partial results. Keys and values come into shared memory by
-TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the tile after it and add up the
+The same tiles, the same cuts along the keys and the same states of the splits. Keys and values come into shared memory
+by TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the tile after it and add up the
 values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
 
 The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
@@ -323,7 +323,7 @@ def launch(
     page_table: Tensor,
     page_size: int,
     out: Tensor,
-    partials: tuple[Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor, Tensor],
     splits: int,
     cuts: dict[str, int],
     *,
@@ -332,10 +332,10 @@ def launch(
     whole: bool,
     pairs: bool,
 ) -> None:
-    """Attention into `out`, or (not `whole`) each split's state into `partials` for the merge; what `fits`.
+    """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `fits`.
 
     Args:
-        partials: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32.
+        states: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32.
         cuts: SHORT, SHORT_SPLITS and LONG, where the keys are cut.
         pairs: a program has two short splits, whose state stands in the place of the first.
     """
@@ -348,7 +348,7 @@ def launch(
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, programs)](
         TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
-        q, lengths, page_table, out, *partials,
+        q, lengths, page_table, out, *states,
         block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=page_size,
         WHOLE=whole, PAIRS=pairs, CAUSAL=causal, WINDOW=window, **cuts, num_warps=4, launch_pdl=True,

@@ -1,16 +1,16 @@
 """A decoder layer from its attention to the next layer's queries, keys and values, as one persistent kernel (Gluon).
 
-Four products stream their weights through a ring of shared memory: o, gate and up, down, and the next layer's qkv.
+Four GEMMs stream their weights through a ring of shared memory: o, gate and up, down, and the next layer's qkv.
 Between them stand two norms and five barriers over the whole grid. Weights depend on no other program, so the ring
-keeps filling with the next product's while a program waits: launches, barriers and norms cost little of the time in
+keeps filling with the next GEMM's while a program waits: launches, barriers and norms cost little of the time in
 which memory could deliver. One program runs on every multiprocessor, all at once; the warp that loads its rows waits
 at the barriers through `ready`.
 
-A product's tiles and splits are fixed by its (N, K), and every row count uses the same matrix instruction over K in
+A GEMM's tiles and splits are fixed by its (N, K), and every row count uses the same matrix instruction over K in
 the same order, so a row's result does not depend on how many rows run beside it.
 
 With matrices in fp8 the rows are in fp8 too: the attention's each by its largest value, the others as they come, since
-a norm's are of the order of one (`LayerWeights.rounded` sees to that) and no program has an activated row as a whole.
+a norm's are of the order of one (`LayerWeights.quantized` sees to that) and no program has an activated row as a whole.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -49,13 +49,13 @@ PHASES = (  # what ends at each stamp of a trace; a barrier ends when all progra
 
 
 @gluon.jit
-def _product(
+def _gemm(
     rings, w_done, x_done, scale_p, out_p, M,
     TILES: gl.constexpr, SPLITS: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr, SWIGLU: gl.constexpr,
     SCALED: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """One product of what the rings bring, WIDE tiles side by side. Returns blocks of weights and of rows done.
+    """One GEMM of what the rings bring, WIDE tiles side by side. Returns blocks of weights and of rows done.
 
     SWIGLU: to [M, N / 2] and SPLITS is 1; else to fp32 partial sums [SPLITS, M, N]. SCALED: times scale [N].
     """
@@ -85,7 +85,7 @@ def _product(
 
 
 @gluon.jit
-def _narrowed(b, dtype: gl.constexpr):
+def _cast(b, dtype: gl.constexpr):
     """Values in the format of an operand; in fp8 none leaves it."""
     if dtype == gl.float8e4nv:
         b = gl.minimum(gl.maximum(b.to(gl.float32), -FP8_LARGEST), FP8_LARGEST)
@@ -102,7 +102,7 @@ def _store(b_acc, out_p, tile, M, N: gl.constexpr, SWIGLU: gl.constexpr, T: gl.c
         gate, up = gl.split(gl.permute(gl.reshape(b_out, [BLOCK_N // 2, 2, T]), (0, 2, 1)))
         gate, up = gate.to(gl.float32), up.to(gl.float32)
         silu = (gate / (1.0 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32)
-        b_half = gl.convert_layout(_narrowed(silu * up, out_p.dtype.element_ty), half)
+        b_half = gl.convert_layout(_cast(silu * up, out_p.dtype.element_ty), half)
         o_h = tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, half))
         o_m = gl.arange(0, T, gl.SliceLayout(0, half))
         mask = (o_m < M)[None, :] & (o_h < N // 2)[:, None]
@@ -128,9 +128,9 @@ def _norm(
     b_x, b_w, part_p, scale_p, sum_p, h_p, tap_p, stride_tap, M, eps,
     D: gl.constexpr, SPLITS: gl.constexpr, BLOCK: gl.constexpr, SCALED: gl.constexpr, TAP: gl.constexpr,
 ):  # fmt: skip
-    """One row of the residual stream: add the partial products, store, norm; like `norm.py`.
+    """One row of the residual stream: add the partial sums, store, norm; like `norm.py`.
 
-    SCALED: the products are of rows [M] times scale, which are given back their size.
+    SCALED: the sums are of rows [M] times scale, which are given back their size.
     """
     layout: gl.constexpr = b_x.type.layout
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -149,7 +149,7 @@ def _norm(
         b_wide = b_x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(b_wide * b_wide, axis=0) / D + eps)
         b_h = (b_wide * scale).to(b_x.dtype) * b_w
-        gl.store(h_p + i_m * D + o_d, _narrowed(b_h, h_p.dtype.element_ty), mask=mask)
+        gl.store(h_p + i_m * D + o_d, _cast(b_h, h_p.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -162,14 +162,14 @@ def _compute(
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     SCALED: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute; `ready` says of three products that all programs have written what they read."""
+    """The warps that compute; `ready` says of three GEMMs that all programs have written what they read."""
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
     stamp(trace_p, 0, PHASES)
     if gl.program_id(0) == 0:  # nobody passes barrier 0 before this program comes to it
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
-    w_done, x_done = _product(
+    w_done, x_done = _gemm(
         rings, gl.to_tensor(0), gl.to_tensor(0), scales[1], part_p, M, o_tiles, O_SPLITS, A, 1,
         False, SCALED, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -184,7 +184,7 @@ def _compute(
     stamp(trace_p, 4, PHASES)
     if gl.program_id(0) == 0:  # and nobody waits at it any more
         gl.store(sync_p, 0)
-    w_done, x_done = _product(
+    w_done, x_done = _gemm(
         rings, w_done, x_done, scales[2], act_p, M, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE,
         True, SCALED, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _compute(
     join(sync_p + 2, True)
     mbarrier.arrive(ready.index(1), count=1)
     stamp(trace_p, 6, PHASES)
-    w_done, x_done = _product(
+    w_done, x_done = _gemm(
         rings, w_done, x_done, scales[3], part_p, M, o_tiles, DOWN_SPLITS, FFN, 1,
         False, SCALED, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _compute(
         join(sync_p + 4, True)
         mbarrier.arrive(ready.index(2), count=1)
         stamp(trace_p, 10, PHASES)
-        _product(
+        _gemm(
             rings, w_done, x_done, scales[4], qkv_p, M, QKV // BLOCK_N, QKV_SPLITS, D, QKV_WIDE,
             False, SCALED, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -249,7 +249,7 @@ def _stream_rows(
     GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     T: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads rows, those of a product once all programs have written them."""
+    """The warp that loads rows, those of a GEMM once all programs have written them."""
     x_s, full, free = rings[3], rings[4], rings[5]
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
@@ -325,13 +325,13 @@ def _barriers(device: int) -> Tensor:
 
 
 def splits_of(n: int, k: int, block: int, programs: int) -> int:
-    """Splits of a product that a norm adds up: those that leave a program the fewest blocks, and at most one tile."""
+    """Splits of a GEMM that a norm adds up: those that leave a program the fewest blocks, and at most one tile."""
     most = max(1, programs // -(-n // BLOCK_N))
     return min(range(1, min(most, 8) + 1), key=lambda s: steps_of(k, s, block))
 
 
 def even_splits_of(n: int, k: int, block: int, programs: int) -> int:
-    """Splits of a product that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
+    """Splits of a GEMM that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
     tiles = -(-n // BLOCK_N)
     return min(range(1, 9), key=lambda s: -(-tiles * s // programs) * steps_of(k, s, block))
 

@@ -1,4 +1,4 @@
-"""Products whose operands stream through rings of shared memory: what the persistent Gluon kernels are made of.
+"""GEMMs whose operands stream through rings of shared memory: what the persistent Gluon kernels are made of.
 
 A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring is some
 slots, each with a barrier that says it is full and one that says it is free. All take the blocks in the same order:
@@ -37,13 +37,13 @@ class Slots(NamedTuple):
 
 
 def slots_of(rows: int) -> Slots:
-    """The rings for products of `rows` rows, a power of two."""
+    """The rings for GEMMs of `rows` rows, a power of two."""
     row_slots = 8 if rows < 64 else 4  # with three, a tile by itself waits for its rows
     return Slots((SHARED_BYTES // BLOCK_BYTES.value - row_slots * rows) // BLOCK_N, row_slots)
 
 
 def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
-    """How many tiles of a product in `splits` a program takes side by side, with the same rows.
+    """How many tiles of a GEMM in `splits` a program takes side by side, with the same rows.
 
     A tile by itself reads as many bytes of rows, from L2, as of weights at 64 rows, and twice as many at 128.
     """
@@ -124,7 +124,7 @@ def stream(
     d, ring, full, free, done, TILES: gl.constexpr, SPLITS: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOTS: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Load what this program needs of a product, block by block, as slots of the ring come free.
+    """Load what this program needs of a GEMM, block by block, as slots of the ring come free.
 
     WEIGHTS: those of WIDE tiles in turn at every step along K; else the rows, the same ones for every tile. What the
     last split has too much lies behind K and arrives as zeros.

@@ -1,4 +1,4 @@
-"""Products in fp8, for more rows than the kernels here take: a kernel rounds the rows and cuBLAS multiplies.
+"""GEMMs in fp8, for more rows than the kernels here take: a kernel quantizes the rows and cuBLAS multiplies.
 
 Half the bytes and twice the rate of bf16, for what need not be exact: a draft.
 """
@@ -45,14 +45,14 @@ def rounded_rows(x: Tensor) -> ScaledMatrix:
 
 
 def multiplies(x: Tensor, weight: ScaledMatrix) -> bool:
-    """Whether `scaled_linear` takes these: bf16 of sizes that cuBLAS has fp8 products for, on a GPU from sm_90 on."""
+    """Whether `scaled_linear` takes these: bf16 of sizes that cuBLAS has fp8 GEMMs for, on a GPU from sm_90 on."""
     aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
     known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
     return x.dtype == torch.bfloat16 and aligned and known
 
 
 def scaled_linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None = None) -> Tensor:
-    """x [M, K], rounded to fp8, times weight [N, K] transposed, plus bias [N]: bf16 [M, N]."""
+    """x [M, K], quantized, times weight [N, K] transposed, plus bias [N]: bf16 [M, N]."""
     rows, each = rounded_rows(x), F.ScalingType.RowWise
     return F.scaled_mm(
         rows.data, weight.data.t(), rows.scale[:, None], each, weight.scale[None], each,

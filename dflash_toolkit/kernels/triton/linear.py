@@ -26,7 +26,7 @@ SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many t
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut. Splits are part of the result's rounding; the rest is speed."""
+    """How a GEMM is cut. Splits are part of the result's rounding; the rest is speed."""
 
     block_n: int  # weight rows a program; at least 64, so that every tile uses the same matrix instruction
     block_k: int
@@ -43,7 +43,7 @@ def tile_for(
     `shared` bytes are what a thread block may take; they decide about speed alone.
 
     From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
-    H200 with the products of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
+    H200 with the GEMMs of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
     """
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
     block_k = min(64 if fp32 else 128, padded(k))  # two stages fit into shared memory
@@ -61,7 +61,7 @@ def tile_for(
     return Tile(block_n, block_k, stages, warps, splits)
 
 
-def tile_of_rounded(rows: int) -> Tile:
+def tile_of_quantized(rows: int) -> Tile:
     """The tile for the head with rows in fp8: of a sweep with heads of 4096 and 896 columns the best or next to it."""
     return Tile(128, 128, 3 if 16 < rows <= MAX_ROWS else 4, 4 if rows <= MAX_ROWS else 8)
 
@@ -164,7 +164,7 @@ def _argmax_kernel(
 
 @triton.jit
 def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out [M, width] of x [M, 2 * width] with gates and ups alternating; for products that cuBLAS made."""
+    """out [M, width] of x [M, 2 * width] with gates and ups alternating; for GEMMs of cuBLAS."""
     i_m = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_n < width
@@ -203,9 +203,9 @@ def launch_linear(
 
 
 def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
-    rounded, fp32 = isinstance(weight, ScaledMatrix), x.dtype == torch.float32
+    quantized, fp32 = isinstance(weight, ScaledMatrix), x.dtype == torch.float32
     shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
-    return tile_for(kind, len(weight), x.shape[1], len(x), rounded, fp32, shared)
+    return tile_for(kind, len(weight), x.shape[1], len(x), quantized, fp32, shared)
 
 
 def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm of one row a program, in Triton; also sums the partial products of a split GEMM."""
+"""Residual add and RMSNorm of one row a program, in Triton; also adds up the split-K partial sums of a GEMM."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -39,16 +39,16 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(
-    x: Tensor, partials: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [M, D] plus the sum of partials [P, M, D], and its RMSNorm; `tap` [M, D] receives the sum too."""
+    """x [M, D] plus the sum of partial_sums [P, M, D], and its RMSNorm; `tap` [M, D] receives the sum too."""
     m, d = x.shape
-    total = x if partials is None else torch.empty_like(x)
+    total = x if partial_sums is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     _add_rms_norm_kernel[(m,)](
-        x, x if partials is None else partials, weight, total, normed, x if tap is None else tap,
-        m, d, eps, 0 if tap is None else tap.stride(0), 0 if partials is None else len(partials),
-        BLOCK=next_power_of_two(d), ADD=partials is not None, TAP=tap is not None,
+        x, x if partial_sums is None else partial_sums, weight, total, normed, x if tap is None else tap,
+        m, d, eps, 0 if tap is None else tap.stride(0), 0 if partial_sums is None else len(partial_sums),
+        BLOCK=next_power_of_two(d), ADD=partial_sums is not None, TAP=tap is not None,
         num_warps=4 if d <= 2048 else 8, **pdl(x),
     )  # fmt: skip
     return total, normed

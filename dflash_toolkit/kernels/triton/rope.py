@@ -1,6 +1,8 @@
-"""Per-head norm, RoPE and the write into the pages, in Triton: for a block's queries, keys and values, which it also
-adds up from partial products, and for the context keys and values of every draft layer at once. One program handles a
-few heads of one row."""
+"""Per-head norm, RoPE and the write into the pages, in Triton.
+
+For a block's queries, keys and values, whose split-K partial sums it adds up too, and for the context keys and values
+of every draft layer at once. One program handles a few heads of one row.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 import math
@@ -145,7 +147,7 @@ def _heads_at_once(most: int, *counts: int) -> int:
 
 
 def rope_write(
-    partials: Tensor,
+    partial_sums: Tensor,
     bias: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -156,19 +158,19 @@ def rope_write(
     cache: Tensor,
     page_size: int,
 ) -> Tensor:
-    """Queries [M, N, H] of the sum of partials [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
+    """Queries [M, N, H] of the sum of partial_sums [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
 
     On a GPU `lengths` and `page_table` are read while the launch before still runs.
     """
     _, slots, groups, width = cache.shape
-    parts, m, columns = partials.shape
+    parts, m, columns = partial_sums.shape
     heads = columns // width
     q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # as much to load a program, whatever the parts
     early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
-        partials, partials if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
+        partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
         rope, lengths, page_table, cache, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
