@@ -44,7 +44,8 @@ TABLE = {  # a module and the tests that answer for it, the quickest first; none
     "dflash_toolkit/decode.py": ["test_decode.py"],
     "dflash_toolkit/sampling.py": ["test_decode.py", "kernels/test_kernels_sample.py"],
     "dflash_toolkit/kernels/reference.py": [
-        "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "runtime/test_runtime_engine.py",
+        "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "kernels/test_kernels_row_loss.py",
+        "runtime/test_runtime_engine.py",
     ],
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/scheduler.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_engine.py"],

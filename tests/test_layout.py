@@ -42,6 +42,7 @@ OPTIONAL = [
     "wandb",
     "datasets",
     "triton",
+    "flash_attn",
     "flash_attn_interface",
     "fastapi",
     "uvicorn",
@@ -184,8 +185,8 @@ def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
     assert third_party(path) - CORE - EXTRAS - peers == set()
 
 
-# how kernels are launched and what several are made of, and attention's own for Hopper
-SUPPORT = {"launch", "mix", "scaled", "triton.best", "triton.fp8", "hopper.attention", "hopper.grid", "hopper.ring"}
+# how kernels are launched, what several are made of, and the choice among them
+SUPPORT = {"launch", "mix", "ops", "scaled", "triton.best", "triton.fp8", "hopper.grid", "hopper.ring"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
@@ -194,7 +195,7 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
         names = imports_of(PurePosixPath(path), (ROOT / path).read_text())
         ours = {name for name in names if unit_of(name)}
         assert {unit_of(name) for name in ours} <= {"kernels"}, path
-        if path.stem not in ("fused", "cublas"):  # they gather them under one name
+        if path.stem not in ("gpu", "ops"):  # they choose among all
             inner = {name.removeprefix("dflash_toolkit.kernels.") for name in ours}
             assert {name for name in inner if not any(f"{name}.".startswith(f"{s}.") for s in SUPPORT)} == set(), path
     assert third_party(Path("dflash_toolkit/kernels/reference.py")) == {"torch"}

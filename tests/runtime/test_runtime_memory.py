@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -249,10 +250,8 @@ def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("named")
 def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(engine_module.importlib, "import_module", missing)
+    monkeypatch.delattr("dflash_toolkit.kernels.gpu", raising=False)
+    monkeypatch.setitem(sys.modules, "dflash_toolkit.kernels.gpu", None)
     with pytest.raises(
         UserError, match=r"triton is not installed; install it with: pip install 'dflash-toolkit\[gpu\]'"
     ):
