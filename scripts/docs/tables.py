@@ -26,7 +26,7 @@ MOVED = {  # programs in the files, and where they are now
     "bench_features.py": "bench/features.py",
     "bench_first_token.py": "bench/first_token.py",
     "bench_fp8.py": "bench/fp8.py",
-    "bench_prefill.py": "bench/prefill.py",
+    "bench_prefill.py": "bench/flash_attention.py",
     "bench_start.py": "bench/start.py",
     "bench_step.py": "bench/step.py",
     "bench_train.py": "bench/train_step.py",
