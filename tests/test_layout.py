@@ -186,7 +186,7 @@ def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"launch", "mix", "ops", "scaled", "triton.best", "triton.fp8", "hopper.grid", "hopper.ring"}
+SUPPORT = {"launch", "mix", "ops", "weight", "triton.best", "triton.fp8", "hopper.grid", "hopper.ring"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
@@ -200,7 +200,7 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
             assert {name for name in inner if not any(f"{name}.".startswith(f"{s}.") for s in SUPPORT)} == set(), path
     assert third_party(Path("dflash_toolkit/kernels/reference.py")) == {"torch"}
     assert third_party(Path("dflash_toolkit/kernels/loss.py")) == {"torch"}
-    assert third_party(Path("dflash_toolkit/kernels/scaled.py")) == {"torch"}
+    assert third_party(Path("dflash_toolkit/kernels/weight.py")) == {"torch"}
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONAL if name != "triton"])

@@ -23,15 +23,15 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
-from .scaled import Matrix, ScaledMatrix, dense
 from .triton import attention
 from .triton import linear as gemm
 from .triton.accept import accept
-from .triton.fp8 import multiplies, rounded_rows, scaled_linear
+from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
 from .triton.sample import sample
+from .weight import Weight, dense, parts
 
 __all__ = [
     "accept",
@@ -54,43 +54,44 @@ QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums
 LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     return gemm.linear(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)
 
 
-def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
     return gemm.linear_split_k(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)[None]
 
 
-def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
     return gemm.linear_swiglu(x, weight) if len(x) <= MAX_ROWS else gemm.swiglu(_by_cublas(x, weight))
 
 
-def _by_cublas(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def _by_cublas(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` of any number of rows, which cuBLAS's choice of an algorithm depends on."""
-    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+    if multiplies(x, weight):
         return scaled_linear(x, weight, bias)
     return F.linear(x, dense(weight, x.dtype), bias)
 
 
-def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    if isinstance(weight, ScaledMatrix) and multiplies(x, weight):
+    if multiplies(x, weight):
         most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
         tile = gemm.tile_of_quantized(min(len(x), most))
-        found = [gemm.launch_argmax(rounded_rows(part), weight, tile) for part in x.split(most)]
+        found = [gemm.launch_argmax(quantize_rows(part), weight, tile) for part in x.split(most)]
         return found[0] if len(found) == 1 else torch.cat(found)
     if len(x) > MAX_ROWS:
         return _by_cublas(x, weight).argmax(-1)
-    if len(x) > TILED_HEAD and isinstance(weight, Tensor) and fits(x, [weight]):
-        return launch_head(x, weight)
+    data, scale = parts(weight)
+    if len(x) > TILED_HEAD and scale is None and fits(x, [weight]):
+        return launch_head(x, data)
     return gemm.linear_argmax(x, weight)
 
 
-def fuses_post_attention(x: Tensor, weights: Sequence[Matrix | None]) -> bool:
+def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     """Whether the persistent kernel takes the stream x [M, D] and these matrices of a layer."""
     return fits(x, weights)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .mix import LossMix, RowTerms
-from .scaled import Matrix
+from .weight import Weight
 
 SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
 
@@ -22,19 +22,19 @@ class Ops(Protocol):
     No operation's result for a row depends on the rows beside it (batch-invariant), up to MAX_ROWS rows.
     """
 
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
 
-    def linear_split_k(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
+    def linear_split_k(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
 
-    def linear_swiglu(self, x: Tensor, weight: Matrix) -> Tensor: ...
+    def linear_swiglu(self, x: Tensor, weight: Weight) -> Tensor: ...
 
-    def linear_argmax(self, x: Tensor, weight: Matrix) -> Tensor: ...
+    def linear_argmax(self, x: Tensor, weight: Weight) -> Tensor: ...
 
     def add_rms_norm(
         self, x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    def fuses_post_attention(self, x: Tensor, weights: Sequence[Matrix | None]) -> bool:
+    def fuses_post_attention(self, x: Tensor, weights: Sequence[Weight | None]) -> bool:
         """Whether `fused_post_attention` takes the stream x [M, D] and these matrices; it is given no bias."""
         ...
 
@@ -42,12 +42,12 @@ class Ops(Protocol):
         self,
         x: Tensor,
         a: Tensor,
-        o: Matrix,
+        o: Weight,
         post_norm: Tensor,
-        gate_up: Matrix,
-        down: Matrix,
+        gate_up: Weight,
+        down: Weight,
         norm: Tensor,
-        qkv: Matrix | None,
+        qkv: Weight | None,
         eps: float,
         tap: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...

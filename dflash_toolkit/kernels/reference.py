@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .mix import LossMix, RowTerms
-from .scaled import Matrix, ScaledMatrix, dense, narrowed
+from .weight import RowScaledFp8, Weight, cast_fp8, dense, is_quantized
 
 
 def filtered_probabilities(
@@ -105,12 +105,12 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
 # ---- the decoding step: M = B * S rows, S consecutive positions of each of B requests -----------------
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     return F.linear(x, dense(weight, x.dtype), bias)
 
 
-def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as P split-K partial sums, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
 
     P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
@@ -118,13 +118,13 @@ def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Ten
     return F.linear(x, dense(weight, x.dtype), bias)[None]
 
 
-def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
     product = F.linear(x, dense(weight, x.dtype))
     return F.silu(product[:, 0::2]) * product[:, 1::2]
 
 
-def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     return F.linear(x, dense(weight, x.dtype)).argmax(-1)
 
@@ -168,7 +168,7 @@ def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     return page_table.gather(1, (positions // page_size).long()).long() * page_size + positions % page_size
 
 
-def fuses_post_attention(x: Tensor, weights: Sequence[Matrix | None]) -> bool:
+def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     """Whether there is a `fused_post_attention` for the stream x [M, D] and these matrices: here for all."""
     return True
 
@@ -176,12 +176,12 @@ def fuses_post_attention(x: Tensor, weights: Sequence[Matrix | None]) -> bool:
 def fused_post_attention(
     x: Tensor,
     a: Tensor,
-    o: Matrix,
+    o: Weight,
     post_norm: Tensor,
-    gate_up: Matrix,
-    down: Matrix,
+    gate_up: Weight,
+    down: Weight,
     norm: Tensor,
-    qkv: Matrix | None,
+    qkv: Weight | None,
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -202,10 +202,10 @@ def fused_post_attention(
         [P, M, (N + 2 * G) * H] for `rope_write`, or None.
     """
 
-    def operand(rows: Tensor, weight: Matrix) -> Tensor:
-        return narrowed(rows).to(rows.dtype) if isinstance(weight, ScaledMatrix) else rows
+    def operand(rows: Tensor, weight: Weight) -> Tensor:
+        return cast_fp8(rows).to(rows.dtype) if is_quantized(weight) else rows
 
-    a = ScaledMatrix.of(a).dense(a.dtype) if isinstance(o, ScaledMatrix) else a
+    a = RowScaledFp8.of(a).dense(a.dtype) if is_quantized(o) else a
     x, h = add_rms_norm(x, linear_split_k(a, o), post_norm, eps)
     active = linear_swiglu(operand(h, gate_up), gate_up)
     x, h = add_rms_norm(x, linear_split_k(operand(active, down), down), norm, eps, tap)

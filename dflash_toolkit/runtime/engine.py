@@ -107,7 +107,7 @@ class Engine:
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
         if drafter is not None and options.draft_dtype == "fp8":
             with beside_the_weights(options):
-                drafter = drafter.rounded(target.head)
+                drafter = drafter.quantized(target.head)
         forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
 
         def runner(room: Room) -> StepRunner:
@@ -157,7 +157,7 @@ class Engine:
         """
         drafting = self.runner.drafter
         if drafting is None or drafting.head is not None or self.options.prefix_cache or not self.scheduler.idle:
-            raise ValueError("load_drafter needs an idle engine that drafts unrounded and has no prefix cache")
+            raise ValueError("load_drafter needs an idle engine that drafts in full precision and has no prefix cache")
         drafting.copy_from(drafter)
 
     def submit(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kernels.ops import Ops
-from ..kernels.scaled import Matrix
+from ..kernels.weight import Weight
 from .weights import LayerWeights, ModelSpec
 
 
@@ -78,7 +78,7 @@ def post_attention(
     x: Tensor,
     a: Tensor,
     norm: Tensor,
-    qkv: Matrix | None,
+    qkv: Weight | None,
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from ..checkpoint.filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
 from ..config import UserError
 from ..kernels.ops import ops_for
-from ..kernels.scaled import Matrix, ScaledMatrix
+from ..kernels.weight import RowScaledFp8, Weight
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.rope import ROPE_TYPES, scaled_frequencies
 from ..models.target import context_limit
@@ -136,15 +136,15 @@ class LayerWeights:
     """One decoder layer."""
 
     input_norm: Tensor  # [D]
-    qkv: Matrix  # [(N + 2 G) H, D]
+    qkv: Weight  # [(N + 2 G) H, D]
     qkv_bias: Tensor | None  # [(N + 2 G) H]
     q_norm: Tensor | None  # [H]
     k_norm: Tensor | None  # [H]
-    o: Matrix  # [D, N H]
+    o: Weight  # [D, N H]
     o_bias: Tensor | None  # [D]
     post_norm: Tensor  # [D]
-    gate_up: Matrix  # [2 I, D], rows gate 0, up 0, gate 1, up 1, ...
-    down: Matrix  # [D, I]
+    gate_up: Weight  # [2 I, D], rows gate 0, up 0, gate 1, up 1, ...
+    down: Weight  # [D, I]
 
     @classmethod
     def empty(cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
@@ -165,23 +165,23 @@ class LayerWeights:
             down=new(d, i),
         )
 
-    def rounded(self, *, first: bool) -> "LayerWeights":
+    def quantized(self, *, first: bool) -> "LayerWeights":
         """The same layer with its matrices in fp8, but for the queries, keys and values of the `first`.
 
-        Those have a launch of their own, which knows bf16 only. Rows behind a norm are rounded as they come; so its
+        Those have a launch of their own, which knows bf16 only. Rows behind a norm are cast as they come; so its
         weights are brought to the order of one, by a power of two which the scales of the matrix give back.
         """
 
-        def behind(norm: Tensor, matrix: Matrix) -> tuple[Tensor, ScaledMatrix]:
-            assert isinstance(matrix, Tensor), "rounded once"
+        def behind(norm: Tensor, matrix: Weight) -> tuple[Tensor, RowScaledFp8]:
+            assert isinstance(matrix, Tensor), "quantized once"
             size = norm.float().pow(2).mean().sqrt().clamp(min=1e-6).log2().round().exp2()
-            narrow = ScaledMatrix.of(matrix)
+            narrow = RowScaledFp8.of(matrix)
             return (norm / size).to(norm.dtype), replace(narrow, scale=narrow.scale * size)
 
         assert isinstance(self.o, Tensor) and isinstance(self.down, Tensor)
         post_norm, gate_up = behind(self.post_norm, self.gate_up)
-        found = replace(self, o=ScaledMatrix.of(self.o), post_norm=post_norm, gate_up=gate_up)
-        found.down = ScaledMatrix.of(self.down)
+        found = replace(self, o=RowScaledFp8.of(self.o), post_norm=post_norm, gate_up=gate_up)
+        found.down = RowScaledFp8.of(self.down)
         if not first:
             found.input_norm, found.qkv = behind(self.input_norm, self.qkv)
         return found
@@ -194,7 +194,7 @@ class LayerWeights:
 
     def places(self, spec: ModelSpec) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into."""
-        assert isinstance(self.qkv, Tensor) and isinstance(self.gate_up, Tensor), "rounded weights are not filled"
+        assert isinstance(self.qkv, Tensor) and isinstance(self.gate_up, Tensor), "quantized weights are not loaded"
         assert isinstance(self.o, Tensor) and isinstance(self.down, Tensor)
         h = spec.head_dim
         heads = [spec.num_heads * h, spec.num_kv_heads * h, spec.num_kv_heads * h]
@@ -294,7 +294,7 @@ class DrafterWeights:
     context_kv: Tensor = field(init=False)  # [L 2 G H, D]
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
-    head: Matrix | None = None  # [V, D], a copy of its own; None: the target's
+    head: Weight | None = None  # [V, D], a copy of its own; None: the target's
 
     @classmethod
     def of_module(cls, drafter: Drafter) -> "DrafterWeights":
@@ -340,14 +340,14 @@ class DrafterWeights:
         norms = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])
         return kv, torch.cat(biases) if biases else None, norms
 
-    def rounded(self, head: Tensor) -> "DrafterWeights":
+    def quantized(self, head: Tensor) -> "DrafterWeights":
         """To draft in fp8, with a copy of `head` [V, D]; the context's projection is shared as it is.
 
-        The layers of a small model stay what they are, as rounding the rows takes longer than fp8 saves, and those that
-        are several launches on this GPU, as these widen fp8 in registers.
+        The layers of a small model stay what they are, as quantizing the rows takes longer than fp8 saves, and those
+        that are several launches on this GPU, as these widen fp8 in registers.
         """
         found = copy.copy(self)
-        found.head = ScaledMatrix.of(head)
+        found.head = RowScaledFp8.of(head)
         if self.spec.hidden_size >= WIDE_IN_FP8 and all(layer.in_one_launch() for layer in self.layers):
-            found.layers = [layer.rounded(first=i == 0) for i, layer in enumerate(self.layers)]
+            found.layers = [layer.quantized(first=i == 0) for i, layer in enumerate(self.layers)]
         return found

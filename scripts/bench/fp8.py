@@ -18,9 +18,9 @@ from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.launch import MAX_ROWS
-from dflash_toolkit.kernels.scaled import Matrix, ScaledMatrix
 from dflash_toolkit.kernels.triton import linear
 from dflash_toolkit.kernels.triton.fp8 import scaled_linear
+from dflash_toolkit.kernels.weight import RowScaledFp8, Weight
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
 from dflash_toolkit.runtime.weights import ModelSpec
@@ -29,7 +29,7 @@ EPS = 1e-6
 REPEATS = 20
 
 
-def chain(layers: list[list[Matrix]], norm: Tensor, x: Tensor, a: Tensor) -> None:
+def chain(layers: list[list[Weight]], norm: Tensor, x: Tensor, a: Tensor) -> None:
     for o, gate_up, down, qkv in layers:
         if gpu.fuses_post_attention(x, [o, gate_up, down, qkv]):
             x, _, _ = gpu.fused_post_attention(x, a, o, norm, gate_up, down, norm, qkv, EPS)
@@ -54,10 +54,10 @@ def main() -> None:
         return torch.randn(*shape, device=device, dtype=dtype)
 
     shapes = ((d, width), (2 * ffn, d), (d, ffn), (spec.qkv_rows, d))
-    layers: list[list[Matrix]] = [[0.02 * random(*shape) for shape in shapes] for _ in range(args.layers)]
-    rounded: list[list[Matrix]] = [[ScaledMatrix.of(w) for w in layer if isinstance(w, Tensor)] for layer in layers]
+    layers: list[list[Weight]] = [[0.02 * random(*shape) for shape in shapes] for _ in range(args.layers)]
+    quantized: list[list[Weight]] = [[RowScaledFp8.of(w) for w in layer if isinstance(w, Tensor)] for layer in layers]
     head, norm = 0.02 * random(spec.vocab_size, d), torch.ones(d, device=device, dtype=dtype)
-    rounded_head = ScaledMatrix.of(head)
+    rounded_head = RowScaledFp8.of(head)
 
     def us_of(work: Callable[..., Any], *args: Any) -> float:
         return 1e6 * median_seconds(captured(work, *args).replay, device, REPEATS)
@@ -68,7 +68,7 @@ def main() -> None:
         row: dict[str, Any] = {
             "rows": rows,
             "layer_bf16_us": us_of(chain, layers, norm, x, a) / args.layers,
-            "layer_fp8_us": us_of(chain, rounded, norm, x, a) / args.layers,
+            "layer_fp8_us": us_of(chain, quantized, norm, x, a) / args.layers,
             "head_bf16_us": us_of(gpu.linear_argmax, x, head),
             "head_fp8_us": us_of(gpu.linear_argmax, x, rounded_head),
         }

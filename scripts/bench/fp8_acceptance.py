@@ -1,9 +1,9 @@
-"""What drafting in fp8 costs a trained drafter's acceptance: full precision, the head rounded, head and layers rounded.
+"""What drafting in fp8 costs a trained drafter's acceptance: full precision, fp8 head, fp8 head and layers.
 
     python scripts/bench/fp8_acceptance.py --target MODEL --drafter OUT/drafter-8m --output fp8_acceptance.json \
         --prompts gsm8k=gsm8k_test.jsonl humaneval=humaneval.jsonl.gz --limit 320
 
-Layers are rounded in models that are wide enough to gain by it; here that limit is taken away. Answers
+Layers are quantized in models that are wide enough to gain by it; here that limit is taken away. Answers
 are greedy. All variants verify alike, in the target's own precision, but the texts may part where drafts of other
 lengths cut a near tie otherwise; so `same_answers` compares the answers that are the same in full precision.
 """
@@ -26,7 +26,7 @@ from dflash_toolkit.decode import Generation
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash.checkpoint import locate, read_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime import weights as model
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         options = EngineOptions(max_batch=args.batch, block_size=block, draft_dtype=dtype, prefix_cache=False)
         engine, tokenizer = load_engine(args.target, args.drafter, options=options)
         drafter = engine.runner.drafter
-        assert drafter is not None and isinstance(drafter.layers[0].o, ScaledMatrix) == (name == "head and layers")
+        assert drafter is not None and isinstance(drafter.layers[0].o, RowScaledFp8) == (name == "head and layers")
         found[name] = {}
         for of, prompts in asked.items():
             ids = [encode_chat(tokenizer, p.messages, tools=p.tools) for p in prompts]

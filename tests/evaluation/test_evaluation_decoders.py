@@ -18,7 +18,7 @@ from dflash_toolkit.evaluation import EncodedPrompt, EngineRuntime, ReferenceRun
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Runtime
 from dflash_toolkit.evaluation.measure import measure
-from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime.runner import StepRunner
 
 MAKERS = [pytest.param(EngineRuntime.of_modules, id="engine"), pytest.param(ReferenceRuntime, id="reference")]
@@ -107,8 +107,8 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
 
     def noted(runner: StepRunner, target: Any, drafter: Any, *rest: Any, **more: Any) -> None:
         real(runner, target, drafter, *rest, **more)
-        rounded = drafter is not None and isinstance(drafter.head, ScaledMatrix)
-        drafts.append("none" if drafter is None else "fp8" if rounded else "full")
+        quantized = drafter is not None and isinstance(drafter.head, RowScaledFp8)
+        drafts.append("none" if drafter is None else "fp8" if quantized else "full")
 
     monkeypatch.setattr(StepRunner, "__init__", noted)
     prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")

@@ -1,4 +1,4 @@
-"""Rows rounded to fp8 and products with them, on the interpreter where there is no GPU."""
+"""Rows in fp8 and GEMMs with them, on the interpreter where there is no GPU."""
 
 from unittest.mock import patch
 
@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 
 from dflash_toolkit.kernels import gpu
-from dflash_toolkit.kernels.scaled import FP8_MAX, ScaledMatrix
 from dflash_toolkit.kernels.triton import fp8
+from dflash_toolkit.kernels.weight import FP8_MAX, RowScaledFp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
@@ -31,19 +31,19 @@ def rows_of(kind: str, m: int, k: int) -> Tensor:
     x = torch.randn(m, k) * torch.logspace(-4, 3, m)[:, None]
     x[:, k // 2] *= 50
     if kind == "in the format":
-        rounded = ScaledMatrix.of(x)
+        quantized = RowScaledFp8.of(x)
         # as bf16 has them exactly: the scale a power of two
-        x = rounded.data.float() * torch.exp2(rounded.scale.log2().round())[:, None]
+        x = quantized.data.float() * torch.exp2(quantized.scale.log2().round())[:, None]
     return x.to(torch.bfloat16).to(DEVICE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 10, 64, 300, 4096])
 @pytest.mark.parametrize("m", [1, 3, 129])
-def test_rows_are_rounded_as_matrices_are(m: int, k: int, kind: str) -> None:
+def test_rows_are_quantized_as_weights_are(m: int, k: int, kind: str) -> None:
     x = rows_of(kind, m, k)
     x[0] = 0
-    found, expected = fp8.rounded_rows(x), ScaledMatrix.of(x)
+    found, expected = fp8.quantize_rows(x), RowScaledFp8.of(x)
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
     exact, error = x.double(), (found.dense(torch.float64) - x.double()).abs()
     # what is too small for a normal number of the format has its spacing there
@@ -57,10 +57,10 @@ def test_rows_are_rounded_as_matrices_are(m: int, k: int, kind: str) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(129, 48, 64), (160, 16, 320), (256, 640, 512), (300, 1152, 896)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_wide_products_with_rounded_weights_are_within_their_rounding(
+def test_wide_gemms_with_quantized_weights_are_within_their_rounding(
     m: int, n: int, k: int, biased: bool, kind: str
 ) -> None:
-    x, weight = rows_of(kind, m, k), ScaledMatrix.of(torch.randn(n, k, device=DEVICE) / k**0.5)
+    x, weight = rows_of(kind, m, k), RowScaledFp8.of(torch.randn(n, k, device=DEVICE) / k**0.5)
     bias = torch.randn(n, device=DEVICE).to(torch.bfloat16) if biased else None
     exact_weight = weight.dense(torch.float64)
     exact = x.double() @ exact_weight.T + (0 if bias is None else bias.double())
@@ -79,8 +79,8 @@ def test_wide_products_with_rounded_weights_are_within_their_rounding(
         torch.testing.assert_close(gpu.linear_swiglu(x, weight).double(), expected, rtol=2.0**-6, atol=1e-30)
     with patch.object(gpu, "scaled_linear", side_effect=AssertionError("of bf16 only, in whole tiles of 16")):
         gpu.linear(x.float(), weight)
-        gpu.linear(x[:, :-1].contiguous(), ScaledMatrix.of(exact_weight[:, :-1].float()))
-        gpu.linear(x, ScaledMatrix.of(exact_weight[:-1].float()))
+        gpu.linear(x[:, :-1].contiguous(), RowScaledFp8.of(exact_weight[:, :-1].float()))
+        gpu.linear(x, RowScaledFp8.of(exact_weight[:-1].float()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +90,7 @@ def test_wide_products_with_rounded_weights_are_within_their_rounding(
 def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
     m: int, n: int, k: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, head = rows_of(kind, m, k), ScaledMatrix.of(torch.randn(n, k, device=DEVICE))
+    x, head = rows_of(kind, m, k), RowScaledFp8.of(torch.randn(n, k, device=DEVICE))
     monkeypatch.setattr(gpu, "scaled_linear", None)  # which would have logits in memory
     logits = x.double() @ head.dense(torch.float64).T
     found = gpu.linear_argmax(x, head)
@@ -106,7 +106,7 @@ def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
 @pytest.mark.parametrize("long", [0, 1000], ids=["256 at a time", "128"])
 def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LONG_SUM", long)
-    x, head = rows_of("in the format", 300, 192), ScaledMatrix.of(torch.randn(400, 192, device=DEVICE))
+    x, head = rows_of("in the format", 300, 192), RowScaledFp8.of(torch.randn(400, 192, device=DEVICE))
     whole = gpu.linear_argmax(x, head)
     for rows in (1, 16, 17, 64, 129, 256):
         assert torch.equal(gpu.linear_argmax(x[:rows], head), whole[:rows]), rows
@@ -117,13 +117,13 @@ def test_of_equal_columns_a_head_in_fp8_takes_the_lowest() -> None:
     x = torch.ones(3, 32, dtype=torch.bfloat16, device=DEVICE)
     head = torch.full((400, 32), -1.0, device=DEVICE)
     head[[37, 130, 399]] = 1.0
-    assert gpu.linear_argmax(x, ScaledMatrix.of(head)).tolist() == [37] * 3
-    assert gpu.linear_argmax(-x, ScaledMatrix.of(head)).tolist() == [0] * 3
+    assert gpu.linear_argmax(x, RowScaledFp8.of(head)).tolist() == [37] * 3
+    assert gpu.linear_argmax(-x, RowScaledFp8.of(head)).tolist() == [0] * 3
 
 
-def test_rows_of_other_types_are_not_rounded_for_a_head_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, head = rows_of("in the format", 33, 256), ScaledMatrix.of(torch.randn(2000, 256, device=DEVICE))
-    monkeypatch.setattr(gpu, "rounded_rows", None)
+def test_rows_of_other_types_are_not_quantized_for_a_head_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, head = rows_of("in the format", 33, 256), RowScaledFp8.of(torch.randn(2000, 256, device=DEVICE))
+    monkeypatch.setattr(gpu, "quantize_rows", None)
     exact = x.double() @ head.dense(torch.float64).T
     chosen = exact.gather(1, gpu.linear_argmax(x.float(), head)[:, None])[:, 0]
     assert (exact.amax(1) - chosen <= 2.0**-10 * exact.abs().amax(1)).all()
@@ -132,5 +132,5 @@ def test_rows_of_other_types_are_not_rounded_for_a_head_in_fp8(monkeypatch: pyte
 def test_largest_values_do_not_leave_the_format() -> None:
     x = torch.full((2, 64), 3.3895e38, dtype=torch.bfloat16, device=DEVICE)
     x[1] = 1e-38
-    found = fp8.rounded_rows(x)
+    found = fp8.quantize_rows(x)
     assert found.data.float().isfinite().all() and (found.data.float()[0] == FP8_MAX).all()

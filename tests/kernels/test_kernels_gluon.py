@@ -23,7 +23,7 @@ from test_kernels_layer import EPS, assert_close, double, matrices
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.hopper import head, layer, ring
-from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.kernels.weight import RowScaledFp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
@@ -67,7 +67,7 @@ def streamed(
     patch.setattr(layer, "layer_kernel", kernel)
     patch.setattr(layer, "programs_of", lambda _: programs)
     patch.setattr(layer, "_barriers", lambda _: counters)
-    patch.setattr(layer, "rounded_rows", ScaledMatrix.of)
+    patch.setattr(layer, "quantize_rows", RowScaledFp8.of)
     if slots is not None:
         patch.setattr(layer, "slots_of", lambda _: ring.Slots(*slots))
     x, a = (torch.randn(rows, width).bfloat16() for width in shape[:2])

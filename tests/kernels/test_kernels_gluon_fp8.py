@@ -9,7 +9,7 @@ from test_kernels_gluon import SMALL, Mistake, broken, complaint, streamed
 from test_kernels_layer import in_fp8
 
 from dflash_toolkit.kernels.hopper import layer
-from dflash_toolkit.kernels.scaled import narrowed
+from dflash_toolkit.kernels.weight import cast_fp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
@@ -33,7 +33,7 @@ def test_a_layer_in_fp8_is_as_exact_as_torch(
     case.weights = in_fp8(case.weights)
     found, last = case.launch(), case.launch(qkv=None)
     assert cut.items() <= case.kernel.launches[0].items()
-    assert found[1].dtype == torch.float8_e4m3fn and torch.equal(narrowed(last[1]).float(), found[1].float())
+    assert found[1].dtype == torch.float8_e4m3fn and torch.equal(cast_fp8(last[1]).float(), found[1].float())
     assert torch.equal(last[0], found[0]) and last[2] is None
     case.check((found[0], last[1], found[2]))
     i = rows // 2

@@ -21,8 +21,8 @@ from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.hopper import layer, ring
 from dflash_toolkit.kernels.hopper.head import launch_head
 from dflash_toolkit.kernels.ops import Ops
-from dflash_toolkit.kernels.scaled import ScaledMatrix, narrowed
 from dflash_toolkit.kernels.triton import linear
+from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
 from dflash_toolkit.runtime.stack import post_attention
 from dflash_toolkit.runtime.weights import LayerWeights
 
@@ -50,8 +50,8 @@ def double(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_fp8(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The same with rounded matrices."""
-    return {name: ScaledMatrix.of(t) if t.ndim == 2 else t for name, t in weights.items()}
+    """The same with quantized weights."""
+    return {name: RowScaledFp8.of(t) if t.ndim == 2 else t for name, t in weights.items()}
 
 
 def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
@@ -163,12 +163,12 @@ def test_layer_in_fp8_against_float64_and_alone_against_in_company(shape: tuple[
         assert found[1].dtype == torch.float8_e4m3fn
         last = gpu.fused_post_attention(x, a, *{**weights, "qkv": None}.values(), EPS)
         assert torch.equal(last[0], found[0]) and last[1].dtype == torch.bfloat16 and last[2] is None
-        assert torch.equal(narrowed(last[1]).float(), found[1].float())
+        assert torch.equal(cast_fp8(last[1]).float(), found[1].float())
         torchs = reference.fused_post_attention(x, a, *weights.values(), EPS)
         exact = reference.fused_post_attention(x.double(), a.double(), *double(weights).values(), EPS)
         assert_close((found[0], last[1], found[2]), torchs, exact)
-        unrounded = reference.fused_post_attention(x.double(), a.double(), *double(full).values(), EPS)
-        for ours, true, there in ((found[0], unrounded[0], x), (found[2].sum(0), unrounded[2][0], 0)):
+        full_precision = reference.fused_post_attention(x.double(), a.double(), *double(full).values(), EPS)
+        for ours, true, there in ((found[0], full_precision[0], x), (found[2].sum(0), full_precision[2][0], 0)):
             error = (ours.double() - true).norm() / (true - there).norm()
             assert 1e-3 < error < 0.08, "each of three products in a row is off by some 4 %"
         i = rows // 2

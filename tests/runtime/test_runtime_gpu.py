@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
-from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash.network import default_target_layer_ids
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
@@ -150,15 +150,15 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatc
         engine.step()
     runner = engine.runner
     assert runner.active.all() and runner.drafter is not None
-    assert runner._proposer is not None and isinstance(runner._proposer.layers[1].qkv, ScaledMatrix)
+    assert runner._proposer is not None and isinstance(runner._proposer.layers[1].qkv, RowScaledFp8)
     rows = Rows(runner.lengths.clone(), runner.page_table, runner.page_size)
     with torch.inference_mode():
-        rounded = runner._propose(runner.last_token, rows, block)
+        quantized = runner._propose(runner.last_token, rows, block)
         loaded = DrafterWeights.of_module(drafter)
         monkeypatch.setattr(runner, "drafter", loaded)
         monkeypatch.setattr(runner, "_proposer", replace(runner._proposer, layers=loaded.layers))
         full = runner._propose(runner.last_token, rows, block)
-    assert (rounded == full).float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
+    assert (quantized == full).float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
 
 
 def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,12 +375,12 @@ def rel(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1152, 896), (896, 4864)])
 def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int, k: int) -> None:
     from dflash_toolkit.kernels import gpu, reference
-    from dflash_toolkit.kernels.scaled import ScaledMatrix
+    from dflash_toolkit.kernels.weight import RowScaledFp8
 
     x = torch.randn(128, k, device="cuda", dtype=torch.bfloat16)
     dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
-    for weight in (dense, ScaledMatrix.of(dense)):
-        exact = weight.dense(torch.float64) if isinstance(weight, ScaledMatrix) else weight.double()
+    for weight in (dense, RowScaledFp8.of(dense)):
+        exact = weight.dense(torch.float64) if isinstance(weight, RowScaledFp8) else weight.double()
         operations: list[tuple[Callable[..., Tensor], Tensor]] = [
             (gpu.linear, x.double() @ exact.T),
             (lambda *a: gpu.linear_split_k(*a).sum(0), x.double() @ exact.T),
@@ -395,7 +395,7 @@ def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int,
         best = gpu.linear_argmax(x, weight)
         logits = (x.double() @ exact.T).float()
         chosen = logits.gather(1, best[:, None])[:, 0]
-        # with a head in fp8 the rows are rounded too: 1/50 of a logit's spread, of which the largest is some four
+        # with a head in fp8 the rows are quantized too: 1/50 of a logit's spread, of which the largest is some four
         slack = 0.01 if isinstance(weight, Tensor) else 0.05
         assert (logits.amax(1) - chosen <= slack * logits.amax(1)).all()
         assert torch.equal(gpu.linear_argmax(x[:5], weight), best[:5])

@@ -114,7 +114,7 @@ def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_knobs(
     def full(*_: object, **__: object) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
 
-    monkeypatch.setattr(DrafterWeights, "rounded", full if where == "copies" else lambda self, head: self)
+    monkeypatch.setattr(DrafterWeights, "quantized", full if where == "copies" else lambda self, head: self)
     if where == "cache":
         monkeypatch.setattr(engine_module, "StepRunner", full)
     target = make_target()

@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..launch import next_power_of_two, padded
-from ..scaled import FP8_MAX, Matrix, ScaledMatrix
-from ..triton.fp8 import rounded_rows
+from ..triton.fp8 import quantize_rows
+from ..weight import FP8_MAX, Weight, is_quantized, parts
 from .grid import async_sees_memory, grid_launch, grid_wait, join, stamp
 from .ring import (
     BLOCK_N,
@@ -339,12 +339,12 @@ def even_splits_of(n: int, k: int, block: int, programs: int) -> int:
 def launch_layer(
     x: Tensor,
     a: Tensor,
-    o: Matrix,
+    o: Weight,
     post_norm: Tensor,
-    gate_up: Matrix,
-    down: Matrix,
+    gate_up: Weight,
+    down: Weight,
     norm: Tensor,
-    qkv: Matrix | None,
+    qkv: Weight | None,
     eps: float,
     tap: Tensor | None = None,
     trace: Tensor | None = None,
@@ -357,35 +357,35 @@ def launch_layer(
         trace: int64 [programs, len(PHASES)], receives when each program ended each phase, in ns; needs `qkv`.
     """
     (m, d), width, ffn = x.shape, a.shape[1], len(gate_up) // 2
-    device, block, rounded = x.device.index, block_k(o), isinstance(o, ScaledMatrix)
+    device, block, quantized = x.device.index, block_k(o), is_quantized(o)
     programs = programs_of(device)
     o_splits, down_splits = splits_of(d, width, block, programs), splits_of(d, ffn, block, programs)
     qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, block, programs)
     rows = padded(m)
     slots = slots_of(rows)
-    operand = rounded_rows(a) if rounded else a
-    dtype = torch.float8_e4m3fn if rounded else x.dtype
+    operand = quantize_rows(a) if quantized else a
+    dtype = torch.float8_e4m3fn if quantized else x.dtype
 
-    parts = torch.empty(max(o_splits, down_splits), m, d, dtype=torch.float32, device=x.device)
+    sums = torch.empty(max(o_splits, down_splits), m, d, dtype=torch.float32, device=x.device)
     total, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     last = normed if qkv is not None else torch.empty_like(x)
     active = torch.empty(m, ffn, dtype=dtype, device=x.device)
     out = None if qkv is None else torch.empty(qkv_splits, m, len(qkv), dtype=torch.float32, device=x.device)
     matrices = (o, gate_up, down, o if qkv is None else qkv)
-    scales = (each.scale if isinstance(each, ScaledMatrix) else x for each in (operand, *matrices))
+    scales = (x if scale is None else scale for _, scale in map(parts, (operand, *matrices)))
     layer_kernel[(programs,)](
         *(blocks_of(matrix, BLOCK_N) for matrix in matrices),
         *(blocks_of(each, rows) for each in (operand, normed, active)),
         *scales,
-        x, post_norm, norm, parts, total, normed, last, active,
-        parts if out is None else out, x if tap is None else tap, _barriers(device),
+        x, post_norm, norm, sums, total, normed, last, active,
+        sums if out is None else out, x if tap is None else tap, _barriers(device),
         x if trace is None else trace,
         m, 0 if tap is None else tap.stride(0), eps,
         D=d, A=width, FFN=ffn, QKV=0 if qkv is None else len(qkv), O_SPLITS=o_splits, DOWN_SPLITS=down_splits,
         QKV_SPLITS=qkv_splits, GATE_WIDE=wide_of(len(gate_up) // BLOCK_N, 1, rows, programs),
         QKV_WIDE=1 if qkv is None else wide_of(len(qkv) // BLOCK_N, qkv_splits, rows, programs),
         BLOCK_D=next_power_of_two(d), T=rows, SLOTS=slots.weights, ROW_SLOTS=slots.rows,
-        BLOCK_N=BLOCK_N, BLOCK_K=block, SCALED=rounded, TAP=tap is not None, BARRIERS=BARRIERS,
+        BLOCK_N=BLOCK_N, BLOCK_K=block, SCALED=quantized, TAP=tap is not None, BARRIERS=BARRIERS,
         PHASES=0 if trace is None else len(PHASES), num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return total, last, out

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import MAX_ROWS, is_hopper, multiprocessors
-from ..scaled import Matrix, ScaledMatrix, stored
+from ..weight import Weight, is_quantized, parts
 
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
 BLOCK_BYTES = gl.constexpr(256)  # of a row of a block
@@ -53,12 +53,12 @@ def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
     return min(widths, key=lambda w: w * -(-tiles * splits // (w * programs)))
 
 
-def block_k(matrix: Matrix) -> int:
+def block_k(matrix: Weight) -> int:
     """Columns of a block of this matrix."""
-    return BLOCK_BYTES.value // stored(matrix).element_size()
+    return BLOCK_BYTES.value // parts(matrix)[0].element_size()
 
 
-def fits(x: Tensor, matrices: Sequence[Matrix | None]) -> bool:
+def fits(x: Tensor, matrices: Sequence[Weight | None]) -> bool:
     """Whether x [M, K] times these can stream: a Hopper GPU, x in bf16, at most MAX_ROWS rows, whole tiles.
 
     Either all of them are in bf16 or all in fp8.
@@ -68,8 +68,8 @@ def fits(x: Tensor, matrices: Sequence[Matrix | None]) -> bool:
         and is_hopper(x.device.index)
         and x.dtype == torch.bfloat16
         and len(x) <= min(MAX_ROWS, programs_of(x.device.index))
-        and len({isinstance(m, ScaledMatrix) for m in matrices if m is not None}) == 1
-        and all(len(m) % BLOCK_N == 0 and stored(m).shape[1] % COLUMNS == 0 for m in matrices if m is not None)
+        and len({is_quantized(m) for m in matrices if m is not None}) == 1
+        and all(len(m) % BLOCK_N == 0 and parts(m)[0].shape[1] % COLUMNS == 0 for m in matrices if m is not None)
     )
 
 
@@ -78,9 +78,9 @@ def programs_of(device: int) -> int:
     return multiprocessors(device)
 
 
-def blocks_of(matrix: Matrix, rows: int) -> TensorDescriptor:
+def blocks_of(matrix: Weight, rows: int) -> TensorDescriptor:
     """A matrix [N, K] in blocks of so many rows, for asynchronous loads."""
-    block, data = [rows, block_k(matrix)], stored(matrix)
+    block, data = [rows, block_k(matrix)], parts(matrix)[0]
     element = gl.float8e4nv if data.dtype == torch.float8_e4m3fn else gl.bfloat16
     return TensorDescriptor.from_tensor(data, block, gl.NVMMASharedLayout.get_default_for(block, element))
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
-from ..scaled import FP8_MAX, ScaledMatrix
+from ..weight import FP8_MAX, RowScaledFp8, Weight, is_quantized, parts
 
 MAX_WIDTH = 32768  # of a row, which one program holds
 
@@ -33,28 +33,29 @@ def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.c
     tl.store(scale_p + i_m, scale)
 
 
-def rounded_rows(x: Tensor) -> ScaledMatrix:
-    """Rows [M, K] in fp8, each by its own largest value: `ScaledMatrix.of` in one pass over memory."""
+def quantize_rows(x: Tensor) -> RowScaledFp8:
+    """Rows [M, K] in fp8, each by its own largest value: `RowScaledFp8.of` in one pass over memory."""
     m, k = x.shape
     data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     _round_kernel[(m,)](
         x, data, scale, m, k, FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x)
     )
-    return ScaledMatrix(data, scale)
+    return RowScaledFp8(data, scale)
 
 
-def multiplies(x: Tensor, weight: ScaledMatrix) -> bool:
-    """Whether `scaled_linear` takes these: bf16 of sizes that cuBLAS has fp8 GEMMs for, on a GPU from sm_90 on."""
+def multiplies(x: Tensor, weight: Weight) -> bool:
+    """Whether `scaled_linear` takes these: fp8 weights, bf16 rows, sizes of cuBLAS's fp8 GEMMs, sm_90 or later."""
     aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
     known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return x.dtype == torch.bfloat16 and aligned and known
+    return is_quantized(weight) and x.dtype == torch.bfloat16 and aligned and known
 
 
-def scaled_linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None = None) -> Tensor:
+def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K], quantized, times weight [N, K] transposed, plus bias [N]: bf16 [M, N]."""
-    rows, each = rounded_rows(x), F.ScalingType.RowWise
+    rows, each, (data, scale) = quantize_rows(x), F.ScalingType.RowWise, parts(weight)
+    assert scale is not None, "which `multiplies`"
     return F.scaled_mm(
-        rows.data, weight.data.t(), rows.scale[:, None], each, weight.scale[None], each,
+        rows.data, data.t(), rows.scale[:, None], each, scale[None], each,
         bias=bias, output_dtype=x.dtype, use_fast_accum=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, padded, pdl, shared_memory
-from ..scaled import Matrix, ScaledMatrix
+from ..weight import Weight, is_quantized, parts
 from .best import reduce_best
 
 SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
@@ -188,12 +188,12 @@ def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def launch_linear(
-    x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+    x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
 ) -> None:
     """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
-    data, scale = _parts(weight)
+    data, scale = parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
@@ -202,24 +202,20 @@ def launch_linear(
     )  # fmt: skip
 
 
-def _tile(kind: str, x: Tensor, weight: Matrix) -> Tile:
-    quantized, fp32 = isinstance(weight, ScaledMatrix), x.dtype == torch.float32
+def _tile(kind: str, x: Tensor, weight: Weight) -> Tile:
+    quantized, fp32 = is_quantized(weight), x.dtype == torch.float32
     shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
     return tile_for(kind, len(weight), x.shape[1], len(x), quantized, fp32, shared)
 
 
-def _parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
-    return (weight.data, weight.scale) if isinstance(weight, ScaledMatrix) else (weight, None)
-
-
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
 
 
-def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as P split-K partial sums, fp32 [P, M, N]; bias [N] is in the first."""
     tile = _tile("split_k", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
@@ -227,7 +223,7 @@ def linear_split_k(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Ten
     return out
 
 
-def linear_swiglu(x: Tensor, weight: Matrix) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
@@ -242,14 +238,14 @@ def swiglu(product: Tensor) -> Tensor:
     return out
 
 
-def linear_argmax(x: Tensor, weight: Matrix) -> Tensor:
+def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 
-def launch_argmax(x: Matrix, weight: Matrix, tile: Tile) -> Tensor:
+def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
     """`linear_argmax` with a given tile; rows in fp8 go with weights in fp8."""
-    rows, (data, scale) = _parts(x)[0], _parts(weight)
+    rows, (data, scale) = parts(x)[0], parts(weight)
     (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
     best = torch.empty(tiles, m, dtype=torch.float32, device=rows.device)
@@ -257,7 +253,7 @@ def launch_argmax(x: Matrix, weight: Matrix, tile: Tile) -> Tensor:
     _argmax_kernel[(tiles,)](
         rows, data, data if scale is None else scale, best, index, m, n, k,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=isinstance(x, ScaledMatrix),
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_quantized(x),
         num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
     return reduce_best(best, index)

@@ -10,7 +10,7 @@ from test_runtime_engine import make_engine, pair, prompts_of
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams, generate
-from dflash_toolkit.kernels.scaled import ScaledMatrix
+from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import weights as model
 from dflash_toolkit.runtime.stack import Decoder
@@ -22,7 +22,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
 
     def noted(decoder: Decoder, x: Tensor, *rest: Any) -> Tensor:
         if decoder.spec == weights.spec:
-            passes.append(isinstance(decoder.layers[0].down, ScaledMatrix))
+            passes.append(isinstance(decoder.layers[0].down, RowScaledFp8))
         return forward(decoder, x, *rest)
 
     monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
@@ -30,7 +30,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
     target, drafter = pair("qwen3")
     engine = make_engine(target, drafter, draft_dtype="fp8")
     weights = engine.runner.drafter
-    assert weights is not None and isinstance(weights.head, ScaledMatrix)
+    assert weights is not None and isinstance(weights.head, RowScaledFp8)
     prompts = prompts_of(5, 18)
     params = SamplingParams(max_new_tokens=20)
     for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
@@ -38,7 +38,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
     assert passes and all(passes)
     assert isinstance(weights.layers[0].qkv, Tensor), "has a launch of its own, in bf16"
     for name, matrix in (("down", weights.layers[1].down), ("o", weights.layers[0].o)):
-        assert isinstance(matrix, ScaledMatrix)
+        assert isinstance(matrix, RowScaledFp8)
         exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
         error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
         assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
@@ -52,16 +52,16 @@ def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size:
         for norm in (layer.input_norm, layer.post_norm):
             norm.copy_(size * (0.5 + torch.rand(len(norm))))
     for i, layer in enumerate(weights.layers):
-        rounded = layer.rounded(first=i == 0)
+        quantized = layer.quantized(first=i == 0)
         pairs = [("post_norm", "gate_up")] + [("input_norm", "qkv")] * (i > 0)
         for norm, matrix in pairs:
-            old, new, narrow = getattr(layer, norm), getattr(rounded, norm), getattr(rounded, matrix)
+            old, new, narrow = getattr(layer, norm), getattr(quantized, norm), getattr(quantized, matrix)
             assert 0.5 < float(new.square().mean().sqrt()) < 2
             exact = getattr(layer, matrix) * old
             error = (narrow.dense(torch.float32) * new - exact).norm() / exact.norm()
             assert 0.001 < error < 0.04, "what the one lost the other has"
         if i == 0:
-            assert rounded.qkv is layer.qkv and rounded.input_norm is layer.input_norm
+            assert quantized.qkv is layer.qkv and quantized.input_norm is layer.input_norm
 
 
 def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatc
 
 def test_layers_of_a_small_model_stay_what_they_are() -> None:
     weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
-    assert weights is not None and isinstance(weights.head, ScaledMatrix)
+    assert weights is not None and isinstance(weights.head, RowScaledFp8)
     assert all(isinstance(layer.o, Tensor) for layer in weights.layers)
 
 
@@ -89,6 +89,6 @@ def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest
     biased = replace(weights.layers[-1], o_bias=torch.zeros(size))
     for layers, in_fp8 in (([first, *rest], True), ([first, biased], False)):
         weights.layers = layers
-        rounded = weights.rounded(torch.randn(40, size))
-        assert all(isinstance(layer.down, ScaledMatrix) == in_fp8 for layer in rounded.layers)
-        assert isinstance(rounded.head, ScaledMatrix)
+        quantized = weights.quantized(torch.randn(40, size))
+        assert all(isinstance(layer.down, RowScaledFp8) == in_fp8 for layer in quantized.layers)
+        assert isinstance(quantized.head, RowScaledFp8)
