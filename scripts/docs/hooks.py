@@ -8,7 +8,6 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from dflash_toolkit.config import list_options
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`((?:dflash_toolkit|train|serve|scripts|tests|docs|configs|examples)/[\w./-]*\w/?)`")
-HEADER = ("| option | type | default | |", "|---|---|---|---|")
 log = logging.getLogger("mkdocs.hooks.files")
 
 
@@ -39,7 +39,10 @@ def commands() -> dict[str, tuple[type, str]]:
         "dflash-doctor": (doctor, doctor.DoctorConfig),
     }
     return {
-        name: (options, getattr(module, "DESCRIPTION", None) or (module.__doc__ or "").partition(": ")[2])
+        name: (
+            options,
+            getattr(module, "DESCRIPTION", None) or (module.__doc__ or "").partition(": ")[2].partition("\n\n")[0],
+        )
         for name, (module, options) in found.items()
     }
 
@@ -59,40 +62,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def command_page(name: str, options: type, description: str) -> str:
-    """Markdown: the command's description, its flags, and a table for each group of options."""
-    lines = [f"# {name}", "", description.strip(), "", "## Flags", "", *HEADER]
-    lines += [row(field, hint, f"--{flag_of(field)}") for field, hint in fields(options)]
-    hints = typing.get_type_hints(options)
-    for group in dataclasses.fields(options):
-        hint = hints[group.name]
-        if dataclasses.is_dataclass(hint) and not group.metadata.get("flat"):
-            lines += ["", f"## {group.name}", "", (hint.__doc__ or "").partition("\n")[0], "", *HEADER]
-            for field, inner in fields(hint):
-                short = field.metadata.get("flag")
-                lines.append(row(field, inner, f"{group.name}.{field.name}", f"--{short}" if short else ""))
+    """Markdown: what the command is for, and a table for each group of its options."""
+    groups: dict[str, list[str]] = {"": []}
+    for key, (field, hint) in list_options(options):
+        flag, short = f"--{key.replace('_', '-')}", field.metadata["flag"]
+        names = [flag] if not short else [f"--{short}"] if "." not in key else [flag, f"--{short}"]
+        kind = " ".join(f"`{choice}`" for choice in field.metadata["choices"]) or kind_of(hint)
+        cells = [" or ".join(f"`{name}`" for name in names), kind, default_of(field), field.metadata["help"]]
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        groups.setdefault(key.rpartition(".")[0], []).append(f"| {row} |")
+    lines = [f"# {name}", "", description.strip()]
+    for group, rows in groups.items():
+        lines += ["", f"## {group or 'Options'}", "", "| option | type | default | |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
-
-
-def fields(options: Any) -> Iterator[tuple[Any, Any]]:
-    """Each option of a dataclass with its type, those of groups without a name of their own among them."""
-    hints = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
-        hint = hints[field.name]
-        if not dataclasses.is_dataclass(hint):
-            yield field, hint
-        elif field.metadata.get("flat"):
-            yield from fields(hint)
-
-
-def row(field: Any, hint: Any, *names: str) -> str:
-    spelt = " or ".join(f"`{name}`" for name in names if name)
-    kind = " ".join(f"`{choice}`" for choice in field.metadata.get("choices") or ()) or kind_of(hint)
-    said = field.metadata.get("help", "").replace("|", "\\|")
-    return f"| {spelt} | {kind} | {default_of(field)} | {said} |"
-
-
-def flag_of(field: Any) -> str:
-    return field.metadata.get("flag") or field.name.replace("_", "-")
 
 
 def kind_of(hint: Any) -> str:
