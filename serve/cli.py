@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_toolkit.checkpoint.readahead import read_ahead
-from dflash_toolkit.config import UserError, option, parse_cli, run_command
+from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
 from dflash_toolkit.options import ModelOptions
-from dflash_toolkit.runtime.options import DRAFT_DTYPES, EngineOptions
+from dflash_toolkit.runtime.options import EngineOptions
 from dflash_toolkit.threads import use_threads
 
 if TYPE_CHECKING:
@@ -26,20 +26,12 @@ EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client")  # what `dflash-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig(ModelOptions):
-    """The knobs of `dflash-serve`."""
+    """The options of `dflash-serve`."""
 
     drafter: str | None = option(None, "the drafter: Hugging Face id or directory (default: decode plainly)")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    max_batch: int | None = option(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
-    max_context: int | None = option(None, "tokens of prompt and answer (default: what the target was made for)")
-    block_size: int | None = option(None, "tokens of a block; 1 decodes plainly (default: as it pays)")
-    draft_dtype: str = option(
-        "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
-    )
-    prefill_chunk: int = option(2048, "tokens of a prompt computed between two steps")
-    cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
-    memory_fraction: float = option(0.9, "of the GPU's memory, for weights, caches and all")
+    engine: EngineOptions = options(EngineOptions, flat=True)
     api_key: str | None = option(None, "clients must send this as their API key (default: none is asked for)")
     sampling_defaults: str = option(
         "model",
@@ -52,22 +44,9 @@ class ServeConfig(ModelOptions):
         ModelOptions.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
-        _ = self.options  # raises for a value outside its range
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
-
-    @property
-    def options(self) -> EngineOptions:
-        return EngineOptions(
-            max_batch=self.max_batch,
-            max_context=self.max_context,
-            block_size=self.block_size,
-            draft_dtype=self.draft_dtype,
-            prefill_chunk=self.prefill_chunk,
-            cache_tokens=self.cache_tokens,
-            memory_fraction=self.memory_fraction,
-        )
 
     @property
     def model(self) -> str:
@@ -96,7 +75,7 @@ def _run(config: ServeConfig) -> None:
     # what can be wrong is looked at before the target's weights, which take longest
     with listen(config.host, config.port) as listener:
         defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
-        engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.options)
+        engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.engine)
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         runner = engine.engine.runner
         place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"

@@ -141,7 +141,7 @@ def test_numbers_are_accepted_as_floats_however_yaml_reads_them(write: Callable[
     assert all(type(beta) is float for beta in optimiser.betas)
 
 
-def test_optional_knobs_take_null_and_lists_become_tuples() -> None:
+def test_optional_options_take_null_and_lists_become_tuples() -> None:
     assert build(limit=None).limit is None
     assert build(limit=3).limit == 3
     assert build(data=["a", "b"], taps=[1, 2]) == Settings(target="tiny", data=("a", "b"), taps=(1, 2))
@@ -235,7 +235,7 @@ def test_a_path_with_an_equals_sign_stays_in_its_list() -> None:
     assert parse("--target", "t", "--data", "out/lr=3.jsonl", "b").data == ("out/lr=3.jsonl", "b")
 
 
-def test_a_name_that_is_a_knob_s_stays_a_name() -> None:
+def test_a_name_that_is_a_option_s_stays_a_name() -> None:
     found = parse("--target", "t", "--sets", "chat=a", "note=b", "resume=c", "optimiser.lr=0.5", "--steps", "3")
     assert found.sets == ("chat=a", "note=b", "resume=c")
     assert (found.note, found.resume, found.steps, found.optimiser.lr) == (None, False, 3, 0.5)

@@ -12,7 +12,7 @@ from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
-from train.config import LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
 from train.objective.blocks import dense_mask, flex_mask, sample_blocks
@@ -44,7 +44,7 @@ def test_flex_attention_equals_the_dense_mask_forward_and_backward() -> None:
         drafter.zero_grad()
         context = drafter.context_kv(features.hidden, features.positions)
         hidden = drafter(target.embed(blocks.inputs.flatten(1)), blocks.positions.flatten(1), context, mask)
-        loss = draft_loss(hidden, blocks, target.head_weight, LossKnobs(), 4.0).loss
+        loss = draft_loss(hidden, blocks, target.head_weight, LossOptions(), 4.0).loss
         loss.backward()
         results.append((loss.item(), [p.grad.clone() for p in drafter.parameters()]))
     (dense, dense_grads), (flex, flex_grads) = results
@@ -60,7 +60,7 @@ def test_packed_compiled_steps_equal_the_dense_mask_at_every_step() -> None:
     drafter = make_drafter(target, head_dim=16).cuda()
     source = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=640)
     fast = TrainConfig(target="tiny")
-    plain = replace(fast, run=RunKnobs(compile="off"))
+    plain = replace(fast, run=RunOptions(compile="off"))
     for step in range(4):
         lengths = torch.randint(40, 200, (3,)).tolist()
         rows = [Row(10 * step + i, 9 + step, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate(lengths)]
@@ -86,10 +86,10 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: 
     config = TrainConfig(
         target="tiny",
         drafter=TrainConfig(target="tiny").drafter,
-        loss=LossKnobs(anchors=64),
-        optim=OptimKnobs(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack),
+        loss=LossOptions(anchors=64),
+        optim=OptimOptions(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack),
         device="cuda",
-        run=RunKnobs(log_every=50),
+        run=RunOptions(log_every=50),
     )
     exported: list[Drafter] = []
     train(
@@ -192,7 +192,7 @@ def test_a_bf16_step_with_a_distribution_loss_is_finite_and_lowers_it() -> None:
     rows = [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((97, 130, 61))]
     features = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=384, final=True)(rows)
     blocks = sample_blocks(features, 128, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
-    config = TrainConfig(target="tiny", loss=LossKnobs(ce=0.1, tv=0.9, head_rows=256))
+    config = TrainConfig(target="tiny", loss=LossOptions(ce=0.1, tv=0.9, head_rows=256))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     losses = []
     for _ in range(30):

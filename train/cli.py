@@ -60,7 +60,7 @@ from .run.data import (
 )
 from .run.identity import target_digest
 from .run.metrics import import_wandb, log_in
-from .run.start import Start, knobs_of, load_start
+from .run.start import Start, load_start, options_of
 from .run.state import first_difference, read_plan
 
 WORK = "work"  # inside the output directory: answers, metrics, resume point
@@ -84,30 +84,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
-    """The drafter's shape: the knobs given, the target's own values for the rest.
+    """The drafter's shape: the options given, the target's own values for the rest.
 
     Raises:
         UserError: an impossible combination, or no unused row for the mask token.
     """
-    knobs = config.drafter
+    options = config.drafter
     layers = int(target.num_hidden_layers)
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    mask = choose_mask_token(tokenizer, int(target.vocab_size)) if knobs.mask_token_id is None else knobs.mask_token_id
+    mask = (
+        choose_mask_token(tokenizer, int(target.vocab_size)) if options.mask_token_id is None else options.mask_token_id
+    )
     if mask in {tokenizer.eos_token_id, tokenizer.pad_token_id}:
         raise UserError(f"drafter.mask_token_id {mask} is the end-of-sequence or padding token; choose an unused one")
     try:
         return DrafterConfig(
             hidden_size=target.hidden_size,
-            num_layers=knobs.layers,
-            num_heads=_given(knobs.num_heads, target.num_attention_heads),
-            num_kv_heads=_given(knobs.num_kv_heads, target.num_key_value_heads),
-            head_dim=_given(knobs.head_dim, head_dim),
-            intermediate_size=_given(knobs.intermediate_size, target.intermediate_size),
+            num_layers=options.layers,
+            num_heads=_given(options.num_heads, target.num_attention_heads),
+            num_kv_heads=_given(options.num_kv_heads, target.num_key_value_heads),
+            head_dim=_given(options.head_dim, head_dim),
+            intermediate_size=_given(options.intermediate_size, target.intermediate_size),
             vocab_size=target.vocab_size,
             num_target_layers=layers,
-            target_layer_ids=knobs.target_layer_ids or default_target_layer_ids(layers, knobs.taps),
+            target_layer_ids=options.target_layer_ids or default_target_layer_ids(layers, options.taps),
             mask_token_id=mask,
-            block_size=knobs.block_size,
+            block_size=options.block_size,
             rms_norm_eps=target.rms_norm_eps,
             rope_theta=float(target.rope_parameters["rope_theta"]),
             max_position_embeddings=target.max_position_embeddings,
@@ -124,7 +126,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
     """One training run from configuration to checkpoint; continues where an earlier one stopped.
 
     Args:
-        given: knobs of the drafter's shape that somebody chose, so that a start of another shape is refused.
+        given: options of the drafter's shape that somebody chose, so that a start of another shape is refused.
     """
     use_threads(config.threads)
     sharded = config.run.fsdp or config.run.zero > 0
@@ -170,7 +172,7 @@ def _prepare(config: TrainConfig, given: Iterable[str], digest: str) -> _Prepare
     if config.run.zero:
         import_deepspeed()
     device = resolve_device(config.device)
-    packing(config, device)  # raises for knobs that say nothing there
+    packing(config, device)  # raises for options that say nothing there
     if config.run.attention == "flex" and device.type != "cuda":
         raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
     target_config = load_config(config.target)
@@ -183,7 +185,7 @@ def _prepare(config: TrainConfig, given: Iterable[str], digest: str) -> _Prepare
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output)
-        config = replace(config, drafter=knobs_of(start.drafter.config))
+        config = replace(config, drafter=options_of(start.drafter.config))
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
     check_fits(shape, target_config)
     data = PromptData(digest)
@@ -343,21 +345,24 @@ def _answered(run: _Prepared, wanted: dict[str, Any], processes: Processes) -> N
 
     Each process answers its share into a file of its own. All files count, whoever wrote them.
     """
-    config, work, knobs = run.config, run.work, run.config.answers
+    config, work, options = run.config, run.work, run.config.answers
     meta, prompts = work / "answers.json", work / PROMPTS
     state = processes.agree(processes.alone(_chosen, run, wanted))
     assert state is not None
     if len(set(processes.gather(meta.read_bytes() if meta.exists() else b""))) > 1:
         raise _not_shared(work)
     data = PromptData.of_json(run.data.digest, state)
-    if not knobs.regenerate:
+    if not options.regenerate:
         stops = declared_stop_ids(load_config(config.target), load_generation_config(config.target))
         processes.alone(write_recorded, run.reading, data, prompts, stops, work / CORPUS, wanted)
         return
     if "answered" not in state:
         done = processes.agree(processes.alone(_done, work)) or set()
         asking = Asking(
-            tokenizer=run.tokenizer, params=knobs.params(), length=config.prompts.max_length, thinking=knobs.thinking
+            tokenizer=run.tokenizer,
+            params=options.params(),
+            length=config.prompts.max_length,
+            thinking=options.thinking,
         )
         tallies = processes.gather(processes.together(_share, run, asking, done, data.counts["prompts"], processes))
         tally = Tally()
@@ -450,9 +455,9 @@ def _make(folder: Path, asked: str) -> None:
 
 # ---- provenance ------------------------------------------------------------------------------------------------
 
-# knobs that may change between a run and its resumption: they change no weight, or, where the number of processes times
-# `accumulate` changes, only how many micro batches a step takes
-FREE_KNOBS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
+# options that may change between a run and its resumption: they change no weight, or, where the number of processes
+# times `accumulate` changes, only how many micro batches a step takes
+FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "accumulate", "recompute", "head_rows")  # fmt: skip
 ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
@@ -490,7 +495,7 @@ def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "device", "threads")
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim", "loss"):
-        config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_KNOBS, *ENDS)}
+        config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
     config["answers"] = _asked(config)
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
     same = ("drafter", "target_digest", "data_hash", "template_hash")

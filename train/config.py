@@ -1,4 +1,4 @@
-"""Every knob of a training run, with its default. The defaults are a complete run for an 8B target on one large GPU.
+"""Every option of a training run, with its default. The defaults are a complete run for an 8B target on one large GPU.
 
 The choices among them are from an ablation (docs/benchmarks.md, "Settings"): Qwen2.5-Coder-0.5B-Instruct, an
 H200, two minutes each on the same answers, acceptance length decoded on four sets. As chosen here it was 2.92; with
@@ -24,7 +24,7 @@ MOST_GIB = 2**20  # no machine has more memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterKnobs:
+class DrafterOptions:
     """Shape of the drafter; what is not given is the target's own."""
 
     layers: int = option(5, "draft layers")
@@ -39,7 +39,7 @@ class DrafterKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataKnobs(PromptOptions):
+class DataOptions(PromptOptions):
     """Where prompts come from when no files are given, and how much of them is used."""
 
     dataset: str = option("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
@@ -53,7 +53,7 @@ class DataKnobs(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerKnobs(SamplingOptions):
+class AnswerOptions(SamplingOptions):
     """How the target answers the prompts. A drafter must see the target's own words."""
 
     regenerate: bool = option(True, "false trains on the answers the data holds (only right if this target wrote them)")
@@ -67,7 +67,7 @@ class AnswerKnobs(SamplingOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossKnobs:
+class LossOptions:
     """What a slot's loss is, a weighted sum, and which slots count how much (contract, "Training recipe").
 
     All but `ce` compare with the target's own distribution: every layer of the target runs, its last hidden state is
@@ -110,7 +110,7 @@ class LossKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimKnobs:
+class OptimOptions:
     """fp32 master weights, linear warm-up, decay to zero."""
 
     optimizer: str = option(
@@ -171,7 +171,7 @@ class OptimKnobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunKnobs:
+class RunOptions:
     """Memory, logging, saving, and how often acceptance is measured by real decoding."""
 
     attention: str = option("auto", "auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa"))
@@ -253,12 +253,12 @@ class TrainConfig(ModelOptions):
     init_from: str | None = option(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
     )
-    drafter: DrafterKnobs = options(DrafterKnobs)
-    prompts: DataKnobs = options(DataKnobs)
-    answers: AnswerKnobs = options(AnswerKnobs)
-    loss: LossKnobs = options(LossKnobs)
-    optim: OptimKnobs = options(OptimKnobs)
-    run: RunKnobs = options(RunKnobs)
+    drafter: DrafterOptions = options(DrafterOptions)
+    prompts: DataOptions = options(DataOptions)
+    answers: AnswerOptions = options(AnswerOptions)
+    loss: LossOptions = options(LossOptions)
+    optim: OptimOptions = options(OptimOptions)
+    run: RunOptions = options(RunOptions)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
@@ -324,9 +324,9 @@ def _check_effects(config: TrainConfig) -> None:
     loss, optim, run = config.loss, config.optim, config.run
     void = (
         ("loss.gamma", loss.gamma, None, loss.weights != "decay", "loss.weights=decay"),
-        ("loss.alpha", loss.alpha, LossKnobs().alpha, loss.weights != "dpace", "loss.weights=dpace"),
+        ("loss.alpha", loss.alpha, LossOptions().alpha, loss.weights != "dpace", "loss.weights=dpace"),
         ("loss.temperature", loss.temperature, 1.0, not loss.distribution, "loss.kl, tv, lk or lk_hybrid"),
-        ("optim.decay", optim.decay, OptimKnobs().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
+        ("optim.decay", optim.decay, OptimOptions().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
         ("run.feature_dir", run.feature_dir, None, run.features not in ("disk", "hybrid"),
          "run.features=disk or hybrid"),
         ("run.feature_cache_gb", run.feature_cache_gb, 0.0, run.features == "online", "run.features=auto"),

@@ -49,7 +49,7 @@ MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptKnobs(PromptOptions):
+class DataPromptOptions(PromptOptions):
     """Which prompts are read."""
 
     shuffle: int = option(10_000, "rows of a dataset to sample the next from; 0 keeps its order; files keep theirs")
@@ -61,7 +61,7 @@ class PromptKnobs(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerKnobs(SamplingOptions):
+class SamplerOptions(SamplingOptions):
     """How the target answers."""
 
     samples: int = option(1, "answers to every prompt, each with a seed of its own")
@@ -77,7 +77,7 @@ class SamplerKnobs(SamplingOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerKnobs:
+class ServerOptions:
     """How --endpoint is asked."""
 
     model: str | None = option(None, "name of the target there (default: the only one it has)")
@@ -115,9 +115,9 @@ class DataConfig(ModelOptions):
     gpus: int = option(1, "GPUs that share the target, with runtime vllm")
     drafter: str | None = option(None, "speeds the engine up, which alone uses it; the answers stay the same")
     batch_size: int = option(64, "answers written at a time")
-    prompts: PromptKnobs = options(PromptKnobs)
-    sampler: SamplerKnobs = options(SamplerKnobs, flat=True)
-    server: ServerKnobs = options(ServerKnobs)
+    prompts: DataPromptOptions = options(DataPromptOptions)
+    sampler: SamplerOptions = options(SamplerOptions, flat=True)
+    server: ServerOptions = options(ServerOptions)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
@@ -274,12 +274,12 @@ def _alone(output: Path) -> Iterator[None]:
 
 def _choose(config: DataConfig, path: Path) -> None:
     """Read the sources into a file of prompts, each there once. Raises UserError."""
-    knobs = config.prompts
+    options = config.prompts
     wanted = Wanted(
-        names=config.data, similarity=knobs.similarity, strict=knobs.strict, most=knobs.max_prompts,
-        seed=config.sampler.seed, split=knobs.split, shuffle=knobs.shuffle, form=knobs.form,
+        names=config.data, similarity=options.similarity, strict=options.strict, most=options.max_prompts,
+        seed=config.sampler.seed, split=options.split, shuffle=options.shuffle, form=options.form,
     )  # fmt: skip
-    counts = choose(wanted, path, Duplicates(knobs.similarity))
+    counts = choose(wanted, path, Duplicates(options.similarity))
     print(f"{counts['prompts']} prompts; left out: {left_out(counts)}", file=sys.stderr)
 
 

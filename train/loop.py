@@ -21,7 +21,7 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 
-from .config import OptimKnobs, TrainConfig
+from .config import OptimOptions, TrainConfig
 from .distributed.parallel import Processes
 from .distributed.zero import Learner, make_learner
 from .features.memory import begin as begin_peak
@@ -143,7 +143,7 @@ class Plan:
     """
 
     def __init__(
-        self, optim: OptimKnobs, schedule: Schedule | PackedSchedule, group: int, state: RunState | None, output: Path
+        self, optim: OptimOptions, schedule: Schedule | PackedSchedule, group: int, state: RunState | None, output: Path
     ) -> None:
         self._optim, self._schedule, self._group = optim, schedule, group
         self.named = plan_of(to_mapping(optim))
@@ -207,7 +207,7 @@ class Plan:
 
 
 def plan_of(optim: dict[str, Any]) -> dict[str, float]:
-    """The one option, of a mapping of `OptimKnobs`, that says when a run ends."""
+    """The one option, of a mapping of `OptimOptions`, that says when a run ends."""
     return next(({name: optim[name]} for name in ("minutes", "steps") if optim[name]), {"epochs": optim["epochs"]})
 
 

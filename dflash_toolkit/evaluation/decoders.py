@@ -112,7 +112,7 @@ class EngineRuntime:
     ) -> None:
         self._target, self._drafter, self._stop_ids = target, drafter, stop_ids
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
-        options = EngineOptions(max_batch=1, prefix_cache=False, draft_dtype=draft_dtype)
+        options = EngineOptions(max_num_seqs=1, prefix_cache=False, draft_dtype=draft_dtype)
         self._options = replace(options, draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype))
         self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": self._options.draft_dtype}
         self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
@@ -184,8 +184,10 @@ class EngineRuntime:
         if draft not in self._engines:
             options = replace(
                 self._options,
-                max_context=self._context,
-                block_size=self.block_size if draft else 1,  # a report is about whole blocks: nothing is chosen
+                max_model_len=self._context,
+                num_speculative_tokens=self.block_size - 1
+                if draft
+                else 0,  # a report is about whole blocks: nothing is chosen
             )
             try:
                 engine = Engine(self._target, self._drafter if draft else None, self._stop_ids, options)

@@ -92,8 +92,8 @@ class Engine:
         options = (options or EngineOptions()).fitted(target.spec, config, device)
         options = replace(options, draft_dtype=resolve_draft_dtype(options.draft_dtype, device, target.embedding.dtype))
         self.options = options
-        assert options.max_batch is not None and options.max_context is not None
-        max_batch, self.context_limit = options.max_batch, options.max_context
+        assert options.max_num_seqs is not None and options.max_model_len is not None
+        max_batch, self.context_limit = options.max_num_seqs, options.max_model_len
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         ops = operations(device)
@@ -134,7 +134,7 @@ class Engine:
             self.pool,
             self._chooser(),
             max_batch=max_batch,
-            prefill_chunk=options.prefill_chunk,
+            prefill_chunk=options.max_num_batched_tokens,
             max_block=max_block,
             prefix_cache=options.prefix_cache,
             report=lambda request, step: own._report(request, step),
@@ -196,7 +196,7 @@ class Engine:
             have = self.pool.capacity * self.pool.page_size
             raise UserError(
                 f"the request may need {needed * self.pool.page_size} tokens of cache and there are {have}; "
-                f"ask for fewer tokens or start the engine with more cache_tokens"
+                f"ask for fewer tokens or start the engine with more kv_cache_tokens"
             )
         return request
 

@@ -48,36 +48,37 @@ def room_for_cache(
 ) -> Room:
     """Pages for the cache, and the scratch of the largest step.
 
-    On a GPU the cache gets what is left of `memory_fraction` once the weights are there and a prefill chunk and the
-    largest step have shown what they need beside them.
+    On a GPU the cache gets what is left of `gpu_memory_utilization` once the weights are there and a prefill chunk and
+    the largest step have shown what they need beside them.
 
     Args:
         runner: makes a step runner with so much of it.
         specs: of the target and, if there is one, the drafter.
 
     Raises:
-        UserError: not even one request of `context` tokens would fit, or not `cache_tokens`, or the largest step fails
-            for want of memory; says what is missing and which knob helps.
+        UserError: not even one request of `context` tokens would fit, or not `kv_cache_tokens`, or the largest step
+            fails for want of memory; says what is missing and which option helps.
     """
     probe = runner(Room(pages=2))
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
     size = options.page_size
     longest = context + (probe.lag + 2) * probe.max_block
     least = -(-longest // size)
-    wanted = None if options.cache_tokens is None else -(-options.cache_tokens // size)
+    wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
     if device == "cpu":
         return Room(1 + (wanted or max(least, min(probe.max_batch * least, CPU_TOKENS // size))))
     bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
     # what is asked for by its size may take all of the memory
-    share = options.memory_fraction if wanted is None else 1.0
+    share = options.gpu_memory_utilization if wanted is None else 1.0
     free, scratch = _free_beside(probe, options, share)
     pages = int(free // bytes_of_page) - 1
     if pages < (wanted or least):
         missing = ((wanted or least) - pages) * bytes_of_page / GIB
         what = f"one request of {context} tokens"
-        way_out = f"lower max_context or max_batch, or raise memory_fraction (now {options.memory_fraction})"
+        now = options.gpu_memory_utilization
+        way_out = f"lower max_model_len or max_num_seqs, or raise gpu_memory_utilization (now {now})"
         if wanted is not None:
-            what, way_out = f"a cache of {options.cache_tokens} tokens", "lower cache_tokens or max_batch"
+            what, way_out = f"a cache of {options.kv_cache_tokens} tokens", "lower kv_cache_tokens or max_num_seqs"
         raise UserError(f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}")
     # behind the last even a prefix cache has little use for more
     return Room(1 + (wanted or min(pages, probe.max_batch * least * 4)), scratch)
@@ -85,7 +86,7 @@ def room_for_cache(
 
 @contextlib.contextmanager
 def beside_the_weights(options: "EngineOptions") -> Iterator[None]:
-    """Raises UserError, naming the knobs that help, where what an engine makes of loaded weights finds no memory."""
+    """Raises UserError, naming the options that help, where what an engine makes of loaded weights finds no memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -93,8 +94,8 @@ def beside_the_weights(options: "EngineOptions") -> Iterator[None]:
             "take draft_dtype full, which keeps no fp8 copy of the head, or " if options.draft_dtype == "fp8" else ""
         )
         raise UserError(
-            f"GPU memory does not hold the engine beside the weights ({_said(error)}); {copies}lower max_batch, "
-            f"max_context or cache_tokens"
+            f"GPU memory does not hold the engine beside the weights ({_said(error)}); {copies}lower max_num_seqs, "
+            f"max_model_len or kv_cache_tokens"
         ) from error
 
 
@@ -155,11 +156,12 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
     """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes, and those
     of the largest step."""
     try:
-        workspace = workspace_of(probe, options.prefill_chunk)
+        workspace = workspace_of(probe, options.max_num_batched_tokens)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of {options.prefill_chunk} "
-            f"tokens beside the weights ({_said(error)}); lower max_batch, block_size or prefill_chunk"
+            f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of "
+            f"{options.max_num_batched_tokens} tokens beside the weights ({_said(error)}); lower max_num_seqs, "
+            f"num_speculative_tokens or max_num_batched_tokens"
         ) from error
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack

@@ -1,10 +1,11 @@
-"""The knobs of the engine. Without torch: command lines are checked before it is imported."""
+"""The options of the engine. Without torch: command lines are checked before it is imported."""
 
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..config import UserError
+from ..config import UserError, option
+from ..options import DRAFT_DTYPES, DraftOptions
 
 if TYPE_CHECKING:
     import torch
@@ -50,44 +51,46 @@ class SyntheticAcceptance:
         return torch.tensor([[accepted() for _ in range(rows)] for _ in range(steps)], dtype=torch.int32)
 
 
-DRAFT_DTYPES = ("auto", "fp8", "full")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """The knobs of the engine.
+class EngineOptions(DraftOptions):
+    """What an engine can be told.
 
     Raises:
         ValueError: a value outside its range.
     """
 
-    max_batch: int | None = None  # requests decoded together; None: 32 on a GPU, 4 on a CPU
-    max_context: int | None = None  # tokens of prompt and answer; None: what the target was made for
-    block_size: int | None = None  # tokens of a block; 1 decodes plainly; None: chosen step by step, as it pays
-    prefill_chunk: int = 2048  # tokens of a prompt computed between two steps
-    page_size: int = 64  # tokens; prefixes are shared in whole pages
-    cache_tokens: int | None = None  # room for so many tokens; None: what memory allows
-    memory_fraction: float = 0.9  # of the GPU's memory, for everything
-    prefix_cache: bool = True
-    draft_dtype: str = "auto"  # of drafts, the output is the same: fp8, full (as loaded), auto (what is faster here)
+    renamed: ClassVar[dict[str, Any]] = DraftOptions.renamed | {
+        "max_batch": "max_num_seqs",
+        "max_context": "max_model_len",
+        "prefill_chunk": "max_num_batched_tokens",
+        "cache_tokens": "kv_cache_tokens",
+        "memory_fraction": "gpu_memory_utilization",
+    }
+    max_num_seqs: int | None = option(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
+    max_model_len: int | None = option(
+        None, "tokens of prompt and answer together (default: what the target was made for)"
+    )
+    max_num_batched_tokens: int = option(2048, "tokens of prompts computed between two steps")
+    page_size: int = option(64, "tokens of a page of the cache, a power of two; whole pages are shared by prefixes")
+    kv_cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory, for weights, caches and all")
+    prefix_cache: bool = option(True, "keep the pages of prompts for those that begin alike")
     synthetic: SyntheticAcceptance | None = None
 
     def __post_init__(self) -> None:
+        DraftOptions.__post_init__(self)
         if self.draft_dtype not in DRAFT_DTYPES:
             raise ValueError(f"draft_dtype is {self.draft_dtype!r}; it must be one of {', '.join(DRAFT_DTYPES)}")
-        for name in ("prefill_chunk", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
-        for name in ("max_batch", "max_context", "block_size", "cache_tokens"):
+        for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be in (0, 1]")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
 
     def fitted(self, target: "ModelSpec", drafter: "DrafterConfig | None", device: "torch.device") -> "EngineOptions":
-        """These options for a pair on a device, with `max_batch` and `max_context` filled in.
+        """These options for a pair on a device, with `max_num_seqs` and `max_model_len` filled in.
 
         Raises:
             UserError: they ask for more than the target, the drafter or the device can do.
@@ -99,13 +102,14 @@ class EngineOptions:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
         if on_gpu and self.draft_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
             raise UserError(f"{torch.cuda.get_device_name(device)} does not know draft_dtype=fp8; use auto or full")
-        if (self.max_context or 0) > target.context_limit:
-            raise UserError(f"max_context is {self.max_context}; the target was made for {target.context_limit}")
-        longest = drafter.block_size if drafter else 1
-        if (self.block_size or 0) > longest:
-            raise UserError(f"block_size is {self.block_size}; the drafter's blocks have at most {longest} tokens")
+        if (self.max_model_len or 0) > target.context_limit:
+            raise UserError(f"max_model_len is {self.max_model_len}; the target was made for {target.context_limit}")
+        most = drafter.block_size - 1 if drafter else 0
+        if (self.num_speculative_tokens or 0) > most:
+            reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
+            raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
         return replace(
             self,
-            max_batch=self.max_batch or (32 if on_gpu else 4),
-            max_context=self.max_context or target.context_limit,
+            max_num_seqs=self.max_num_seqs or (32 if on_gpu else 4),
+            max_model_len=self.max_model_len or target.context_limit,
         )

@@ -24,7 +24,7 @@ import numpy as np
 
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.files import write_json
-from dflash_toolkit.train.config import DataKnobs, TrainConfig
+from dflash_toolkit.train.config import DataOptions, TrainConfig
 from dflash_toolkit.train.responses.corpus import Corpus
 from dflash_toolkit.train.responses.file import Match
 from dflash_toolkit.train.run.data import Reading, write_given
@@ -83,7 +83,7 @@ def main() -> None:
         answers, folder = Path(name) / "a.jsonl", Path(name) / "corpus"
         write_answers(answers, args.tokens // LENGTH)
         # every prompt of the pool stands there many times, so none is held out
-        config = TrainConfig(target="t", answer_files=(str(answers),), prompts=DataKnobs(held_out=0, max_prompts=0))
+        config = TrainConfig(target="t", answer_files=(str(answers),), prompts=DataOptions(held_out=0, max_prompts=0))
         began, cpu = time.perf_counter(), time.process_time()
         write_given(Reading(config, None, ""), "", Match("t", "d", WORDS, "h"), folder, {})
         made = {"seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}

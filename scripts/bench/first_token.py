@@ -53,7 +53,7 @@ def main() -> None:
     device, dtype, config = torch.device("cuda"), torch.bfloat16, named_shape(args.shape)
     target = random_target(ModelSpec.of_target(config), device, dtype)
     drafter = random_drafter(drafter_for(config), device, dtype)
-    engine = Engine(target, drafter, (), EngineOptions(block_size=16, prefix_cache=False))
+    engine = Engine(target, drafter, (), EngineOptions(num_speculative_tokens=15, prefix_cache=False))
     result: dict[str, Any] = {**setting("bench/first_token.py"), "shape": args.shape, "rows": []}
     for length in args.length:
         with patch.object(engine.runner, "prefill", engine.runner.prefill_eagerly):

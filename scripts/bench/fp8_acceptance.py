@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> None:
     full: dict[str, list[Generation]] = {}
     for name, (dtype, narrowest) in VARIANTS.items():
         model.WIDE_IN_FP8 = narrowest
-        options = EngineOptions(max_batch=args.batch, block_size=block, draft_dtype=dtype, prefix_cache=False)
+        options = EngineOptions(
+            max_num_seqs=args.batch, num_speculative_tokens=block - 1, draft_dtype=dtype, prefix_cache=False
+        )
         engine, tokenizer = load_engine(args.target, args.drafter, options=options)
         drafter = engine.runner.drafter
         assert drafter is not None and isinstance(drafter.layers[0].o, RowScaledFp8) == (name == "head and layers")

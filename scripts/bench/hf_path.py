@@ -19,7 +19,7 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.target import resolve_dtype, use_device
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape
-from dflash_toolkit.train.config import LossKnobs, TrainConfig
+from dflash_toolkit.train.config import LossOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.step import compute_loss, use_flex
@@ -42,12 +42,12 @@ def synchronize(device: torch.device) -> None:
 
 def time_training(target: Target, drafter: Drafter, length: int, rows: int, anchors: int, repeats: int) -> dict:
     """Median seconds of target forward and of the drafter's step (forward, backward, AdamW)."""
-    knobs = TrainConfig(target=target.name, loss=LossKnobs(anchors=anchors, head_rows=4096))
+    options = TrainConfig(target=target.name, loss=LossOptions(anchors=anchors, head_rows=4096))
     flex = use_flex("auto", target.device)
     source = FeatureSource(
-        target, drafter.config.target_layer_ids, length, 128 if flex else 1, final=knobs.loss.distribution
+        target, drafter.config.target_layer_ids, length, 128 if flex else 1, final=options.loss.distribution
     )
-    optimizer = make_optimizer(drafter.train(), knobs.optim)
+    optimizer = make_optimizer(drafter.train(), options.optim)
     generator = torch.Generator().manual_seed(0)
     batch = [
         Row(i, length // 4, torch.randint(0, drafter.config.vocab_size, (length,), generator=generator).tolist())
@@ -61,7 +61,7 @@ def time_training(target: Target, drafter: Drafter, length: int, rows: int, anch
         features_s.append(time.perf_counter() - started)
         blocks = sample_blocks(features, anchors, 16, drafter.config.mask_token_id, generator)
         started = time.perf_counter()
-        compute_loss(drafter, target, features, blocks, knobs, flex).loss.backward()
+        compute_loss(drafter, target, features, blocks, options, flex).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         synchronize(target.device)

@@ -227,7 +227,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--first", action="store_true", help="an engine's first requests, all of them")
     parser.add_argument("--prefix-cache", action="store_true", help="keep what requests leave behind, as when serving")
-    parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
@@ -240,8 +240,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
             parser.error(f"--{name} is {least}; it must be >= 1")
     if args.short >= args.long:
         parser.error(f"--short is {args.short}; it must be less than --long")
-    if max(args.prompt) + args.long > args.max_context:
-        parser.error(f"--prompt and --long are {max(args.prompt) + args.long} tokens; raise --max-context")
+    if max(args.prompt) + args.long > args.max_model_len:
+        parser.error(f"--prompt and --long are {max(args.prompt) + args.long} tokens; raise --max-model-len")
     if not 0 <= args.useless <= min(args.batch):
         parser.error(f"--useless is {args.useless}; every --batch has {min(args.batch)} requests at least")
     if args.logprobs is not None and not 0 <= args.logprobs <= MAX_LOGPROBS:
@@ -277,9 +277,9 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         for batch in args.batch:
             began = time.perf_counter()
             options = EngineOptions(
-                max_batch=batch,
-                max_context=args.max_context,
-                block_size=block or None,
+                max_num_seqs=batch,
+                max_model_len=args.max_model_len,
+                num_speculative_tokens=block - 1 if block else None,
                 draft_dtype=args.draft_dtype,
                 prefix_cache=args.prefix_cache,
                 synthetic=synthetic,

@@ -14,7 +14,7 @@ greedily on that engine, one prompt at a time, as `dflash-eval` does. The same c
 or decoding that ended.
 
 Writes OUT/answers.jsonl, OUT/drafter-NAME, OUT/report-NAME and OUT/result.json. The minutes are of training alone: the
-features and compiling are timed by themselves, and the total covers all parts. Training knobs may follow: key=value.
+features and compiling are timed by themselves, and the total covers all parts. Training options may follow: key=value.
 """
 
 import argparse
@@ -65,7 +65,7 @@ from dflash_toolkit.train.run.identity import target_digest
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
             "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
-KNOBS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, this program sees to itself
+OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, this program sees to itself
 WARM_UP_STEPS = 3  # compile what the run needs
 Sets = dict[str, list[EncodedPrompt]]
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
@@ -127,19 +127,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pool", nargs="+", metavar="NAME", help="sets whose steps are pooled (default: all)")
     add("--baseline", nargs="*", metavar="NAME", help="sets the last run also decodes plainly (default: all)")
     add("--output", type=Path, required=True)
-    add("overrides", nargs="*", metavar="key=value", help="training knobs")
+    add("overrides", nargs="*", metavar="key=value", help="training options")
     return parser.parse_intermixed_args(argv)
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """Every training that is asked for. Raises UserError for a wrong knob."""
+    """Every training that is asked for. Raises UserError for a wrong option."""
     jobs = []
     for name, *overrides in args.variant or [[""]]:
         for minutes in args.minutes:
             budget = f"{minutes:g}m" if not name or len(args.minutes) > 1 else ""
             own = [*SETTINGS, f"optim.minutes={minutes}", *args.overrides, *overrides]
-            if foreign := [word for word in own if re.split("[=.]", word)[0] not in KNOBS]:
-                raise UserError(f"{foreign[0]}: only knobs of {', '.join(KNOBS)} may be given here")
+            if foreign := [word for word in own if re.split("[=.]", word)[0] not in OPTIONS]:
+                raise UserError(f"{foreign[0]}: only options of {', '.join(OPTIONS)} may be given here")
             values, source = given_values(TrainConfig, ["--target", args.target, *own], "train_real", "")
             config = configure(values, source)
             jobs.append(Job("-".join(filter(None, (name, budget))), minutes, overrides, config))

@@ -34,7 +34,7 @@ from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import Target, resolve_device
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape
-from dflash_toolkit.train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
 from dflash_toolkit.train.features.source import FeatureSource
@@ -74,12 +74,12 @@ class Bench:
         self.shape = drafter_for(named_shape(args.shape), args.layers, args.taps, args.block)
         self.config = TrainConfig(
             target=args.shape,
-            drafter=DrafterKnobs(layers=args.layers, taps=args.taps, block_size=args.block),
-            loss=LossKnobs(anchors=self.anchors),
-            optim=OptimKnobs(
+            drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block),
+            loss=LossOptions(anchors=self.anchors),
+            optim=OptimOptions(
                 optimizer=args.optimizer, accumulate=args.accumulate, batch_size=self.batch, recompute=args.recompute
             ),
-            run=RunKnobs(compile=args.compile, **SHARDED[args.shard]),
+            run=RunOptions(compile=args.compile, **SHARDED[args.shard]),
         )
         with torch.device("meta"):
             drafter = Drafter(self.shape)

@@ -176,8 +176,9 @@ import sys
 import dflash_toolkit, dflash_toolkit.evaluation, dflash_toolkit.evaluation.cli, dflash_toolkit.runtime, serve.cli
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.options import PromptSetOptions
 SamplingParams(), EngineOptions(), serve.cli.ServeConfig(target="x")
-dflash_toolkit.evaluation.cli.EvalConfig(target="x", drafter="y", prompts=("a=b",))
+dflash_toolkit.evaluation.cli.EvalConfig(target="x", drafter="y", sets=PromptSetOptions(prompts=("a=b",)))
 print(sys.modules.keys() & {"torch", "transformers"} or "neither")
 """
     assert fresh(program) == "neither"
@@ -187,8 +188,8 @@ print(sys.modules.keys() & {"torch", "transformers"} or "neither")
 def test_every_public_name_resolves_in_a_fresh_process(order: int) -> None:
     names = [f"from {package.__name__} import {name}" for package in LAZY for name in package.__all__][::order]
     # modules that nobody imported by name were attributes of their package before it was lazy, and still are
-    modules = "import dflash_toolkit as d; print(d.config.knob.__name__, d.runtime.engine.__name__)"
-    assert fresh("\n".join([*names, modules])) == "knob dflash_toolkit.runtime.engine"
+    modules = "import dflash_toolkit as d; print(d.config.option.__name__, d.runtime.engine.__name__)"
+    assert fresh("\n".join([*names, modules])) == "option dflash_toolkit.runtime.engine"
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

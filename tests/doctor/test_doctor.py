@@ -23,7 +23,7 @@ from dflash_toolkit.doctor.probe import Scores, gain
 from dflash_toolkit.fingerprint import model_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.record import RECORD_KEY, export_record
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.objective.blocks import Blocks
 from train.responses.rows import Row
 
@@ -45,9 +45,9 @@ def fit(
 ) -> Drafter:
     """A drafter trained on `rows` by the real loop."""
     config = TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=block_size), loss=LossKnobs(anchors=anchors),
-        optim=OptimKnobs(steps=steps, batch_size=min(8, len(rows)), learning_rate=learning_rate),
-        run=RunKnobs(feature_cache_gb=1, log_every=1000),
+        target="tiny", drafter=DrafterOptions(block_size=block_size), loss=LossOptions(anchors=anchors),
+        optim=OptimOptions(steps=steps, batch_size=min(8, len(rows)), learning_rate=learning_rate),
+        run=RunOptions(feature_cache_gb=1, log_every=1000),
     )  # fmt: skip
     drafter = make_drafter(target, block_size=block_size, **shape).train()
     train.loop.train(config, target, drafter, rows, [], work, {}, lambda trained, tau: None)

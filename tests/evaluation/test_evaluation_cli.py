@@ -133,7 +133,7 @@ def test_page_is_self_contained_and_escaped(finished: Path) -> None:
 
 
 def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "block_size=3"]) == 0
+    assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "num_speculative_tokens=2"]) == 0
     report = load(tmp_path)
     overall = report["overall"]
     assert overall["requests"] == 2
@@ -144,7 +144,7 @@ def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.C
     assert "report.html" in capsys.readouterr().out
 
 
-def test_a_set_may_be_named_like_a_knob_and_take_some_rows(arguments: list[str], tmp_path: Path) -> None:
+def test_a_set_may_be_named_like_a_option_and_take_some_rows(arguments: list[str], tmp_path: Path) -> None:
     sky = arguments[-2].partition("=")[2]
     command = [*arguments, "--output", str(tmp_path), "--no-baseline", "--prompts", f"thinking={sky}[1:2]"]
     assert main(command) == 0

@@ -88,7 +88,15 @@ def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatc
 
 def test_the_commands_report_is_the_same_on_both(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
-    command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu", "block_size=5"]
+    command = [
+        "--target",
+        str(target_dir),
+        "--drafter",
+        str(drafter_dir),
+        "--device",
+        "cpu",
+        "num_speculative_tokens=4",
+    ]
     command += ["--max-tokens", "20", "--prompts", f"a={prompts}"]
     for name in ("engine", "reference"):
         assert main([*command, "--runtime", name, "--output", str(tmp_path / name)]) == 0

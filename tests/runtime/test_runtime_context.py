@@ -73,7 +73,7 @@ def test_context_is_there_when_it_is_read(
     blocks: list[int], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
 ) -> None:
     """Blocks in any order, rows that come, move and go, requests that are cancelled or give way for want of pages."""
-    engine = make_engine(*pair(), page_size=PAGE, cache_tokens=PAGE * pages, max_context=80)
+    engine = make_engine(*pair(), page_size=PAGE, kv_cache_tokens=PAGE * pages, max_model_len=80)
     compared = watched(engine, blocks)
     texts = prompts_of(*(length for length, _ in prompts))
     requests = [
@@ -112,7 +112,7 @@ def test_tokens_of_many_plain_steps_are_projected_together(monkeypatch: pytest.M
 
 
 def test_requests_that_end_together_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(*pair(), max_batch=8, prefill_chunk=64)
+    engine = make_engine(*pair(), max_num_seqs=8, max_num_batched_tokens=64)
     writer, passes = engine.runner._context, []
     assert writer is not None
     write = writer._write_kept
@@ -123,7 +123,7 @@ def test_requests_that_end_together_are_settled_together(monkeypatch: pytest.Mon
 
 
 def test_requests_that_came_one_by_one_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, passes = make_engine(*pair(), max_batch=8, prefix_cache=False), []
+    engine, passes = make_engine(*pair(), max_num_seqs=8, prefix_cache=False), []
     writer = engine.runner._context
     assert writer is not None
     write = writer._write_kept
@@ -169,7 +169,7 @@ def test_an_answer_ends_where_there_is_no_memory_to_settle_it(monkeypatch: pytes
 
 def test_who_never_drafts_keeps_nothing() -> None:
     target, drafter = pair()
-    engine, plain = make_engine(target, drafter, block_size=1), make_engine(target, None)
+    engine, plain = make_engine(target, drafter, num_speculative_tokens=0), make_engine(target, None)
     assert engine.runner._context is None
     params = SamplingParams(max_new_tokens=20)
     answers = [[g.tokens for g in each.generate(prompts_of(4, 19), params)] for each in (engine, plain)]
@@ -177,7 +177,7 @@ def test_who_never_drafts_keeps_nothing() -> None:
 
 
 def test_acceptance_is_forgotten_between_requests_only() -> None:
-    engine = make_engine(*pair(), block_size=None)
+    engine = make_engine(*pair(), num_speculative_tokens=None)
     engine.generate(prompts_of(5), SamplingParams(max_new_tokens=60, ignore_eos=True))
     learnt = engine.request([1]).acceptance.rate
     engine.forget_acceptance()
@@ -200,7 +200,7 @@ def test_captured_settlements_write_the_same() -> None:
     import test_runtime_gpu as gpu
 
     target, drafter = gpu.pair()
-    engine = gpu.make_engine(target, drafter, prefix_cache=True, max_batch=8)
+    engine = gpu.make_engine(target, drafter, prefix_cache=True, max_num_seqs=8)
     blocks = [*[1] * 20, 4, *[1] * 5, 16, 16]
     turn = iter(range(10**6))
     engine.scheduler.choose_block = lambda requests: blocks[next(turn) % len(blocks)]

@@ -19,7 +19,7 @@ from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.request import RollingAcceptance
 from dflash_toolkit.runtime.timing import cached_times
 
-OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
+OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 
 
 def requests(*rates: float, tried: bool = True, known: bool = True, in_flight: tuple[int, ...] = ()) -> list[Any]:
@@ -186,7 +186,7 @@ def test_a_new_request_starts_where_others_lately_were() -> None:
     assert before < 0.3 and not new.tried
     judged = [step.accepted for step in engine.generate([[7, 7]], params)[0].steps if step.drafted]
     assert judged and new.rate == engine.request([1, 2]).acceptance.rate < before, "what others had since counts too"
-    plain = Engine.of_modules(target, None, replace(OPTIONS, block_size=1))
+    plain = Engine.of_modules(target, None, replace(OPTIONS, num_speculative_tokens=0))
     plain.generate([[1, 2, 3]], params)
     assert plain.request([1]).acceptance.rate == pytest.approx(0.7), "nothing was judged"
 
@@ -224,7 +224,7 @@ def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:
-    free = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4)
+    free = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4)
     params = SamplingParams(max_new_tokens=30)
     answers = []
     for options in (free, OPTIONS):
@@ -235,7 +235,9 @@ def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir:
 
 def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
     target = make_target()
-    engine = Engine.of_modules(target, make_drafter(target), EngineOptions(max_batch=1, cache_tokens=1200, page_size=4))
+    engine = Engine.of_modules(
+        target, make_drafter(target), EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
+    )
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
     engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
     (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))

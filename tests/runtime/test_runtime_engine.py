@@ -40,8 +40,13 @@ def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
-    size = drafter.config.block_size if drafter else 1
-    defaults = {"block_size": size, "page_size": 4, "max_batch": 3, "prefill_chunk": 16, "cache_tokens": 1200}
+    defaults = {
+        "num_speculative_tokens": drafter.config.block_size - 1 if drafter else 0,
+        "page_size": 4,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "kv_cache_tokens": 1200,
+    }
     return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
 
 
@@ -131,7 +136,7 @@ def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int)
     params = SamplingParams(max_new_tokens=20, stop_token_ids=(text[index],))
     expected = generate(target, None, prompt, params)
     for block in (2, 5, 8):
-        engine = make_engine(target, drafter, block_size=block)
+        engine = make_engine(target, drafter, num_speculative_tokens=block - 1)
         knowing(engine, {tuple(prompt): text}, lambda position: False)
         got = engine.generate([prompt, prompt], [params, SamplingParams(max_new_tokens=index)])
         assert got[0].tokens == expected.tokens and got[0].finish_reason == "stop"
@@ -144,7 +149,7 @@ def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
     target, drafter = pair(limit=64)
     (prompt,) = prompts_of(64 - room)
     params = SamplingParams(ignore_eos=True)
-    got = make_engine(target, drafter, max_batch=2).generate([prompt, prompt], params)
+    got = make_engine(target, drafter, max_num_seqs=2).generate([prompt, prompt], params)
     expected = generate(target, drafter, prompt, params)
     assert len(expected.tokens) == room and all(same(g, expected) for g in got)
 
@@ -220,7 +225,7 @@ def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
     target, drafter = pair()
     prompts = prompts_of(30, 25, 40, 12, 33)
     params = [SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
-    engine = make_engine(target, drafter, cache_tokens=140)
+    engine = make_engine(target, drafter, kv_cache_tokens=140)
     got = engine.generate(prompts, params)
     assert engine.stats.preemptions > 0
     for prompt, each, answer in zip(prompts, params, got, strict=True):
@@ -231,7 +236,7 @@ def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
 def test_cancelled_requests_free_their_rows_and_the_others_do_not_notice() -> None:
     target, drafter = pair()
     prompts = prompts_of(20, 30, 9, 14)
-    engine = make_engine(target, drafter, max_batch=2)
+    engine = make_engine(target, drafter, max_num_seqs=2)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     requests = [engine.submit(p, params) for p in prompts]
     for turn in range(400):
@@ -258,7 +263,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer(
     arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int
 ) -> None:
     target, drafter = pair()
-    engine = make_engine(target, drafter, max_batch=max_batch, cache_tokens=cache_tokens)
+    engine = make_engine(target, drafter, max_num_seqs=max_batch, kv_cache_tokens=cache_tokens)
     prompts = prompts_of(*(length for length, _, _ in arrivals), seed=7)
     pending = [
         (turn, prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
@@ -289,7 +294,7 @@ def test_synthetic_acceptance_is_as_long_as_asked() -> None:
         (SyntheticAcceptance(mean_length=3.4), 3.4),
         (SyntheticAcceptance(rate=0.0), 1.0),
     ):
-        answers = make_engine(target, drafter, synthetic=synthetic, cache_tokens=2000).generate(prompts, params)
+        answers = make_engine(target, drafter, synthetic=synthetic, kv_cache_tokens=2000).generate(prompts, params)
         length = sum(len(g.tokens) - 1 for g in answers) / sum(len(g.steps) for g in answers)
         assert length == pytest.approx(expected, rel=0.08)
 
@@ -298,7 +303,7 @@ def test_synthetic_acceptance_is_as_long_as_asked() -> None:
     ("options", "message"),
     [
         ({"block_size": 9}, "block_size is 9; the drafter's blocks have at most 8 tokens"),
-        ({"max_context": 513}, "max_context is 513; the target was made for 512"),
+        ({"max_model_len": 513}, "max_model_len is 513; the target was made for 512"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -317,7 +322,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: dict[str, Any], message: str) -> None:
-    engine = make_engine(*pair(), cache_tokens=100 if len(prompt) == 100 else 1200)
+    engine = make_engine(*pair(), kv_cache_tokens=100 if len(prompt) == 100 else 1200)
     with pytest.raises(UserError, match=message):
         engine.submit(prompt, SamplingParams(**params))
     assert engine.scheduler.idle
@@ -388,7 +393,7 @@ def test_an_engine_that_nobody_holds_is_gone_at_once(block_size: int | None, mon
     monkeypatch.setattr(StepRunner, "__init__", noted)
     models = pair()
     with no_collection():
-        engine = make_engine(*models, block_size=block_size, prefix_cache=True)
+        engine = make_engine(*models, num_speculative_tokens=block_size - 1, prefix_cache=True)
         assert list(runners) == [engine.runner], "the one that measures what passes take is gone"
         engine.generate(prompts_of(4, 9), SamplingParams(max_new_tokens=9))
         left = weakref.ref(engine)

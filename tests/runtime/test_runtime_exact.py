@@ -29,7 +29,13 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
     engine = Engine.of_modules(
         target,
         drafter,
-        EngineOptions(block_size=size, page_size=2, max_batch=32, cache_tokens=400, prefix_cache=prefix_cache),
+        EngineOptions(
+            num_speculative_tokens=size - 1,
+            page_size=2,
+            max_num_seqs=32,
+            kv_cache_tokens=400,
+            prefix_cache=prefix_cache,
+        ),
     )
     draft_at, propose = likely_draft(joint), engine.runner._propose
 

@@ -15,7 +15,7 @@ from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
 
 PROMPT, SHORT = [1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True)
-OPTIONS = EngineOptions(max_batch=1, cache_tokens=1200, page_size=4)
+OPTIONS = EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
 
 
 def saved(target: Target, path: Path) -> Path:

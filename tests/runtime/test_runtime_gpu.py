@@ -58,7 +58,12 @@ def pair(kind: str = "qwen3") -> tuple[Target, Drafter]:
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
-    defaults = {"block_size": 16 if drafter else 1, "max_batch": 8, "cache_tokens": 16 * LIMIT, "prefix_cache": False}
+    defaults = {
+        "num_speculative_tokens": 15 if drafter else 0,
+        "max_num_seqs": 8,
+        "kv_cache_tokens": 16 * LIMIT,
+        "prefix_cache": False,
+    }
     return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
 
 
@@ -109,9 +114,9 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
     prompts = prompts_of(320)
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
-    assert [g.tokens for g in make_engine(target, None, max_batch=1).generate(prompts, params)] == plain
+    assert [g.tokens for g in make_engine(target, None, max_num_seqs=1).generate(prompts, params)] == plain
     for batch, block in ((8, 16), (1, 16), (8, 8), (8, 4), (8, 2), (8, None)):
-        engine = make_engine(target, drafter, max_batch=batch, block_size=block)
+        engine = make_engine(target, drafter, max_num_seqs=batch, num_speculative_tokens=block - 1)
         knowing(engine, prompts, plain)
         drafted = engine.generate(prompts, params)
         assert [g.tokens for g in drafted] == plain
@@ -143,7 +148,7 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_d
 def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_toolkit.runtime.weights.WIDE_IN_FP8", 0)
     target, drafter = pair()
-    engine = make_engine(target, drafter, max_batch=16, block_size=block, draft_dtype="fp8")
+    engine = make_engine(target, drafter, max_num_seqs=16, num_speculative_tokens=block - 1, draft_dtype="fp8")
     for prompt in prompts_of(16, seed=4):
         engine.submit(prompt, SamplingParams(max_new_tokens=300, ignore_eos=True))
     for _ in range(60):
@@ -166,8 +171,10 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     target, drafter = pair()
     prompts = prompts_of(5)
     params = [SamplingParams(max_new_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
-    expected = make_engine(target, drafter, block_size=None).generate(prompts, params)
-    engine = make_engine(target, drafter, block_size=None)  # step times are known by now, so no step is captured
+    expected = make_engine(target, drafter, num_speculative_tokens=None).generate(prompts, params)
+    engine = make_engine(
+        target, drafter, num_speculative_tokens=None
+    )  # step times are known by now, so no step is captured
     prepared = 0
     while engine.prepare():
         prepared += 1
@@ -237,15 +244,17 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
     prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
     prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]  # chunks of 512 tokens, the last near the end
     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    captured = make_engine(target, drafter, prefill_chunk=512)
+    captured = make_engine(target, drafter, max_num_batched_tokens=512)
     found = [g.tokens for g in captured.generate(prompts, params)]
     assert {64, 128, 512} < set(captured.runner._prefills) <= set(PREFILL_SIZES)
     monkeypatch.setattr(StepRunner, "_prefill_graph", lambda runner, size: (Eagerly(), runner.padded_prefill(size)))
-    assert [g.tokens for g in make_engine(target, drafter, prefill_chunk=512).generate(prompts, params)] == found
+    assert [
+        g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=512).generate(prompts, params)
+    ] == found
     monkeypatch.setattr(
         "dflash_toolkit.runtime.runner.PREFILL_SIZES", (0,)
     )  # unpadded: longer products add up otherwise
-    plain = [g.tokens for g in make_engine(target, drafter, prefill_chunk=512).generate(prompts, params)]
+    plain = [g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=512).generate(prompts, params)]
     assert sum(a == b for a, b in zip(found, plain, strict=True)) >= len(prompts) - 2
 
 
@@ -262,7 +271,9 @@ def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:
         for i in range(8)
     ]
     together = make_engine(target, drafter).generate(prompts, params)
-    alone = [make_engine(target, None, max_batch=1).generate([p], s)[0] for p, s in zip(prompts, params, strict=True)]
+    alone = [
+        make_engine(target, None, max_num_seqs=1).generate([p], s)[0] for p, s in zip(prompts, params, strict=True)
+    ]
     assert sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True)) >= 7
     assert all(len(g.logprobs) == 40 for g in together)
 
@@ -300,7 +311,7 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
     gc.callbacks.append(note)
     gc.set_threshold(20)
     try:
-        make_engine(target, None, max_batch=1).generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        make_engine(target, None, max_num_seqs=1).generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)
@@ -310,8 +321,8 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
 def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest.LogCaptureFixture) -> None:
     target, drafter = pair()
     prompts, params = prompts_of(3, seed=6), SamplingParams(max_new_tokens=12, ignore_eos=True)
-    expected = [a.tokens for a in make_engine(target, drafter, max_batch=16).generate(prompts, params)]
-    engine = AsyncEngine(make_engine(target, drafter, max_batch=16))  # captures, as it has nothing else to do
+    expected = [a.tokens for a in make_engine(target, drafter, max_num_seqs=16).generate(prompts, params)]
+    engine = AsyncEngine(make_engine(target, drafter, max_num_seqs=16))  # captures, as it has nothing else to do
     while not engine._prepared:
         torch.empty(1 << 24, device="cuda").zero_().cpu()
         torch.cuda.empty_cache()
@@ -321,7 +332,7 @@ def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest
 
 def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
     target, drafter = pair()
-    runner: StepRunner = make_engine(target, drafter, max_batch=64).runner
+    runner: StepRunner = make_engine(target, drafter, max_num_seqs=64).runner
     workspace = workspace_of(runner, 512).total
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
@@ -333,7 +344,7 @@ def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
 def test_the_largest_passes_stay_inside_their_memory() -> None:
     """Under `scripts/memcheck.py`, which sees an access behind a tensor's end; by itself, that nothing fails."""
     for drafting in (pair()[1], None):
-        runner: StepRunner = make_engine(pair()[0], drafting, max_batch=3, max_context=LIMIT - 25).runner
+        runner: StepRunner = make_engine(pair()[0], drafting, max_num_seqs=3, max_model_len=LIMIT - 25).runner
         workspace_of(runner, 4096)
         for mode in Mode:
             runner.run_eagerly(3, 16 if drafting else 1, mode)
@@ -347,7 +358,7 @@ def test_an_engine_runs_on_the_gpu_it_is_told(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path / "target")
     save_drafter(drafter, tmp_path / "drafter")
     prompts, params = prompts_of(4), SamplingParams(max_new_tokens=24, ignore_eos=True)
-    options = EngineOptions(max_batch=4, cache_tokens=4 * LIMIT, prefix_cache=False)
+    options = EngineOptions(max_num_seqs=4, kv_cache_tokens=4 * LIMIT, prefix_cache=False)
     found = {}
     for device in ("cuda:0", "cuda:1"):
         engine, _ = load_engine(str(tmp_path / "target"), str(tmp_path / "drafter"), device, options=options)

@@ -1,4 +1,4 @@
-"""What does not fit into a GPU is said in one line that says how much is missing, and which knob helps."""
+"""What does not fit into a GPU is said in one line that says how much is missing, and which option helps."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ from train.responses import backends
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
 STEP = GIB // 5
-OPTIONS = EngineOptions(max_batch=4, max_context=1000)
+OPTIONS = EngineOptions(max_num_seqs=4, max_model_len=1000)
 SPEC: Any = SimpleNamespace(kv_values_per_token=1 << 16)  # 128 KiB a token in 16 bits
 PAGE_BYTES = 64 * (1 << 17)
 
@@ -54,7 +54,7 @@ def pages_of(options: EngineOptions, spec: Any = SPEC, context: int = 1000) -> i
 @pytest.mark.usefixtures("gpu")
 def test_the_cache_gets_what_is_left_of_its_share() -> None:
     left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
-    long = replace(OPTIONS, max_context=20000)
+    long = replace(OPTIONS, max_model_len=20000)
     assert pages_of(long, context=20000) == int(left // PAGE_BYTES)
     assert pages_of(OPTIONS) == 1 + 4 * 4 * (-(-(1000 + 3 * 16) // 64)), "and no more than is of use"
 
@@ -64,7 +64,7 @@ def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
     left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
     missing = 50000 * (1 << 17) - left
     with pytest.raises(
-        UserError, match=r"short of one request of 50000 tokens; lower max_context .*memory_fraction"
+        UserError, match=r"short of one request of 50000 tokens; lower max_model_len .*gpu_memory_utilization"
     ) as e:
         pages_of(OPTIONS, context=50000)
     assert float(str(e.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
@@ -73,18 +73,22 @@ def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_a_cache_that_is_asked_for_may_take_all_of_the_memory_but_no_more() -> None:
     room = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES) // PAGE_BYTES) - 1
-    assert pages_of(replace(OPTIONS, cache_tokens=64 * room)) == room + 1
-    with pytest.raises(UserError, match=r"0\.\d GiB short of a cache of \d+ tokens; lower cache_tokens or max_batch"):
-        pages_of(replace(OPTIONS, cache_tokens=64 * room + 1))
+    assert pages_of(replace(OPTIONS, kv_cache_tokens=64 * room)) == room + 1
+    with pytest.raises(
+        UserError, match=r"0\.\d GiB short of a cache of \d+ tokens; lower kv_cache_tokens or max_num_seqs"
+    ):
+        pages_of(replace(OPTIONS, kv_cache_tokens=64 * room + 1))
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_step_that_does_not_fit_names_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_names_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x")
 
     monkeypatch.setattr(memory, "workspace_of", full)
-    with pytest.raises(UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_batch, block"):
+    with pytest.raises(
+        UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_num_seqs, num_spec"
+    ):
         pages_of(OPTIONS)
 
 
@@ -108,7 +112,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("where", ["copies", "cache"])
-def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_knobs(
+def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_options(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> Any:
@@ -119,11 +123,11 @@ def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_knobs(
         monkeypatch.setattr(engine_module, "StepRunner", full)
     target = make_target()
     for draft_dtype in ("fp8", "full"):
-        options = EngineOptions(max_batch=2, draft_dtype=draft_dtype)
+        options = EngineOptions(max_num_seqs=2, draft_dtype=draft_dtype)
         if where == "copies" and draft_dtype == "full":
             Engine.of_modules(target, make_drafter(target), options)
             continue
-        with pytest.raises(UserError, match=r"Tried to allocate 3.00 GiB.*lower max_batch, max_context") as caught:
+        with pytest.raises(UserError, match=r"Tried to allocate 3.00 GiB.*lower max_num_seqs, max_model_len") as caught:
             Engine.of_modules(target, make_drafter(target), options)
         assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
 
@@ -260,7 +264,7 @@ def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
     spec = ModelSpec.of_target(make_target().config)
-    options = EngineOptions(draft_dtype="fp8", max_context=100)
+    options = EngineOptions(draft_dtype="fp8", max_model_len=100)
     options.fitted(spec, None, torch.device("cuda"))
     named["capability"] = (8, 0)
     with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto or full"):
@@ -289,7 +293,9 @@ def test_drafts_are_in_fp8_where_that_is_faster(
 def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step runs before it is captured; were it to count, the device would be ahead of the host's pages."""
     target = make_target()
-    options = EngineOptions(max_batch=2, max_context=100, page_size=16, block_size=8, cache_tokens=600)
+    options = EngineOptions(
+        max_num_seqs=2, max_model_len=100, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600
+    )
     engine = Engine.of_modules(target, make_drafter(target), options)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = engine.generate([[1, 2, 3]], params)[0].tokens
@@ -361,7 +367,7 @@ def test_graphs_find_their_scratch_allocated() -> None:
     from test_runtime_gpu import VOCAB, make_engine, pair
 
     target, drafter = pair()
-    engine = make_engine(target, drafter, max_batch=32)
+    engine = make_engine(target, drafter, max_num_seqs=32)
     engine.runner.launcher(1, 1)
     first = engine.runner._captured._first
     assert first is not None, "the first capture takes the scratch"

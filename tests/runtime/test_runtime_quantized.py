@@ -66,7 +66,7 @@ def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size:
 
 def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    engine = make_engine(*pair(), max_batch=1, block_size=None)
+    engine = make_engine(*pair(), max_num_seqs=1, num_speculative_tokens=None)
     weights = engine.runner.drafter
     for kind, files in (("auto", 1), ("full", 1), ("fp8", 2), ("fp8", 2), ("auto", 2)):
         again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))

@@ -18,7 +18,7 @@ from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, l
 from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
 
-OPTIONS = EngineOptions(max_batch=2, cache_tokens=1200, page_size=4, block_size=8)
+OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 CPU = torch.device("cpu")
 
 
@@ -33,7 +33,7 @@ def test_an_engine_from_names_writes_what_the_modules_write(
 
 def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Drafter) -> None:
     """The largest one that memory is measured with does, beyond the context; rope has to reach as far."""
-    runner = Engine.of_modules(target, drafter, replace(OPTIONS, page_size=64, max_context=70)).runner
+    runner = Engine.of_modules(target, drafter, replace(OPTIONS, page_size=64, max_model_len=70)).runner
     positions = runner.pages_per_request * 64
     assert positions > 70 + 2 * 8
     runner.prefill_eagerly([1] * positions, 0, [1] * runner.pages_per_request)
@@ -43,7 +43,8 @@ def test_an_engine_starts_without_importing_the_networks_of_transformers(target_
     """They take as long to import as an 8B target takes to load."""
     program = (
         "import sys; from dflash_toolkit.runtime import EngineOptions, load_engine; "
-        "load_engine(sys.argv[1], sys.argv[2], 'cpu', options=EngineOptions(max_batch=1, block_size=4)); "
+        "options = EngineOptions(max_num_seqs=1, num_speculative_tokens=3); "
+        "load_engine(sys.argv[1], sys.argv[2], 'cpu', options=options); "
         "print(*(f'transformers.{name}' in sys.modules for name in ('configuration_utils', 'modeling_utils')))"
     )
     words = [sys.executable, "-c", program, str(target_dir), str(drafter_dir)]
@@ -104,10 +105,12 @@ def edited(target_dir: Path, tmp_path: Path, edit: Any) -> Path:
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(target_dir: Path, tmp_path: Path, edit: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_engine(str(edited(target_dir, tmp_path, edit)), None, "cpu", options=EngineOptions(block_size=1))
+        load_engine(
+            str(edited(target_dir, tmp_path, edit)), None, "cpu", options=EngineOptions(num_speculative_tokens=0)
+        )
 
 
-@pytest.mark.parametrize("options", [{"block_size": 9}, {"max_context": 100_000}], ids=str)
+@pytest.mark.parametrize("options", [{"num_speculative_tokens": 8}, {"max_model_len": 100_000}], ids=str)
 def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, options: dict[str, int]
 ) -> None:
@@ -143,7 +146,7 @@ def test_stop_ids_that_cannot_be_read_do_not_vanish(target_dir: Path, tmp_path: 
     with pytest.raises(UserError, match=r"generation_config\.json|eos_token_id"):
         load_engine(str(path), None, "cpu")
     (path / "generation_config.json").unlink()
-    load_engine(str(path), None, "cpu", options=EngineOptions(block_size=1))
+    load_engine(str(path), None, "cpu", options=EngineOptions(num_speculative_tokens=0))
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,9 @@ def test_named_shapes_make_random_weights_that_fit() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_batch": 0}, "max_batch is 0"), ({"page_size": 24}, "page_size is 24; it must be a power of two"),
-        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"), ({"block_size": 0}, "block_size is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"), ({"page_size": 24}, "page_size is 24; it must be a power of two"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"num_speculative_tokens": -1}, "is -1; it must be >= 0"),
     ],
 )  # fmt: skip
 def test_engine_options_refuse_values_out_of_range(values: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from conftest import MASK, make_drafter, make_target
 from paths import ROOT
 
 from dflash_toolkit.models.rope import RopeScaling
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
 from train.objective import step
@@ -130,7 +130,7 @@ def test_variants_are_compared_on_held_out_answers(
         (["--prompts", "a=FILE", "--pool", "c"], "'c' is none of the sets"),
         (["--minutes", "1", "1"], "two runs have one name"),
         (["optim.learning_rat=1"], "learning_rate"),
-        (["answers.temperature=1.0"], "answers.temperature=1.0: only knobs of drafter"),
+        (["answers.temperature=1.0"], "answers.temperature=1.0: only options of drafter"),
         (["--variant", "x", "loss.weights=no"], "is not one of"),
     ],
 )
@@ -179,14 +179,17 @@ def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_
     drafter = make_drafter(target, block_size=4).train()
     rows = [Row(i, 3, [i, 1, 2] + [i, 5, 6, 7] * (i + 3)) for i in range(6)]
     config = TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=4), loss=LossKnobs(anchors=64), run=RunKnobs(log_every=1000),
-        optim=OptimKnobs(optimizer="adamw", steps=40, learning_rate=3e-3),
-    )  # fmt: skip
+        target="tiny",
+        drafter=DrafterOptions(block_size=4),
+        loss=LossOptions(anchors=64),
+        run=RunOptions(log_every=1000),
+        optim=OptimOptions(optimizer="adamw", steps=40, learning_rate=3e-3),
+    )
     train(config, target, drafter, rows[:3], [], tmp_path, {}, lambda *_: None)
     found = []
-    for knobs in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
-        batched = replace(config, optim=OptimKnobs(**knobs))
-        source = FeatureSource(target, drafter.config.target_layer_ids, 64, packed=knobs.get("pack_tokens", 0))
+    for given in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
+        batched = replace(config, optim=OptimOptions(**given))
+        source = FeatureSource(target, drafter.config.target_layer_ids, 64, packed=given.get("pack_tokens", 0))
         found.append(teacher_forced_length(drafter, target, source, rows, batched))
     assert 1.3 < found[0] < 4 and found == pytest.approx([found[0]] * 4)
 
@@ -202,7 +205,7 @@ def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(
     source = FeatureSource(target, (1, 2, 3), 64, packed=128)
     features = source([Row(i, 3, list(range(40))) for i in range(3)])
     blocks = sample_blocks(features, 16, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
-    config = TrainConfig(target="tiny", run=RunKnobs(compile="on"))
+    config = TrainConfig(target="tiny", run=RunOptions(compile="on"))
 
     def one_step() -> None:
         drafter = make_drafter(target, rope_scaling=scaling).train()

@@ -101,7 +101,7 @@ def test_ctrl_c_while_it_loads_is_an_interruption(
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path) -> None:
     command = [
         sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--drafter", str(drafter_dir),
-        "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-batch", "1",
+        "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "1",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

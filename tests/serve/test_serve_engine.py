@@ -23,7 +23,11 @@ LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
     """The server's engine on tiny models, with the drafter's own block length."""
-    options = {"block_size": drafter.config.block_size if drafter else 1, "page_size": 4, "max_batch": 3} | options
+    options = {
+        "num_speculative_tokens": drafter.config.block_size - 1 if drafter else 0,
+        "page_size": 4,
+        "max_num_seqs": 3,
+    } | options
     return Engine(Runtime.of_modules(target, drafter, EngineOptions(**options)), target.tokenizer)
 
 
@@ -180,7 +184,7 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
 
 
 def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(target, None, max_batch=1)
+    engine = make_engine(target, None, max_num_seqs=1)
     joined: list[list[int]] = []
     real = engine.engine.runner.join
     monkeypatch.setattr(engine.engine.runner, "join", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
@@ -358,7 +362,9 @@ def test_a_client_hears_why_an_engine_serves_no_more(target: Target, failed: boo
 
 def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
     """Also where a stop token was an accepted draft: no token of the target's own is behind it."""
-    certain = EngineOptions(block_size=8, page_size=4, max_batch=3, synthetic=SyntheticAcceptance(rate=1.0))
+    certain = EngineOptions(
+        num_speculative_tokens=7, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=1.0)
+    )
     engine = Engine(Runtime.of_modules(target, make_drafter(target), certain), target.tokenizer)
     client = TestClient(create_app(engine, "org/tiny"))
     steps = committed = accepted = 0

@@ -15,7 +15,7 @@ from conftest import EOS, answers_of
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat, template_hash
 from train import cli
-from train.config import DataKnobs, TrainConfig
+from train.config import DataOptions, TrainConfig
 from train.data_cli import main
 from train.responses.file import Match, read_training_rows
 
@@ -272,7 +272,7 @@ def test_malformed_rows_are_counted_if_asked(
     assert "2 prompts; left out: 0 near duplicates, 2 malformed rows" in capsys.readouterr().err
 
 
-def test_help_names_every_knob(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     shown = capsys.readouterr().out
@@ -300,7 +300,7 @@ def test_dflash_train_takes_the_answers_as_they_are(
     record = json.loads((output / "run.json").read_text())
     assert record["config"]["answer_files"] == files and record["result"]["answers"] == 28
     assert [sampler["seed"] for sampler in record["samplers"]] == [0, 1]
-    config = TrainConfig(target=str(target_dir), answer_files=tuple(files), prompts=DataKnobs(held_out=2))
+    config = TrainConfig(target=str(target_dir), answer_files=tuple(files), prompts=DataOptions(held_out=2))
     rows, held_out = answers_of(config, Target.load(str(target_dir), "cpu").tokenizer, tmp_path / "again")
     trained = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}
     assert len(held_out) == 2 and len(rows) == 28
@@ -312,7 +312,7 @@ def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
 ) -> None:
     output = tmp_path / "a.jsonl"
     assert main(argv(target_dir, prompts, output, "temperature=1.2", "samples=3")) == 0
-    config = TrainConfig(target=str(target_dir), answer_files=(str(output),), prompts=DataKnobs(held_out=4))
+    config = TrainConfig(target=str(target_dir), answer_files=(str(output),), prompts=DataOptions(held_out=4))
     rows, held_out = answers_of(config, target.tokenizer, tmp_path / "again")
     asked = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}
     assert len(rows) == 15 and len(held_out) == 4 and len(asked) == 5

@@ -21,7 +21,7 @@ from dflash_toolkit.config import read_yaml
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from train.cli import main
-from train.config import OptimKnobs, RunKnobs
+from train.config import OptimOptions, RunOptions
 from train.data_cli import main as answer
 from train.features.store import KEY_BYTES, DiskStore, Stored
 from train.responses.file import Match, read_training_rows, resume
@@ -33,14 +33,14 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err.splitlines()[-1].removeprefix("error: ")
 
 
-# ---- knobs -----------------------------------------------------------------------------------------------------
+# ---- options -----------------------------------------------------------------------------------------------------
 
 
 def test_numbers_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"optim.learning_rate is 0.0; it must be > 0"):
-        OptimKnobs(learning_rate=0.0)
+        OptimOptions(learning_rate=0.0)
     with pytest.raises(ValueError, match=r"run.feature_cache_gb is 1e\+300"):
-        RunKnobs(feature_cache_gb=1e300)
+        RunOptions(feature_cache_gb=1e300)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.record import export_record
 from train.cli import main
-from train.config import DataKnobs, TrainConfig
+from train.config import DataOptions, TrainConfig
 from train.responses.corpus import Corpus
 
 
@@ -89,7 +89,7 @@ def test_what_is_exported_is_measured_on_all_prompts_and_recorded(
     last = torch.load(output / "work/state.pt")["drafter"]
     assert all(torch.equal(p, last[name].bfloat16().float()) for name, p in drafter.named_parameters())
     _, asked = prompts_of(
-        TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2)),
+        TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataOptions(held_out=2)),
         target.tokenizer,
         tmp_path / "again",
     )
@@ -111,13 +111,13 @@ def test_what_is_exported_is_measured_on_all_prompts_and_recorded(
     assert (output / "best").exists() == (highest < 11 and measured[highest] > measured[-1])
 
 
-def test_the_record_resolves_every_knob(target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_the_record_resolves_every_option(target_dir: Path, data: Path, tmp_path: Path) -> None:
     assert main(argv(target_dir, data, tmp_path / "run", "optim.steps=1")) == 0
     recorded = json.loads((tmp_path / "run/run.json").read_text())["config"]
     for field in fields(TrainConfig):
         assert field.name in recorded
         if is_dataclass(field.type):
-            assert set(recorded[field.name]) == {knob.name for knob in fields(field.type)}
+            assert set(recorded[field.name]) == {option.name for option in fields(field.type)}
 
 
 def test_answers_stay_within_the_target_s_context(target_dir: Path, data: Path, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_rows_of_a_public_dataset_become_prompts_or_are_left_out(
     odd = [[{"from": "tool", "value": "x"}], [{"from": "human", "value": "long " * 40}], []]
     made = datasets.Dataset.from_dict({"conversations": chats + odd})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made.to_iterable_dataset())
-    config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=2, max_length=64))
+    config = TrainConfig(target=str(target_dir), prompts=DataOptions(held_out=2, max_length=64))
     training, held_out = prompts_of(config, load_tokenizer(str(target_dir)), tmp_path)
     assert len(held_out) == 2 and all(len(ids) <= 62 for ids in held_out)
     assert len(training) == 5, "the long one is passed over when it is asked"

@@ -18,7 +18,7 @@ from dflash_toolkit.files import locked
 from dflash_toolkit.models.target import load_tokenizer
 from train import loop
 from train.cli import WORK, main
-from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.optim.schedule import learning_rate_factor
 from train.run.state import load_state
 
@@ -52,8 +52,8 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
     monkeypatch.setattr(loop, "compute_loss", spoilt)
     target = make_target()
     config = TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8),
-        optim=OptimKnobs(optimizer="adamw", steps=6, batch_size=4), run=RunKnobs(log_every=2, save_every=2),
+        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=8),
+        optim=OptimOptions(optimizer="adamw", steps=6, batch_size=4), run=RunOptions(log_every=2, save_every=2),
     )  # fmt: skip
     with pytest.raises(UserError, match=f"step {2 * (bad // 2) + 2}: the gradient is not a number"):
         loop.train(
@@ -77,7 +77,7 @@ def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
 
 def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(target_dir: Path, tmp_path: Path) -> None:
     data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(10)] * 2)
-    config = TrainConfig(target=str(target_dir), data=(data,), prompts=DataKnobs(held_out=6))
+    config = TrainConfig(target=str(target_dir), data=(data,), prompts=DataOptions(held_out=6))
     training, held_out = prompts_of(config, load_tokenizer(str(target_dir)), tmp_path)
     assert (len(training), len(held_out)) == (5, 5)
     assert not {tuple(ids) for ids in held_out} & {tuple(ids) for ids in training}
@@ -105,7 +105,7 @@ def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
 
     # of one column each, which no table holds
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: good + parts + odd)
-    config = TrainConfig(target=str(target_dir), prompts=DataKnobs(held_out=0, max_prompts=0))
+    config = TrainConfig(target=str(target_dir), prompts=DataOptions(held_out=0, max_prompts=0))
     training, _ = prompts_of(config, target.tokenizer, tmp_path)
     texts = [target.tokenizer.decode(ids) for ids in training]
     assert texts == [f"<|user|>{kind} {i}<|end|><|assistant|>" for kind in ("say", "part") for i in range(3)]
@@ -181,9 +181,9 @@ def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
 
     def run(accumulate: int) -> None:
         config = TrainConfig(
-            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
-            optim=OptimKnobs(optimizer="adamw", epochs=6, batch_size=2, accumulate=accumulate, warmup=0.01),
-            run=RunKnobs(log_every=1, save_every=1),
+            target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=4),
+            optim=OptimOptions(optimizer="adamw", epochs=6, batch_size=2, accumulate=accumulate, warmup=0.01),
+            run=RunOptions(log_every=1, save_every=1),
         )  # fmt: skip
         loop.train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None)
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from dflash_toolkit import UserError
 from dflash_toolkit.progress import Progress
 from train.cli import main
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.loop import train
 from train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor
 from train.responses.rows import Row
@@ -52,8 +52,8 @@ def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
     """A change that should move it sets the golden values anew: GOLDEN=write pytest tests/train/test_train_loop.py."""
     target = make_target()
     config = TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=8, weights=weights),
-        optim=OptimKnobs(optimizer="adamw", steps=40, batch_size=4, learning_rate=3e-3), run=RunKnobs(log_every=4),
+        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=8, weights=weights),
+        optim=OptimOptions(optimizer="adamw", steps=40, batch_size=4, learning_rate=3e-3), run=RunOptions(log_every=4),
     )  # fmt: skip
     train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda trained, tau: None)
     curve = losses(tmp_path / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Runs that go on with something changed or damaged, knobs that contradict one another, answers that are not as they
+"""Runs that go on with something changed or damaged, options that contradict one another, answers that are not as they
 should be: one line that names it, or the right thing."""
 
 import json
@@ -72,7 +72,7 @@ def test_machines_that_share_no_directory_are_told(target_dir: Path, data: str, 
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("options", "said"),
     [
         (["optim.minutes=0.1"], "optim.steps and optim.minutes are both given"),
         (["optim.weight_decay=-1"], "optim.weight_decay is -1"),
@@ -80,10 +80,10 @@ def test_machines_that_share_no_directory_are_told(target_dir: Path, data: str, 
         (["run.attention=flex"], "run.attention=flex has no backward on a CPU"),
     ],
 )
-def test_knobs_that_would_be_ignored_or_fail_late_are_refused(
-    knobs: list[str], said: str, target_dir: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_options_that_would_be_ignored_or_fail_late_are_refused(
+    options: list[str], said: str, target_dir: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, command(target_dir, data, tmp_path / "run", "device=cpu", *knobs))
+    assert said in refusal(capsys, command(target_dir, data, tmp_path / "run", "device=cpu", *options))
     assert not list((tmp_path / "run").glob("work/answers*.jsonl")), "before anything is answered"
 
 
@@ -152,9 +152,9 @@ def test_rows_whose_prompt_ends_elsewhere_and_files_given_twice_are_refused(targ
             read(target_dir, answers(target_dir, tmp_path / "bad.jsonl", prompt_tokens=wrong))
 
 
-@pytest.mark.parametrize(("knob", "ending"), [(None, "off"), (True, "on")])
+@pytest.mark.parametrize(("option", "ending"), [(None, "off"), (True, "on")])
 def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
-    knob: bool | None, ending: str, target_dir: Path, tmp_path: Path
+    option: bool | None, ending: str, target_dir: Path, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(str(target_dir))
     tokenizer.chat_template = (
@@ -167,8 +167,8 @@ def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
     path = answers(mine, tmp_path / "a.jsonl", thinking=False, template_hash=template_hash(load_tokenizer(str(mine))))
     held_out = written(tmp_path / "h.jsonl", [{"prompt": "ask"}])
     config = TrainConfig(target=str(mine), answer_files=(path,), held_out=(held_out,))
-    if knob is not None:
-        object.__setattr__(config.answers, "thinking", knob)
+    if option is not None:
+        object.__setattr__(config.answers, "thinking", option)
     _, held = answers_of(config, tokenizer, tmp_path / "w")
     assert [tokenizer.decode(ids) for ids in held] == [f"ask{ending}"]
 

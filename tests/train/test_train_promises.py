@@ -26,7 +26,7 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.weights import DrafterWeights
 from train import cli
-from train.config import OptimKnobs
+from train.config import OptimOptions
 from train.data_cli import main
 from train.optim.optimizers import make_optimizer
 from train.responses import backends
@@ -96,8 +96,8 @@ def test_dflash_data_shows_answered_tokens_a_second_and_time_left(
 def test_dflash_train_shows_tokens_a_second_and_time_left(
     timed: Clock, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    knobs = ("optim.steps=5", "run.evaluate_every=0", "run.save_every=100")
-    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *knobs)) == 0
+    options = ("optim.steps=5", "run.evaluate_every=0", "run.save_every=100")
+    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *options)) == 0
     said = re.search(r"^training 3/5 ([\d.]+) tok/s 2 s left loss [\d.]+", capsys.readouterr().err, re.MULTILINE)
     found = [line["tokens_per_second"] for line in lines(tmp_path / "run/work/metrics.jsonl") if "loss" in line]
     assert said and float(said[1]) == pytest.approx(sum(found[:3]) / 3, abs=0.06)
@@ -187,16 +187,16 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
 # ---- prompts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("knob", "opened"), [([], ""), (["thinking=true"], "T"), (["thinking=false"], "F")])
+@pytest.mark.parametrize(("option", "opened"), [([], ""), (["thinking=true"], "T"), (["thinking=false"], "F")])
 def test_thinking_reaches_the_prompt_that_is_answered(
-    knob: list[str], opened: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+    option: list[str], opened: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
     mode = (
         "{% if add_generation_prompt and enable_thinking is defined %}{{ 'T' if enable_thinking else 'F' }}{% endif %}"
     )
     thinks = Path(shutil.copytree(target_dir, tmp_path / "thinks"))
     (thinks / "chat_template.jinja").write_text(TEMPLATE + mode)
-    assert main(argv(thinks, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, *knob)) == 0
+    assert main(argv(thinks, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, *option)) == 0
     expected = {WORDS.decode(WORDS(f"<|user|>ask {i} of it<|end|><|assistant|>{opened}").input_ids) for i in range(9)}
     assert {WORDS.decode(body["prompt"]) for body in fake.asked} == expected
     rows = lines(tmp_path / "a.jsonl")
@@ -211,7 +211,7 @@ class Rows(list[Any]):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "asked"),
+    ("options", "asked"),
     [
         ([], ["train b, seed 0, of 10000", "train a, seed 0, of 10000"]),
         (["prompts.split=test"], ["test b, seed 0, of 10000", "test a, seed 0, of 10000"]),
@@ -221,7 +221,7 @@ class Rows(list[Any]):
     ids=str,
 )
 def test_split_shuffle_and_seed_choose_the_rows_of_a_dataset(
-    knobs: list[str], asked: list[str], fake: Fake, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], asked: list[str], fake: Fake, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str, dataset: str, subset: str, *, split: str, streaming: bool) -> Rows:
         assert (name, dataset, subset, streaming) == ("org/asks:hard", "org/asks", "hard", True)
@@ -230,7 +230,7 @@ def test_split_shuffle_and_seed_choose_the_rows_of_a_dataset(
     monkeypatch.setattr(sources, "load_rows", load)
     output = tmp_path / "a.jsonl"
     command = ["--target", str(target_dir), "--data", "org/asks:hard", "--output", str(output), "--endpoint", fake.url]
-    assert main([*command, "prompts.similarity=1", *knobs]) == 0
+    assert main([*command, "prompts.similarity=1", *options]) == 0
     assert [row["turns"][0][0]["content"] for row in lines(tmp_path / "a.prompts.jsonl")] == asked
 
 
@@ -264,7 +264,9 @@ def test_the_drafter_of_dflash_data_drafts(
         return made[0][0]
 
     monkeypatch.setattr(backends, "Engine", make)
-    whole_blocks = functools.partial(EngineOptions, block_size=8)  # or it might find that drafting does not pay
+    whole_blocks = functools.partial(
+        EngineOptions, num_speculative_tokens=7
+    )  # or it might find that drafting does not pay
     monkeypatch.setattr(backends, "EngineOptions", whole_blocks)
     assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--drafter", str(drafter_dir))) == 0
     ((engine, draft),) = made
@@ -284,7 +286,7 @@ def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(kind: str, targe
             p.add_(0.5)
             p.grad = torch.zeros_like(p)  # all that moves a weight is the decay
     before = [p.detach().clone() for p in drafter.parameters()]
-    make_optimizer(drafter, OptimKnobs(optimizer=kind, learning_rate=0.1, weight_decay=0.5)).step()
+    make_optimizer(drafter, OptimOptions(optimizer=kind, learning_rate=0.1, weight_decay=0.5)).step()
     assert {p.dim() for p in before} == {1, 2}
     for (name, after), p in zip(drafter.named_parameters(), before, strict=True):
         assert torch.allclose(after, p * (0.95 if p.dim() == 2 else 1.0)), name
@@ -304,8 +306,8 @@ def test_an_evaluation_or_a_save_does_not_make_training_slower(
     often: str, timed: Clock, target_dir: Path, data: Path, tmp_path: Path
 ) -> None:
     began = timed.now
-    knobs = ("optim.steps=8", "run.evaluate_every=0", "run.save_every=100", often)
-    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *knobs)) == 0
+    options = ("optim.steps=8", "run.evaluate_every=0", "run.save_every=100", often)
+    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *options)) == 0
     assert rates(tmp_path / "run") == [2.0] * 8, "two rows a step"
     assert timed.now - began == 8 + (400 + 1000 if "evaluate" in often else 100 + 3000)
 

@@ -169,14 +169,14 @@ def _number(name: str, otherwise: str) -> int:
         raise UserError(f"WORLD_SIZE is {world!r}, but {name} is no number: start with torchrun") from error
 
 
-def _place(knob: str, world: int) -> tuple[int, str]:
+def _place(option: str, world: int) -> tuple[int, str]:
     """Rank and device of this process."""
     rank, local = (_number(name, "0" if world == 1 else "") for name in ("RANK", "LOCAL_RANK"))
-    device = resolve_device(knob)
+    device = resolve_device(option)
     if device.type != "cuda":
         return rank, str(device)
     if device.index is not None and world > 1:
-        raise UserError(f"device is {knob}, but {world} processes take a GPU each: leave it at --device cuda")
+        raise UserError(f"device is {option}, but {world} processes take a GPU each: leave it at --device cuda")
     here = _on_this_machine(local + 1)
     if here > torch.cuda.device_count():
         raise UserError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs: start one per GPU")

@@ -221,7 +221,7 @@ Learner = Replicated | Fsdp | Zero
 def make_learner(
     drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None, work: Path, packed: bool
 ) -> Learner:
-    """What steps the drafter, by the knobs; every process must call it. ZeRO leaves its configuration in `work`.
+    """What steps the drafter, by the options; every process must call it. ZeRO leaves its configuration in `work`.
 
     Raises:
         UserError: the resume point is another drafter's or optimiser's, no deepspeed, or a full disk.

@@ -8,7 +8,7 @@ from torch import Tensor
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import LossMix
 
-from ..config import LossKnobs
+from ..config import LossOptions
 from .blocks import Blocks
 
 RECALL = (1, 4, 16)  # the k of recall@k
@@ -82,7 +82,7 @@ def predicting_states(blocks: Blocks, length: int) -> Tensor:
 
 
 def draft_loss(
-    hidden: Tensor, blocks: Blocks, head_weight: Tensor, knobs: LossKnobs, gamma: float, final: Tensor | None = None
+    hidden: Tensor, blocks: Blocks, head_weight: Tensor, options: LossOptions, gamma: float, final: Tensor | None = None
 ) -> DraftLoss:
     """The loss of a batch of blocks.
 
@@ -97,12 +97,12 @@ def draft_loss(
     index = blocks.supervised.flatten().nonzero()[:, 0]  # never slot 0, the anchor, whose output is discarded
     if not len(index):
         raise ValueError("no supervised slot in this batch")
-    mix = LossMix(knobs.ce, knobs.kl, knobs.tv, knobs.lk, knobs.lk_hybrid, knobs.temperature)
+    mix = LossMix(options.ce, options.kl, options.tv, options.lk, options.lk_hybrid, options.temperature)
     states = None
     if mix.distribution and final is not None:
         states = TargetStates(final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index])
     rows = frozen_head_loss(
-        hidden.flatten(0, 1).index_select(0, index), head_weight, blocks.labels.flatten()[index], knobs.head_rows,
+        hidden.flatten(0, 1).index_select(0, index), head_weight, blocks.labels.flatten()[index], options.head_rows,
         mix, states,
     )  # fmt: skip
 
@@ -112,13 +112,13 @@ def draft_loss(
     def grid(values: Tensor) -> Tensor:  # [R] back to [B, A, S - 1], zero where not supervised
         return values.new_zeros(supervised.numel()).index_copy(0, slot, values).view(supervised.shape)
 
-    if knobs.weights == "dpace":
+    if options.weights == "dpace":
         # The paper's chance to pass a slot is that of its token. Without cross-entropy nothing drives that one, and
         # the chance is the overlap, with which sampled verification accepts (as in D-PARD, of the same authors).
         surprise = rows.terms.cross_entropy
-        if knobs.ce == 0 and rows.terms.acceptance is not None:
+        if options.ce == 0 and rows.terms.acceptance is not None:
             surprise = -rows.terms.acceptance.log()
-        weights = dpace_weights(grid(surprise), supervised, knobs.alpha)
+        weights = dpace_weights(grid(surprise), supervised, options.alpha)
     else:
         weights = decay_weights(blocks.size - 1, gamma, hidden.device).expand(supervised.shape)
     weights = weights.flatten()[slot]

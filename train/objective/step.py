@@ -26,7 +26,7 @@ Run = Callable[..., Tensor]  # of a drafter and what `_run` takes
 
 
 def runner(config: TrainConfig, device: torch.device) -> Run:
-    """The drafter's forward over a batch of blocks, compiled where the knob says so."""
+    """The drafter's forward over a batch of blocks, compiled where the option says so."""
     return _compiled_run() if compiles(config, device) else _run
 
 

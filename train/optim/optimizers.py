@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import OptimKnobs
+from ..config import OptimOptions
 
 
 class Optimizers:
@@ -274,13 +274,13 @@ def update_average(average: nn.Module, module: nn.Module, decay: float, step: in
     torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - keep)
 
 
-def peak_rate(knobs: OptimKnobs, muon: bool) -> float:
+def peak_rate(optim: OptimOptions, muon: bool) -> float:
     """The learning rate behind the warm-up."""
-    return knobs.learning_rate or (3e-3 if muon else 6e-4)
+    return optim.learning_rate or (3e-3 if muon else 6e-4)
 
 
 def make_optimizer(
-    module: nn.Module, knobs: OptimKnobs, rank: int = 0, world: int = 1, shapes: list[torch.Size] | None = None
+    module: nn.Module, optim: OptimOptions, rank: int = 0, world: int = 1, shapes: list[torch.Size] | None = None
 ) -> Optimizers:
     """The optimiser over fp32 weights; norms are never decayed. With several processes they share Muon's work.
 
@@ -294,16 +294,16 @@ def make_optimizer(
     vectors = [p for p in module.parameters() if p.dim() != 2]
     fused = next(module.parameters()).is_cuda
     # its products are in bf16, which most CPUs compute very slowly
-    muon = knobs.optimizer == "muon" or (knobs.optimizer == "auto" and fused)
-    rate = peak_rate(knobs, muon)
+    muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and fused)
+    rate = peak_rate(optim, muon)
     if muon:
         of_matrices: torch.optim.Optimizer
         if shapes is not None:
-            of_matrices = RowsMuon(matrices, shapes, rate, knobs.weight_decay, rank, world)
+            of_matrices = RowsMuon(matrices, shapes, rate, optim.weight_decay, rank, world)
         elif world > 1:
-            of_matrices = SharedMuon(matrices, rate, knobs.weight_decay, rank, world)
+            of_matrices = SharedMuon(matrices, rate, optim.weight_decay, rank, world)
         else:
-            of_matrices = torch.optim.Muon(matrices, rate, knobs.weight_decay, adjust_lr_fn="match_rms_adamw")
+            of_matrices = torch.optim.Muon(matrices, rate, optim.weight_decay, adjust_lr_fn="match_rms_adamw")
         return Optimizers(of_matrices, torch.optim.AdamW(vectors, rate, weight_decay=0.0, fused=fused))
-    groups = [{"params": matrices, "weight_decay": knobs.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return Optimizers(torch.optim.AdamW(groups, rate, fused=fused))

@@ -59,7 +59,7 @@ class EngineBackend:
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
         self._finished: deque[Answer] = deque()
-        self.width = 2 * (engine.options.max_batch or 1)  # whoever ends finds the next one waiting
+        self.width = 2 * (engine.options.max_num_seqs or 1)  # whoever ends finds the next one waiting
 
     def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         def on_progress(request: Request, step: object) -> None:
@@ -148,6 +148,6 @@ def open_backend(
             how = "one prompt at a time" + (" and without the drafter" if drafter else "")
             print(f"the reference answers, {how}, for the engine cannot: {error}", file=sys.stderr)
         else:
-            options = EngineOptions(max_batch=batch, max_context=min(context, spec.context_limit))
+            options = EngineOptions(max_num_seqs=batch, max_model_len=min(context, spec.context_limit))
             return EngineBackend(Engine(weights, draft, stop_ids, options))
     return ReferenceBackend(Target.load(target, device, dtype))

@@ -88,24 +88,24 @@ def choose_prompts(reading: Reading, work: Path) -> PromptData:
         UserError: a source cannot be read or holds a malformed row, or nothing is left to train on.
     """
     config = reading.config
-    knobs, path = config.prompts, work / PROMPTS
-    duplicates = Duplicates(knobs.similarity)
-    names = config.data or (knobs.dataset,)
+    options, path = config.prompts, work / PROMPTS
+    duplicates = Duplicates(options.similarity)
+    names = config.data or (options.dataset,)
     held_out = _of_files(reading, config.answers.thinking, duplicates)
     before = work / "all.jsonl"
     wanted = Wanted(
-        names=names, similarity=knobs.similarity, strict=knobs.strict, most=knobs.max_prompts, draw=True,
-        seed=config.run.seed, split=knobs.split, form=knobs.form, recorded=not config.answers.regenerate,
+        names=names, similarity=options.similarity, strict=options.strict, most=options.max_prompts, draw=True,
+        seed=config.run.seed, split=options.split, form=options.form, recorded=not config.answers.regenerate,
     )  # fmt: skip
     try:
         counts = choose(wanted, before, duplicates)
         used = counts["prompts"]
-        if (found := counts["found"]) > used and knobs.max_prompts:
+        if (found := counts["found"]) > used and options.max_prompts:
             reading.say(f"{used} of {found} prompts are used (prompts.max_prompts)")
         apart: set[int] = set()
         if not config.held_out:
             sources = array("i", (each.source for each in chosen(before)))
-            held_out, apart = _drawn(reading, before, sources, names, min(knobs.held_out, used // 2))
+            held_out, apart = _drawn(reading, before, sources, names, min(options.held_out, used // 2))
         partial = path.with_suffix(".partial")
         with open(before, encoding="utf-8") as lines, open(partial, "w", encoding="utf-8") as handle:
             for place, line in enumerate(lines):
@@ -307,7 +307,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
         UserError: a file cannot be read, holds something else, or answers of another target.
     """
     config = reading.config
-    knobs, names = config.prompts, config.answer_files
+    options, names = config.prompts, config.answer_files
     reader, groups = AnswerReader(match), _Groups()
     group_of, file_of = array("q"), array("q")
     texts = folder.with_name(folder.name + ".texts")
@@ -330,11 +330,11 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
             roots = groups.roots()
             of, files = roots[np.frombuffer(group_of, np.int64)], np.frombuffer(file_of, np.int64)
             asks, first = np.unique(of, return_index=True)  # every group once, and its first row
-            found, used = len(asks), _sample(len(asks), knobs.max_prompts, config.run.seed)
+            found, used = len(asks), _sample(len(asks), options.max_prompts, config.run.seed)
             if len(used) < found:
                 progress.print(f"{len(used)} of {found} prompts are used (prompts.max_prompts)")
             asks, first = asks[used], first[used]
-            duplicates = Duplicates(knobs.similarity)
+            duplicates = Duplicates(options.similarity)
             apart: set[int] = set()  # groups that are measured on
             near: set[int] = set()  # that ask nearly the same
             if config.held_out:
@@ -347,7 +347,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 near = {int(roots[group]) for group in same if group is not None}
             else:
                 held_out = []
-                count = min(knobs.held_out, len(asks) // 2)
+                count = min(options.held_out, len(asks) // 2)
                 for place in spread(files[first], config.run.seed):
                     if len(held_out) == count:
                         break

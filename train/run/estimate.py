@@ -16,8 +16,8 @@ def teacher_forced_length(
 ) -> float:
     """Mean over blocks of `rows` of 1 + the slots drafted right before the first wrong one.
 
-    The blocks are drawn from the rows and the knobs of packing alone, so every drafter of one block size sees the same
-    ones. An estimate of tau: real decoding takes its anchors where the last block ended.
+    The blocks are drawn from the rows and the options of packing alone, so every drafter of one block size sees the
+    same ones. An estimate of tau: real decoding takes its anchors where the last block ended.
 
     Args:
         rows: with at least one anchor each.

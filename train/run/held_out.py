@@ -20,7 +20,7 @@ from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
 
-from ..config import RunKnobs
+from ..config import RunOptions
 
 TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's answers do not depend on their company
 PAGE = 64  # tokens
@@ -147,13 +147,13 @@ class HeldOut:
         UserError: `evaluate_runtime` is engine, and the engine cannot compute the target.
     """
 
-    def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], knobs: RunKnobs) -> None:
+    def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], run: RunOptions) -> None:
         self._target, self._prompts = target, list(prompts)
-        self._drawn = draw(self._prompts, knobs.evaluate_prompts)
-        self._params = SamplingParams(max_new_tokens=knobs.evaluate_tokens)
+        self._drawn = draw(self._prompts, run.evaluate_prompts)
+        self._params = SamplingParams(max_new_tokens=run.evaluate_tokens)
         self._engine: Engine | None = None
-        auto = knobs.evaluate_runtime == "auto"
-        if knobs.evaluate_runtime == "engine" or (auto and target.device.type == "cuda"):
+        auto = run.evaluate_runtime == "auto"
+        if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda"):
             try:
                 self._engine = self._make_engine(shape)
             except (UserError, torch.OutOfMemoryError) as error:
@@ -225,11 +225,11 @@ class HeldOut:
         # behind an answer's end a step writes whole blocks that nobody reads
         room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
         options = EngineOptions(
-            max_batch=len(longest),
-            max_context=min(spec.context_limit, longest[0] + tokens),
-            block_size=shape.block_size,  # whole blocks at every step, as dflash-eval measures
+            max_num_seqs=len(longest),
+            max_model_len=min(spec.context_limit, longest[0] + tokens),
+            num_speculative_tokens=shape.block_size - 1,  # whole blocks at every step, as dflash-eval measures
             page_size=PAGE,
-            cache_tokens=sum(room),
+            kv_cache_tokens=sum(room),
             prefix_cache=False,  # its pages would hold keys and values of an older drafter
             draft_dtype="full",  # rounded copies would not follow the weights
         )

@@ -16,7 +16,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, locate, read_json, reduced_vocabulary
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 
-from ..config import DrafterKnobs
+from ..config import DrafterOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,13 @@ class Start:
     changed: tuple[str, ...]  # a line for everything that is trained in another way than the checkpoint says
 
 
-def load_start(name: str, target: PreTrainedConfig, knobs: DrafterKnobs, given: Iterable[str], output: Path) -> Start:
+def load_start(
+    name: str, target: PreTrainedConfig, options: DrafterOptions, given: Iterable[str], output: Path
+) -> Start:
     """A drafter of any form that `load_drafter` reads, of a reduced vocabulary too, fit to train for `target`.
 
     Args:
-        given: knobs that were chosen; the others follow the checkpoint.
+        given: options that were chosen; the others follow the checkpoint.
         output: where the run exports to.
 
     Raises:
@@ -43,12 +45,12 @@ def load_start(name: str, target: PreTrainedConfig, knobs: DrafterKnobs, given: 
         raise UserError(f"init_from and output are both {name}; the run would overwrite what it starts from")
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)
     check_fits(drafter.config, target)
-    found = knobs_of(drafter.config)
+    found = options_of(drafter.config)
     for key in given:
-        asked, holds = getattr(knobs, key), getattr(found, key)
+        asked, holds = getattr(options, key), getattr(found, key)
         if asked not in (None, (), holds):
             raise UserError(
-                f"drafter.{key} is {_plain(asked)}, but init_from={name} has {_plain(holds)}; leave the knob out"
+                f"drafter.{key} is {_plain(asked)}, but init_from={name} has {_plain(holds)}; leave the option out"
             )
     shape, changed = drafter.config, []
     if (rows := reduced_vocabulary(read_json(folder / "config.json"))) is not None:
@@ -79,9 +81,9 @@ def _other_attention(shape: DrafterConfig) -> str:
     return " and ".join(found)
 
 
-def knobs_of(shape: DrafterConfig) -> DrafterKnobs:
-    """The knobs that spell a shape out."""
-    return DrafterKnobs(
+def options_of(shape: DrafterConfig) -> DrafterOptions:
+    """The options that spell a shape out."""
+    return DrafterOptions(
         layers=shape.num_layers,
         taps=len(shape.target_layer_ids),
         target_layer_ids=shape.target_layer_ids,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dflash_toolkit import UserError
 from train.cli import main
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.distributed.parallel import Processes, without_local_rank
 from train.distributed.zero import deepspeed_config
 from train.features.source import FeatureSource
@@ -237,11 +237,11 @@ def test_processes_share_the_rows_and_the_cache_of_a_machine(
     runs = []
     for processes in (1, world):
         config = TrainConfig(
-            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
-            optim=OptimKnobs(
+            target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=4),
+            optim=OptimOptions(
                 optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3, accumulate=world // processes
             ),
-            run=RunKnobs(log_every=1, feature_cache_gb=cache),
+            run=RunOptions(log_every=1, feature_cache_gb=cache),
         )  # fmt: skip
         folder = tmp_path / str(processes)
         folder.mkdir()
@@ -282,15 +282,15 @@ def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
 def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
     """The loss is divided by the weights of all micro batches together, not each by its own."""
     # a step has all twelve rows either way
-    runs = {"large": OptimKnobs(batch_size=12), "accumulated": OptimKnobs(batch_size=3, accumulate=4)}
+    runs = {"large": OptimOptions(batch_size=12), "accumulated": OptimOptions(batch_size=3, accumulate=4)}
     target, curves, trained = make_target(), [], []
-    for name, knobs in runs.items():
-        optim = OptimKnobs(
-            optimizer="adamw", steps=6, learning_rate=3e-3, batch_size=knobs.batch_size, accumulate=knobs.accumulate
+    for name, options in runs.items():
+        optim = OptimOptions(
+            optimizer="adamw", steps=6, learning_rate=3e-3, batch_size=options.batch_size, accumulate=options.accumulate
         )
         config = TrainConfig(  # an anchor wherever there can be one, so that no draw differs
-            target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=64), optim=optim,
-            run=RunKnobs(log_every=1),
+            target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=64), optim=optim,
+            run=RunOptions(log_every=1),
         )  # fmt: skip
         (tmp_path / name).mkdir()
         drafter = make_drafter(target).train()
@@ -402,9 +402,9 @@ def test_the_other_optimizer_s_resume_point_is_one_line(
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------
 
 
-def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_knobs_say() -> None:
+def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_options_say() -> None:
     assert without_local_rank(["--local_rank=1", "--target", "x", "run.zero=2"]) == ["--target", "x", "run.zero=2"]
-    config = TrainConfig(target="x", optim=OptimKnobs(accumulate=3, batch_size=5, clip=0.5), run=RunKnobs(zero=2))
+    config = TrainConfig(target="x", optim=OptimOptions(accumulate=3, batch_size=5, clip=0.5), run=RunOptions(zero=2))
     told = deepspeed_config(config, packed=False, device=torch.device("cpu"))
     assert told["train_micro_batch_size_per_gpu"] == 5 and told["gradient_accumulation_steps"] == 3
     assert told["gradient_clipping"] == 0.5 and told["zero_optimization"] == {"stage": 2}

@@ -17,7 +17,7 @@ from test_train_loop import argv, losses
 from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: F401  # the fixture starts what forks
 from torch import Tensor, nn
 
-from train.config import OptimKnobs
+from train.config import OptimOptions
 from train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
@@ -46,7 +46,7 @@ def _process(rank: int, world: int, folder: Path, first: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
     weights = module()
-    optimizer = make_optimizer(weights, OptimKnobs(optimizer="muon", weight_decay=0.1), rank, world)
+    optimizer = make_optimizer(weights, OptimOptions(optimizer="muon", weight_decay=0.1), rank, world)
     if first:
         kept = torch.load(folder / f"{first}.pt")
         weights.load_state_dict(kept["weights"])
@@ -76,7 +76,7 @@ def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: 
             process.start()
         assert ended(processes) == [0] * world
     weights = module()
-    optimizer = make_optimizer(weights, OptimKnobs(optimizer="muon", weight_decay=0.1))
+    optimizer = make_optimizer(weights, OptimOptions(optimizer="muon", weight_decay=0.1))
     stepped(optimizer, weights, range(6))
     found = torch.load(tmp_path / "6.pt")
     alone = {"weights": weights.state_dict(), "optimizer": optimizer.state_dict()}
@@ -88,7 +88,7 @@ def _in_shards(rank: int, world: int, folder: Path) -> None:
     """Steps of Muon on whole matrices beside those on rows of them, and on the flat partitions of ZeRO's stages."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    options, steps = OptimKnobs(optimizer="muon", weight_decay=0.1), range(3)
+    options, steps = OptimOptions(optimizer="muon", weight_decay=0.1), range(3)
     whole = module()
     stepped(make_optimizer(whole, options), whole, steps)
     shapes = [torch.Size(shape) for shape in SHAPES]
@@ -161,7 +161,7 @@ def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs
             3e-2,
         ),
     ],
-    ids=lambda way: "-".join(knob.split("=")[1] for knob in way) if isinstance(way, list) else "",
+    ids=lambda way: "-".join(option.split("=")[1] for option in way) if isinstance(way, list) else "",
 )
 @pytest.mark.parametrize("world", [2, 4])
 def test_gpus_learn_what_one_learns(
@@ -172,14 +172,14 @@ def test_gpus_learn_what_one_learns(
         pytest.skip(f"needs {world} GPUs")
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(24)))
-    knobs = [
+    options = [
         "dtype=float32", "run.attention=sdpa", "run.compile=off", "optim.pack_tokens=128", "optim.pack_blocks=12",
         "optim.steps=8", "answers.runtime=reference", "run.evaluate_runtime=reference", *way,
     ]  # fmt: skip
     curves = []
     for gpus in (1, world):
         output = tmp_path / f"on{gpus}"
-        arguments = argv(target_dir, data, output, *knobs, f"optim.accumulate={world // gpus}")
+        arguments = argv(target_dir, data, output, *options, f"optim.accumulate={world // gpus}")
         torchrun = [f"--nproc-per-node={gpus}", f"--master-port={free_port()}", "-m", "train.cli"]
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments],

@@ -13,7 +13,7 @@ from test_train_loop import rows
 from test_train_parallel import ended, free_port
 from test_train_several import flat
 
-from train.config import OptimKnobs, RunKnobs, TrainConfig
+from train.config import OptimOptions, RunOptions, TrainConfig
 from train.distributed.parallel import Processes
 from train.distributed.zero import make_learner
 from train.features.source import FeatureSource
@@ -21,12 +21,14 @@ from train.objective.blocks import sample_blocks
 from train.objective.step import compute_loss
 from train.run.state import RunState
 
-FSDP = RunKnobs(fsdp=True)
-WAYS = [FSDP, RunKnobs(zero=1), RunKnobs(fsdp=True, fsdp_reshard_after_forward=False), RunKnobs(zero=2),
-        RunKnobs(), RunKnobs(zero=3), FSDP]  # fmt: skip
+FSDP = RunOptions(fsdp=True)
+WAYS = [FSDP, RunOptions(zero=1), RunOptions(fsdp=True, fsdp_reshard_after_forward=False), RunOptions(zero=2),
+        RunOptions(), RunOptions(zero=3), FSDP]  # fmt: skip
 
 
-def _steps(ways: list[RunKnobs], optim: OptimKnobs, processes: Processes, work: Path) -> tuple[RunState, list[float]]:
+def _steps(
+    ways: list[RunOptions], optim: OptimOptions, processes: Processes, work: Path
+) -> tuple[RunState, list[float]]:
     """A step by each learner, from the resume point of the one before it; and the norms of their gradients."""
     target, state, norms = make_target(), None, []
     for step, way in enumerate(ways):
@@ -53,13 +55,13 @@ def _steps(ways: list[RunKnobs], optim: OptimKnobs, processes: Processes, work: 
     return state, norms
 
 
-def _process(rank: int, port: int, folder: Path, optim: OptimKnobs, ways: list[RunKnobs]) -> None:
+def _process(rank: int, port: int, folder: Path, optim: OptimOptions, ways: list[RunOptions]) -> None:
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"})
     with Processes.started("cpu") as processes:
-        plain = [RunKnobs()] * len(ways)
+        plain = [RunOptions()] * len(ways)
         for name, taken in (("plain", plain), ("sharded", ways)):
             state, norms = _steps(taken, optim, processes, folder)
             if processes.main:
@@ -71,14 +73,14 @@ def _process(rank: int, port: int, folder: Path, optim: OptimKnobs, ways: list[R
     ("optim", "ways", "tolerance"),
     [
         # Muon's products are in bf16 and make more of another order of sums; seven steps move weights by 4 %
-        (OptimKnobs(optimizer="muon", accumulate=2, weight_decay=0.1), WAYS, 3e-3),
-        (OptimKnobs(optimizer="adamw", accumulate=2, weight_decay=0.1, clip=0.01, recompute=True), WAYS, 1e-4),
-        (OptimKnobs(optimizer="muon", ema=0.9), [FSDP, RunKnobs(), FSDP], 1e-4),
+        (OptimOptions(optimizer="muon", accumulate=2, weight_decay=0.1), WAYS, 3e-3),
+        (OptimOptions(optimizer="adamw", accumulate=2, weight_decay=0.1, clip=0.01, recompute=True), WAYS, 1e-4),
+        (OptimOptions(optimizer="muon", ema=0.9), [FSDP, RunOptions(), FSDP], 1e-4),
     ],
     ids=["muon", "adamw", "average"],
 )
 def test_learners_that_hand_over_to_each_other_step_as_one_that_is_whole(
-    optim: OptimKnobs, ways: list[RunKnobs], tolerance: float, tmp_path: Path
+    optim: OptimOptions, ways: list[RunOptions], tolerance: float, tmp_path: Path
 ) -> None:
     start_server()
     port = free_port()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import from_mapping
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource, fitting, open_features
 from train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
 from train.loop import train
@@ -36,9 +36,9 @@ def rows(count: int) -> list[Row]:
 
 def config(**run: Any) -> TrainConfig:
     return TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=4),
-        optim=OptimKnobs(optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3),
-        run=RunKnobs(log_every=1, save_every=2, **run),
+        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=4),
+        optim=OptimOptions(optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3),
+        run=RunOptions(log_every=1, save_every=2, **run),
     )  # fmt: skip
 
 
@@ -342,9 +342,9 @@ def test_features_that_fit_only_in_part_are_announced(
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"),
+    ("option", "value"),
     [("features", "ram"), ("feature_dtype", "int4"), ("feature_gpu_share", 1.5), ("feature_cache_gb", -1.0)],
 )
-def test_a_value_out_of_range_is_named(knob: str, value: object) -> None:
-    with pytest.raises(UserError, match=rf"{knob}.* {value}|{knob}"):
-        from_mapping(TrainConfig, {"target": "tiny", "run": {knob: value}})
+def test_a_value_out_of_range_is_named(option: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"{option}.* {value}|{option}"):
+        from_mapping(TrainConfig, {"target": "tiny", "run": {option: value}})

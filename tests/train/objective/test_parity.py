@@ -9,7 +9,7 @@ from conftest import MASK, make_drafter, make_target
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.decode import propose
-from train.config import DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
 from train.objective.blocks import Blocks, Features, dense_mask, sample_blocks
@@ -145,9 +145,12 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafte
     assert len(set(answer)) > 20, "a varied answer"
     drafter = make_drafter(target).train()
     config = TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=8), loss=LossKnobs(anchors=64),
-        optim=OptimKnobs(steps=300, batch_size=1, learning_rate=4e-3), run=RunKnobs(feature_cache_gb=1, log_every=100),
-    )  # fmt: skip
+        target="tiny",
+        drafter=DrafterOptions(block_size=8),
+        loss=LossOptions(anchors=64),
+        optim=OptimOptions(steps=300, batch_size=1, learning_rate=4e-3),
+        run=RunOptions(feature_cache_gb=1, log_every=100),
+    )
     train(
         config, target, drafter, [Row(0, len(PROMPT), PROMPT + answer)], [], tmp_path_factory.mktemp("work"), {},
         lambda trained, tau: None,

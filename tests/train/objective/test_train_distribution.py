@@ -14,7 +14,7 @@ from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import LossMix
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import Target
-from train.config import LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.features.store import GIB, MemoryStore
 from train.loop import train
@@ -40,8 +40,8 @@ def batch(target: Target) -> tuple[Features, Blocks]:
     return features, sample_blocks(features, 40, SIZE, MASK, torch.Generator().manual_seed(0))
 
 
-def knobs(**values: float | str) -> LossKnobs:
-    return LossKnobs(**({"ce": 0.0, "weights": "decay", "head_rows": 16} | values))  # type: ignore[arg-type]
+def options(**values: float | str) -> LossOptions:
+    return LossOptions(**({"ce": 0.0, "weights": "decay", "head_rows": 16} | values))  # type: ignore[arg-type]
 
 
 def as_drafted(features: Features, at: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_a_drafter_that_is_the_target_loses_nothing_and_one_that_is_shifted_by_o
     # written out once more, so that a mistake in `predicting_states` shows: slot k is predicted at anchor + k - 1
     index = torch.arange(SIZE) - 1 + shift
     hidden = as_drafted(features, (blocks.anchor[:, :, None] + index).clamp(max=features.tokens.shape[1] - 1))
-    result = draft_loss(hidden, blocks, target.head_weight, knobs(**{kind: 1.0}), 4.0, features.final)
+    result = draft_loss(hidden, blocks, target.head_weight, options(**{kind: 1.0}), 4.0, features.final)
     assert result.slot_overlap is not None
     if shift == 0:
         assert result.loss < 1e-4 and result.slot_overlap.min() > 0.9999
@@ -127,13 +127,13 @@ def test_a_chunk_makes_each_prediction_of_the_target_once(monkeypatch: pytest.Mo
 def test_distribution_losses_without_the_target_s_states_are_an_error(batch: tuple[Features, Blocks]) -> None:
     hidden = as_drafted(batch[0], predicting_states(batch[1], 80))
     with pytest.raises(ValueError, match="give its states"):
-        draft_loss(hidden, batch[1], torch.randn(50, 32), knobs(tv=1.0), 4.0, None)
+        draft_loss(hidden, batch[1], torch.randn(50, 32), options(tv=1.0), 4.0, None)
 
 
 def test_cross_entropy_alone_leaves_the_target_s_states_alone(batch: tuple[Features, Blocks], target: Target) -> None:
     features, blocks = batch
     hidden = as_drafted(features, predicting_states(blocks, 80))
-    found = [draft_loss(hidden, blocks, target.head_weight, LossKnobs(), 4.0, f) for f in (features.final, None)]
+    found = [draft_loss(hidden, blocks, target.head_weight, LossOptions(), 4.0, f) for f in (features.final, None)]
     assert torch.equal(found[0].loss, found[1].loss) and found[0].slot_overlap is None
 
 
@@ -144,7 +144,7 @@ def test_dpace_takes_the_overlap_as_the_chance_exactly_where_no_cross_entropy_is
     features, blocks = batch
     assert features.final is not None
     hidden = as_drafted(features, predicting_states(blocks, 80)) + 0.3 * torch.randn(1, 40 * SIZE, 32)
-    config = knobs(ce=ce, tv=1.0, weights="dpace")
+    config = options(ce=ce, tv=1.0, weights="dpace")
     result = draft_loss(hidden, blocks, target.head_weight, config, 4.0, features.final)
 
     q = target.head(hidden.view(40, SIZE, 32)[:, 1:]).double()
@@ -167,7 +167,7 @@ def test_recall_at_k_is_the_share_of_labels_among_the_first_k(batch: tuple[Featu
             others = [t for t in range(vocabulary) if t != blocks.labels[0, a, k]][: int(ranks[0, a, k])]
             hidden[0, a, k, others] = 2.0
             hidden[0, a, k, blocks.labels[0, a, k]] = 1.0
-    result = draft_loss(hidden.flatten(1, 2), blocks, torch.eye(vocabulary), LossKnobs(), 4.0)
+    result = draft_loss(hidden.flatten(1, 2), blocks, torch.eye(vocabulary), LossOptions(), 4.0)
     supervised = blocks.supervised[0, :, 1:]
     for i, top in enumerate((1, 4, 16)):
         inside = (ranks[0, :, 1:] < top) & supervised
@@ -211,7 +211,7 @@ def test_the_final_state_is_kept_behind_the_taps(cache_gb: float, target: Target
 # ---- it is learned -----------------------------------------------------------------------------------------------
 
 
-def learn(target: Target, batch: tuple[Features, Blocks], loss: LossKnobs, steps: int) -> list[DraftLoss]:
+def learn(target: Target, batch: tuple[Features, Blocks], loss: LossOptions, steps: int) -> list[DraftLoss]:
     drafter: Drafter = make_drafter(target, block_size=SIZE).train()
     config = TrainConfig(target="tiny", loss=loss)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
@@ -229,7 +229,7 @@ def test_every_loss_falls_and_brings_the_distributions_together(
     kind: str, target: Target, batch: tuple[Features, Blocks]
 ) -> None:
     mix = {"ce": 0.1, "tv": 0.9} if kind == "ce and tv" else {kind: 1.0}
-    results = learn(target, batch, knobs(**mix, weights="dpace", head_rows=64), steps=16)
+    results = learn(target, batch, options(**mix, weights="dpace", head_rows=64), steps=16)
     overlaps = [r.slot_overlap.mean().item() for r in results if r.slot_overlap is not None]
     assert results[-1].loss < 0.85 * results[0].loss
     assert 1 - overlaps[-1] < 0.85 * (1 - overlaps[0])
@@ -238,8 +238,8 @@ def test_every_loss_falls_and_brings_the_distributions_together(
 def test_a_run_logs_recall_and_overlap(target: Target, tmp_path: Path) -> None:
     rows = [Row(i, 6, torch.randint(0, 250, (24,)).tolist()) for i in range(4)]
     config = TrainConfig(
-        target="tiny", loss=knobs(kl=1.0, anchors=4), optim=OptimKnobs(optimizer="adamw", steps=2, batch_size=2),
-        run=RunKnobs(log_every=1, feature_cache_gb=1),
+        target="tiny", loss=options(kl=1.0, anchors=4), optim=OptimOptions(optimizer="adamw", steps=2, batch_size=2),
+        run=RunOptions(log_every=1, feature_cache_gb=1),
     )  # fmt: skip
     drafter = make_drafter(target).train()
     train(config, target, drafter, rows, [], tmp_path, {}, lambda trained, tau: None)

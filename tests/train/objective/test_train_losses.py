@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from train.config import DrafterKnobs, LossKnobs, TrainConfig
+from train.config import DrafterOptions, LossOptions, TrainConfig
 from train.objective.blocks import Blocks
 from train.objective.losses import DraftLoss, decay_weights, dpace_weights, draft_loss
 
@@ -64,16 +64,16 @@ def test_with_alpha_one_dpace_forgets_the_losses() -> None:
 
 @pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
 def test_the_default_gamma_is_the_paper_s_for_its_block_sizes(size: int, gamma: float) -> None:
-    assert TrainConfig(target="tiny", drafter=DrafterKnobs(block_size=size)).gamma == gamma
-    assert TrainConfig(target="tiny", loss=LossKnobs(gamma=2.5), drafter=DrafterKnobs(block_size=size)).gamma == 2.5
+    assert TrainConfig(target="tiny", drafter=DrafterOptions(block_size=size)).gamma == gamma
+    assert TrainConfig(target="tiny", loss=LossOptions(gamma=2.5), drafter=DrafterOptions(block_size=size)).gamma == 2.5
 
 
 def test_the_size_of_the_batch_does_not_scale_the_loss() -> None:
     b, head, hidden = blocks(), torch.randn(V, D), torch.randn(B, A * S, D)
     twice = Blocks(*(torch.cat([getattr(b, name)] * 2) for name in Blocks.__slots__))
     one, two = (
-        draft_loss(hidden, b, head, LossKnobs(), 4.0),
-        draft_loss(hidden.repeat(2, 1, 1), twice, head, LossKnobs(), 4.0),
+        draft_loss(hidden, b, head, LossOptions(), 4.0),
+        draft_loss(hidden.repeat(2, 1, 1), twice, head, LossOptions(), 4.0),
     )
     assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-5) and two.rows == 2 * one.rows
 
@@ -81,7 +81,7 @@ def test_the_size_of_the_batch_does_not_scale_the_loss() -> None:
 def test_a_slot_that_no_block_supervises_has_no_accuracy() -> None:
     b = blocks()
     b.supervised[:, :, 4] = False
-    accuracy = draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0).recall[0]
+    accuracy = draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossOptions(), 4.0).recall[0]
     assert accuracy.isnan().tolist() == [False, False, False, True]
 
 
@@ -90,8 +90,8 @@ def test_the_loss_and_its_gradient_are_the_weighted_mean_over_supervised_slots(k
     b = blocks()
     head = torch.randn(V, D)
     hidden = torch.randn(B, A * S, D, requires_grad=True)
-    knobs = LossKnobs(weights=kind, head_rows=3)
-    result = draft_loss(hidden, b, head, knobs, gamma=2.0)
+    options = LossOptions(weights=kind, head_rows=3)
+    result = draft_loss(hidden, b, head, options, gamma=2.0)
     result.loss.backward()
 
     exact = hidden.detach().double().requires_grad_()
@@ -116,7 +116,7 @@ def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> No
     head = torch.eye(V)
     hidden = F.one_hot(b.labels, V).float() * 9  # every slot right
     hidden[0, 0, 2] = -hidden[0, 0, 2]  # wrong at slot 2: one accepted
-    result = draft_loss(hidden.view(B, A * S, V), b, head, LossKnobs(), 4.0)
+    result = draft_loss(hidden.view(B, A * S, V), b, head, LossOptions(), 4.0)
     # blocks of row 0 accept 1, 2 (cut by its end) and 4; of row 1 4, 4 and none that is valid
     assert result.acceptance_length.item() == pytest.approx(1 + (1 + 2 + 4 + 4 + 4) / 5)
     assert result.recall[0].tolist() == pytest.approx([1.0, 4 / 5, 1.0, 1.0])
@@ -124,7 +124,7 @@ def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> No
 
 def test_totals_of_micro_steps_add_up_to_the_step() -> None:
     b = blocks()
-    found = [draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossKnobs(), 4.0) for _ in range(2)]
+    found = [draft_loss(torch.randn(B, A * S, D), b, torch.randn(V, D), LossOptions(), 4.0) for _ in range(2)]
     same = DraftLoss.of_totals(found[0].totals(), S - 1)
     for name in ("loss", "recall", "acceptance_length", "rows", "supervised", "blocks"):
         value = torch.as_tensor(getattr(found[0], name)).double()
@@ -140,4 +140,4 @@ def test_a_batch_without_supervision_is_an_error() -> None:
     b = blocks()
     nothing = Blocks(b.anchor, b.valid, b.inputs, b.positions, b.labels, torch.zeros_like(b.supervised))
     with pytest.raises(ValueError, match="no supervised slot"):
-        draft_loss(torch.randn(B, A * S, D), nothing, torch.randn(V, D), LossKnobs(), 4.0)
+        draft_loss(torch.randn(B, A * S, D), nothing, torch.randn(V, D), LossOptions(), 4.0)

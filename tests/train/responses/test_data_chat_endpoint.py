@@ -169,7 +169,7 @@ def test_a_strict_server_is_asked_with_openai_s_own_fields(
 
 
 @pytest.mark.parametrize(
-    ("knob", "field"),
+    ("option", "field"),
     [
         ("thinking=false", "chat_template_kwargs"),
         ("top_k=5", "top_k"),
@@ -177,15 +177,15 @@ def test_a_strict_server_is_asked_with_openai_s_own_fields(
     ],
 )
 def test_a_field_that_is_needed_is_not_left_out(
-    knob: str, field: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path,
+    option: str, field: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     fake.reply = only_chat(strict(OPENAI))
     command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
-    command += [knob, "temperature=1"]
+    command += [option, "temperature=1"]
     assert main(command) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    needs = f"{field} ({knob.split('=')[0]} needs it)"
+    needs = f"{field} ({option.split('=')[0]} needs it)"
     assert last.endswith(f"HTTP 422: unknown field {field}; not tried without {needs}")
     fake.reply = only_chat(strict(OPENAI | {field}))  # it knows this one and no other
     assert main(command) == 0

@@ -14,7 +14,7 @@ from test_data_sources import CALL, RESULT
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.data.prompts import Message, encode_chat, read_chat
-from train.config import AnswerKnobs, DataKnobs, TrainConfig
+from train.config import AnswerOptions, DataOptions, TrainConfig
 from train.data_cli import main
 from train.responses.conversation import REFUSED, ChatDialogue, recorded_rows
 from train.responses.corpus import Corpus
@@ -236,8 +236,8 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
     config = TrainConfig(
         target="tiny",
         data=(str(write(tmp_path / "p.jsonl", rows)),),
-        prompts=DataKnobs(held_out=0, max_length=500),
-        answers=AnswerKnobs(regenerate=False),
+        prompts=DataOptions(held_out=0, max_length=500),
+        answers=AnswerOptions(regenerate=False),
     )
 
     def recorded(tokenizer: Any) -> Corpus:

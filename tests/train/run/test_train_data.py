@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.runtime import Engine, EngineOptions
-from train.config import AnswerKnobs, DataKnobs, RunKnobs, TrainConfig
+from train.config import AnswerOptions, DataOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.features.store import GIB, MemoryStore
 from train.objective.blocks import PADDING
@@ -26,12 +26,12 @@ from train.responses.generate import Asking, answer
 from train.responses.rows import Row
 from train.run.data import PROMPTS, Reading, choose_prompts, data_digest, write_recorded
 
-KNOBS = AnswerKnobs(batch_size=3, max_tokens=20)
+OPTIONS = AnswerOptions(batch_size=3, max_tokens=20)
 
 
 def opener(target: Target) -> Callable[[], Backend]:
     """The engine on a loaded target."""
-    return lambda: EngineBackend(Engine.of_modules(target, None, EngineOptions(max_batch=KNOBS.batch_size)))
+    return lambda: EngineBackend(Engine.of_modules(target, None, EngineOptions(max_num_seqs=OPTIONS.batch_size)))
 
 
 def prompt_file(path: Path, start: int, stop: int) -> str:
@@ -43,7 +43,7 @@ def prompt_file(path: Path, start: int, stop: int) -> str:
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     return TrainConfig(
-        target="tiny", data=(prompt_file(tmp_path / "a.jsonl", 0, 20),), prompts=DataKnobs(held_out=6, max_length=64)
+        target="tiny", data=(prompt_file(tmp_path / "a.jsonl", 0, 20),), prompts=DataOptions(held_out=6, max_length=64)
     )
 
 
@@ -63,7 +63,7 @@ def held_out(config: TrainConfig, work: Path) -> list[tuple[int, ...]]:
 
 
 def test_a_prompt_is_what_the_chat_template_makes_of_it(config: TrainConfig, tmp_path: Path) -> None:
-    config = replace(config, prompts=DataKnobs(held_out=0, max_length=64))
+    config = replace(config, prompts=DataOptions(held_out=0, max_length=64))
     assert training(config, tmp_path / "w") == [chat(i) for i in range(20)]
     found = list(chosen(tmp_path / "w" / PROMPTS))
     assert [each.index for each in found] == list(range(20))
@@ -79,7 +79,7 @@ def test_every_prompt_is_either_trained_on_or_held_out_never_both(config: TrainC
 def test_the_split_depends_on_the_seed_alone(config: TrainConfig, tmp_path: Path) -> None:
     def split(seed: int) -> list[tuple[int, ...]]:
         torch.manual_seed(torch.randint(1 << 30, ()).item())
-        return held_out(replace(config, run=RunKnobs(seed=seed)), tmp_path / "w")
+        return held_out(replace(config, run=RunOptions(seed=seed)), tmp_path / "w")
 
     assert split(1) == split(1) != split(2)
 
@@ -93,7 +93,7 @@ def test_held_out_files_leave_the_data_whole(config: TrainConfig, tmp_path: Path
 
 def test_held_out_prompts_are_of_every_file_wherever_one_stops(config: TrainConfig, tmp_path: Path) -> None:
     files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40), prompt_file(tmp_path / "c.jsonl", 40, 50))
-    given = replace(config, data=files, prompts=DataKnobs(held_out=10, max_length=64))
+    given = replace(config, data=files, prompts=DataOptions(held_out=10, max_length=64))
     data = choose_prompts(Reading(given, make_tokenizer(), ""), tmp_path)
     sources = [prompt.source for prompt in data.held_out]
     assert Counter(sources) == {"a.jsonl": 4, "b.jsonl": 4, "c.jsonl": 2}
@@ -107,8 +107,8 @@ def test_max_prompts_draws_from_all_files_and_says_so(
     files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40))
 
     def drawn(most: int, seed: int = 0) -> list[int]:
-        knobs = DataKnobs(held_out=0, max_length=64, max_prompts=most)
-        found = training(replace(config, data=files, prompts=knobs, run=RunKnobs(seed=seed)), tmp_path / "w")
+        options = DataOptions(held_out=0, max_length=64, max_prompts=most)
+        found = training(replace(config, data=files, prompts=options, run=RunOptions(seed=seed)), tmp_path / "w")
         return [[chat(i) for i in range(40)].index(ids) for ids in found]
 
     some = drawn(16)
@@ -125,7 +125,7 @@ def test_near_duplicates_go_and_none_is_trained_on_and_measured_on(config: Train
     Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
     held = str(tmp_path / "held.jsonl")
     Path(held).write_text(json.dumps({"prompt": said.format(3, 3) + " ?"}) + "\n")
-    given = replace(config, data=(data,), prompts=DataKnobs(held_out=2, max_length=200))
+    given = replace(config, data=(data,), prompts=DataOptions(held_out=2, max_length=200))
     mine, apart = prompts_of(given, make_tokenizer(), tmp_path / "w")
     assert (len(mine), len(apart)) == (6, 2), "one of every two that differ by a sign"
     mine, apart = prompts_of(replace(given, held_out=(held,)), make_tokenizer(), tmp_path / "w")
@@ -146,7 +146,7 @@ def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig
 
 @pytest.mark.parametrize("name", ["a.json", "a.txt", "a.parquet"])
 def test_every_kind_of_file_is_read(name: str, config: TrainConfig, tmp_path: Path) -> None:
-    config = replace(config, prompts=DataKnobs(held_out=0, max_length=64))
+    config = replace(config, prompts=DataOptions(held_out=0, max_length=64))
     asked = [f"ask {i}" for i in range(20)]
     if name == "a.parquet":
         datasets = pytest.importorskip("datasets")
@@ -162,9 +162,9 @@ def test_a_benchmark_form_is_applied_to_training_and_held_out_prompts_by_name_on
     path.write_text("".join(json.dumps({"question": f"ask {i}", "answer": f"say {i}"}) + "\n" for i in range(4)))
 
     def read(name: str, form: str = "auto") -> tuple[list[str], str]:
-        knobs = DataKnobs(max_length=512, form=form)
+        options = DataOptions(max_length=512, form=form)
         files = (f"{name}{path}[:2]",), (f"{name}{path}[2:]",)
-        config = TrainConfig(target="tiny", data=files[0], held_out=files[1], prompts=knobs)
+        config = TrainConfig(target="tiny", data=files[0], held_out=files[1], prompts=options)
         mine, apart = prompts_of(config, words, tmp_path / "w")
         return [words.decode(ids) for ids in (*mine, *apart)], data_digest(config)
 
@@ -187,8 +187,8 @@ def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longest = len(chat(19))
-    knobs = DataKnobs(held_out=8, max_length=longest + 1)  # ten prompts are a token shorter
-    reading = Reading(replace(config, prompts=knobs), make_tokenizer(), "the target's context is 30 tokens")
+    options = DataOptions(held_out=8, max_length=longest + 1)  # ten prompts are a token shorter
+    reading = Reading(replace(config, prompts=options), make_tokenizer(), "the target's context is 30 tokens")
     data = choose_prompts(reading, tmp_path)
     assert {tuple(prompt.tokens) for prompt in data.held_out} <= {chat(i) for i in range(10)}
     assert len(data.held_out) == 8
@@ -208,14 +208,14 @@ def ask(path: Path, lengths: Sequence[int] = (4, 9, 4, 6, 12, 9, 5)) -> list[lis
 
 
 def answered(
-    opened: Callable[[], Backend], path: Path, knobs: AnswerKnobs, max_length: int, rank: int = 0, world: int = 1
+    opened: Callable[[], Backend], path: Path, options: AnswerOptions, max_length: int, rank: int = 0, world: int = 1
 ) -> list[Row]:
     """What is in the file once all is answered, in the order of the prompts."""
     prompts = path.with_name("asked.jsonl")
     if not prompts.exists():
         ask(prompts)
     done = resume(path)[0] if path.exists() else set()
-    asking = Asking(tokenizer=make_tokenizer(), params=knobs.params(), length=max_length, thinking=None)
+    asking = Asking(tokenizer=make_tokenizer(), params=options.params(), length=max_length, thinking=None)
     common = {"target": "tiny", "target_digest": None, "vocab_size": 300, "template_hash": "t", "sampler": {}}
     if next(asking.dialogues(prompts, done, rank, world), None):
         answer(opened(), asking, prompts, path, common, done, 7, rank, world)
@@ -226,7 +226,7 @@ def answered(
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], bytes]:
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    return answered(opener(target), path, KNOBS, 64), path.read_bytes()
+    return answered(opener(target), path, OPTIONS, 64), path.read_bytes()
 
 
 def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
@@ -240,9 +240,9 @@ def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
 
 
 def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
-    for i, knobs in enumerate((KNOBS, AnswerKnobs(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
+    for i, options in enumerate((OPTIONS, AnswerOptions(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
         both = [
-            answered(backend, tmp_path / f"{name}{i}.jsonl", knobs, 64)
+            answered(backend, tmp_path / f"{name}{i}.jsonl", options, 64)
             for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceBackend(target)))
         ]
         assert both[0] == both[1]
@@ -253,7 +253,7 @@ def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path)
     target, prompts = make_target(), ask(tmp_path / "asked.jsonl")
     plain = [generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens for prompt in prompts]
     target.model.generation_config.eos_token_id = [plain[0][4], EOS]  # a token that some answers reach early
-    rows = answered(opener(target), tmp_path / "a.jsonl", KNOBS, 64)
+    rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 64)
     lengths = set()
     for prompt, row in zip(prompts, rows, strict=True):
         assert row.tokens == prompt + generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
@@ -265,7 +265,7 @@ def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path)
 
 def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_path: Path) -> None:
     prompts = ask(tmp_path / "asked.jsonl")
-    rows = answered(opener(target), tmp_path / "a.jsonl", KNOBS, 12)
+    rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 12)
     assert max(len(row.tokens) for row in rows) == 12
     assert [row.index - 10 for row in rows] == [i for i, prompt in enumerate(prompts) if len(prompt) <= 10], (
         "one without room for an answer is passed over"
@@ -279,7 +279,7 @@ def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
     rows, data = whole
     path = tmp_path / "answers.jsonl"
     path.write_bytes(data[: int(len(data) * share)])
-    assert answered(opener(target), path, KNOBS, 64) == rows
+    assert answered(opener(target), path, OPTIONS, 64) == rows
     assert path.read_bytes().count(b"\n") == len(rows)
 
 
@@ -290,14 +290,14 @@ def test_complete_answers_are_not_made_again(whole: tuple[list[Row], bytes], tmp
     def silent() -> Backend:
         raise AssertionError("nothing is left to answer")
 
-    assert answered(silent, tmp_path / "answers.jsonl", KNOBS, 64) == rows
+    assert answered(silent, tmp_path / "answers.jsonl", OPTIONS, 64) == rows
 
 
 def test_processes_share_the_prompts_and_any_number_goes_on(
     target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
 ) -> None:
     found = [
-        row for rank in range(3) for row in answered(opener(target), tmp_path / f"{rank}.jsonl", KNOBS, 64, rank, 3)
+        row for rank in range(3) for row in answered(opener(target), tmp_path / f"{rank}.jsonl", OPTIONS, 64, rank, 3)
     ]
     assert sorted(found, key=lambda row: row.index) == whole[0]
 
@@ -306,7 +306,7 @@ def test_a_target_without_pad_and_stop_tokens_still_answers(tmp_path: Path) -> N
     target, prompts = make_target(), ask(tmp_path / "asked.jsonl", (4, 9, 4))
     for settings in (target.config, target.model.generation_config):
         settings.pad_token_id = settings.eos_token_id = None
-    rows = answered(opener(target), tmp_path / "a.jsonl", KNOBS, 64)
+    rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 64)
     for prompt, row in zip(prompts, rows, strict=True):
         assert row.tokens == prompt + generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
 
@@ -315,8 +315,8 @@ def test_the_data_s_answers_end_with_the_stop_token_and_prompts_without_room_go(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def recorded(max_length: int) -> Corpus:
-        knobs = DataKnobs(held_out=0, max_length=max_length)
-        given = replace(config, prompts=knobs, answers=AnswerKnobs(regenerate=False))
+        options = DataOptions(held_out=0, max_length=max_length)
+        given = replace(config, prompts=options, answers=AnswerOptions(regenerate=False))
         reading = Reading(given, make_tokenizer(), f"prompts.max_length is {max_length}")
         data = choose_prompts(reading, tmp_path)
         write_recorded(reading, data, tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})

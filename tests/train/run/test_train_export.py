@@ -17,7 +17,7 @@ from test_train_loop import argv, rows
 from dflash_toolkit import Drafter, Target, UserError, load_drafter
 from train import loop
 from train.cli import main
-from train.config import DataKnobs, DrafterKnobs, LossKnobs, OptimKnobs, RunKnobs, TrainConfig
+from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import open_features
 from train.loop import Export, Outcome
 from train.optim.schedule import joined_factor, learning_rate_factor
@@ -33,9 +33,13 @@ EVEN, MORE, LUCKY = (30, 30, 30, 30), (35, 36, 35, 36), (60, 28, 28, 28)
 
 def config(**optim: Any) -> TrainConfig:
     found = {"optimizer": "adamw", "steps": 8, "batch_size": 4, "learning_rate": 3e-3} | optim
-    run = RunKnobs(log_every=1, save_every=2, evaluate_every=2, evaluate_tokens=4)
+    run = RunOptions(log_every=1, save_every=2, evaluate_every=2, evaluate_tokens=4)
     return TrainConfig(
-        target="tiny", drafter=DrafterKnobs(block_size=4), loss=LossKnobs(anchors=4), optim=OptimKnobs(**found), run=run
+        target="tiny",
+        drafter=DrafterOptions(block_size=4),
+        loss=LossOptions(anchors=4),
+        optim=OptimOptions(**found),
+        run=run,
     )
 
 
@@ -197,7 +201,7 @@ def test_no_row_of_a_corpus_is_made_to_say_what_a_run_costs(tmp_path: Path, monk
     corpus, drafter = Corpus.of_rows(texts), make_drafter(target)
     length = 3 + min(len(row.tokens) for row in texts)
     tokens = sum(min(len(row.tokens), length) for row in texts)
-    asked = replace(config(), prompts=DataKnobs(max_length=length))
+    asked = replace(config(), prompts=DataOptions(max_length=length))
 
     def made(self: Corpus, index: object) -> None:
         raise AssertionError("a row is made")

@@ -5,7 +5,7 @@ from conftest import VOCAB, make_drafter, make_target
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from train.config import LossKnobs, TrainConfig
+from train.config import LossOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.objective.blocks import dense_mask, sample_blocks
 from train.objective.step import compute_loss
@@ -19,7 +19,7 @@ def test_a_step_costs_what_pytorch_counts() -> None:
     rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 30))]
     features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows)
     blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
-    config = TrainConfig(target="tiny", loss=LossKnobs(weights="decay"))
+    config = TrainConfig(target="tiny", loss=LossOptions(weights="decay"))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # computes hidden pairs too
         loss = compute_loss(drafter, target, features, blocks, config, flex=False)
         loss.loss.backward()

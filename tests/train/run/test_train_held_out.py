@@ -15,14 +15,14 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate,
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
 from train.cli import main
-from train.config import RunKnobs
+from train.config import RunOptions
 from train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
 
 
-def knobs(runtime: str, tokens: int = 8) -> RunKnobs:
-    return RunKnobs(evaluate_runtime=runtime, evaluate_tokens=tokens)
+def options(runtime: str, tokens: int = 8) -> RunOptions:
+    return RunOptions(evaluate_runtime=runtime, evaluate_tokens=tokens)
 
 
 def random_drafter(target: Target, seed: int) -> Drafter:
@@ -47,9 +47,9 @@ def test_more_prompts_than_go_together_and_answers_cut_by_the_context() -> None:
     target = make_target("qwen3", tied=False, limit=60)
     prompts = [HeldOutPrompt(list(range(20 + i, 24 + 4 * i)), "ab"[i % 2]) for i in range(11)]
     drafter = random_drafter(target, 1)
-    a, b = (HeldOut(target, drafter.config, prompts, knobs(name, 8))(drafter) for name in ("engine", "reference"))
+    a, b = (HeldOut(target, drafter.config, prompts, options(name, 8))(drafter) for name in ("engine", "reference"))
     assert a == b and a.prompts == 11 and sum(a.steps) > 0
-    some = HeldOut(target, drafter.config, prompts, replace(knobs("engine", 8), evaluate_prompts=4))
+    some = HeldOut(target, drafter.config, prompts, replace(options("engine", 8), evaluate_prompts=4))
     few = some(drafter, step=7)
     assert few.sources == ("a", "b", "a", "b") and few.steps == a.steps[:4]
     assert some.all(drafter, few) == replace(a, step=7)
@@ -124,7 +124,7 @@ def test_the_engine_and_the_target_read_the_same_memory(kind: str) -> None:
 def test_new_weights_are_taken_in_place() -> None:
     target = make_target()
     first, second = random_drafter(target, 1), random_drafter(target, 2)
-    held = HeldOut(target, first.config, PROMPTS, knobs("engine"))
+    held = HeldOut(target, first.config, PROMPTS, options("engine"))
     assert held._engine is not None and held._engine.runner.drafter is not None
     weights = held._engine.runner.drafter
     before = [t.data_ptr() for t in (*weights.places().values(), weights.context_kv, weights.k_norms)]
@@ -144,5 +144,5 @@ def test_what_the_engine_does_not_compute_is_said_when_it_is_asked_for() -> None
     target = make_target(mlp_bias=True)
     drafter = random_drafter(target, 1)
     with pytest.raises(UserError, match="mlp_bias is not supported by the runtime"):
-        HeldOut(target, drafter.config, PROMPTS, knobs("engine"))
-    assert HeldOut(target, drafter.config, PROMPTS, knobs("auto"))(drafter).prompts == 3, "on a CPU, the reference"
+        HeldOut(target, drafter.config, PROMPTS, options("engine"))
+    assert HeldOut(target, drafter.config, PROMPTS, options("auto"))(drafter).prompts == 3, "on a CPU, the reference"

@@ -19,7 +19,7 @@ from dflash_toolkit.models.dflash.network import weights_hash
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.runtime.weights import ModelSpec
 from train.cli import main
-from train.config import DataKnobs, TrainConfig
+from train.config import DataOptions, TrainConfig
 from train.optim.optimizers import update_average
 from train.responses import backends
 from train.run.state import RunState, save_state
@@ -74,7 +74,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
 
     lines = [json.loads(line) for line in (tmp_path / "run/work/metrics.jsonl").read_text().splitlines()]
     target = Target.load(str(target_dir))
-    config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataKnobs(held_out=2))
+    config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataOptions(held_out=2))
     _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
     loaded = load_drafter(str(start), dtype=torch.float32)
     tau = held_out_acceptance(target, loaded, asked, SamplingParams(max_new_tokens=8)).tau_pooled
@@ -278,8 +278,8 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp
         target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), device))
     )
     assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
-    knobs = ("optim.steps=2", "drafter.head_dim=16", f"device={device}")  # the least that FlexAttention takes
-    assert main(argv(path, data, tmp_path / "run", *knobs)) == 0
+    options = ("optim.steps=2", "drafter.head_dim=16", f"device={device}")  # the least that FlexAttention takes
+    assert main(argv(path, data, tmp_path / "run", *options)) == 0
     first = ("--init-from", str(tmp_path / "run"), "optim.steps=1", f"device={device}")
     assert main(argv(path, data, tmp_path / "further", *first)) == 0, "it goes on from a drafter, too"
 
