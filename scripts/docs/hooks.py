@@ -1,6 +1,7 @@
 """What mkdocs runs while it builds the site: a page for each command, made from the dataclass of its options.
 
-A name in backticks that looks like a file of this repository must be one; otherwise `mkdocs build --strict` fails.
+A file of this repository, or an option of a command, that a page names in backticks must exist; otherwise
+`mkdocs build --strict` fails.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ from mkdocs.structure.pages import Page
 from dflash_toolkit.config import list_options
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = re.compile(r"`((?:dflash_toolkit|train|serve|scripts|tests|docs|configs|examples)/[\w./-]*\w/?)`")
-log = logging.getLogger("mkdocs.hooks.files")
+FILE = re.compile(r"`((?:dflash_toolkit|train|serve|scripts|tests|docs|configs|examples)/[\w./-]*\w/?)`")
+log = logging.getLogger("mkdocs.hooks.names")
 
 
 def commands() -> dict[str, tuple[type, str]]:
@@ -55,9 +56,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    for path in sorted(set(NAMED.findall(markdown))):
+    text = re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S)
+    for path in sorted(set(FILE.findall(text))):
         if not (ROOT / path).exists():
             log.warning("%s names `%s`, which does not exist", page.file.src_uri, path)
+    known = {key: option for options, _ in commands().values() for key, option in list_options(options)}
+    flags = {f"--{key.replace('_', '-')}" for key in known} | {"--config", "--version", "--help"}
+    flags |= {f"--{option.field.metadata['flag']}" for option in known.values() if option.field.metadata["flag"]}
+    groups = {key.partition(".")[0] for key in known if "." in key}
+    for word in sorted({word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}):
+        name = word.partition("=")[0].removesuffix(":")
+        group = re.match(r"([a-z_]+)\.(?!json|yaml)[a-z_]+$", name)
+        wrong = group and group[1] in groups and name not in known
+        if wrong or (name.startswith("--") and name not in flags and name.replace("--no-", "--") not in flags):
+            log.warning("%s names the option `%s`, which no command has", page.file.src_uri, name)
     return markdown
 
 
