@@ -10,6 +10,10 @@ MAX_LOGPROBS = 20  # what OpenAI's API allows
 COLDEST, HOTTEST, LEAST_TOP_P, LEAST_PENALTY, MOST_PENALTY = 1e-5, 100.0, 1e-6, 0.01, 100.0
 
 
+class BiasError(UserError):
+    """A biased token that the target does not have."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How a request picks tokens and when it ends.
@@ -58,10 +62,10 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
 
     def check_bias(self, vocabulary: int) -> None:
-        """Raises UserError for a biased token that the target does not have."""
+        """Raises BiasError for a biased token that the target does not have."""
         for token, _ in self.logit_bias:
             if not 0 <= token < vocabulary:
-                raise UserError(f"logit_bias names token {token}; the target has tokens 0..{vocabulary - 1}")
+                raise BiasError(f"logit_bias names token {token}; the target has tokens 0..{vocabulary - 1}")
 
     @property
     def edits_logits(self) -> bool:

@@ -6,8 +6,8 @@ from itertools import zip_longest
 from typing import Any
 
 from dflash_toolkit.decode import FinishReason
+from dflash_toolkit.runtime import Progress
 
-from .engine import Progress
 from .logprobs import Spelling, SpokenToken, TokenQueue
 from .text import Detokenizer, StopScanner
 

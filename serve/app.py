@@ -6,20 +6,20 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.decode import PromptError, SamplingParams, check_prompt
+from dflash_toolkit.decode import PromptError
+from dflash_toolkit.runtime import AsyncEngine, EngineClosedError
+from dflash_toolkit.runtime import Request as EngineRequest
+from dflash_toolkit.sampling import BiasError
 
 from .answer import Answer, Piece, usage
-from .engine import Engine, EngineClosedError
 from .logprobs import Spelling, SpokenToken
-from .merging import Merged, merged
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
@@ -27,11 +27,12 @@ from .replies import DONE, Replies, event
 MAX_BODY = 4 * 1024 * 1024  # bytes
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for an answer that nobody waits for
 T = TypeVar("T")
+Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # each with its answer's number; None is the end of one
 log = logging.getLogger("dflash_toolkit.serve")
 
 
 def create_app(
-    engine: Engine, model: str, api_key: str | None = None, defaults: Mapping[str, float] | None = None
+    engine: AsyncEngine, model: str, api_key: str | None = None, defaults: Mapping[str, float] | None = None
 ) -> FastAPI:
     """The application that serves `engine` as `model`.
 
@@ -46,7 +47,7 @@ def create_app(
         "object": "model",
         "created": int(time.time()),
         "owned_by": "dflash-toolkit",
-        "max_model_len": engine.context_limit,
+        "max_model_len": engine.engine.context_limit,
     }
 
     def authorise(request: Request) -> None:
@@ -86,10 +87,9 @@ def create_app(
             ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        service.check_prompt(ids, "messages")
-        spelling = service.spelling_for(body)
-        replies = Replies("chat", model, body.include_usage, spelling, of_a_prompt=body.answers)
-        return await service.respond(request, body, [ids], replies)
+        requests = service.requests(body, ids, "messages")
+        replies = Replies("chat", model, body.include_usage, service.spelling_for(body), of_a_prompt=body.answers)
+        return await service.respond(request, body, requests, replies)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -97,12 +97,11 @@ def create_app(
         service.check_model(body.model)
         encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
         prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
-        for ids in prompts:
-            service.check_prompt(ids, "prompt")
+        requests = [one for ids in prompts for one in service.requests(body, ids, "prompt")]
         spelling = service.spelling_for(body)
         lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if spelling else [0]
         replies = Replies("text", model, body.include_usage, spelling, lengths, body.answers)
-        return await service.respond(request, body, prompts, replies)
+        return await service.respond(request, body, requests, replies)
 
     async def refuse(request: Request, error: Any) -> Response:
         metrics.refused()
@@ -137,7 +136,7 @@ def create_app(
 class _Service:
     """What both endpoints do once they have token ids."""
 
-    def __init__(self, engine: Engine, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
+    def __init__(self, engine: AsyncEngine, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._spelling = Spelling(engine.tokenizer)
         self._encoding = asyncio.Lock()
@@ -153,27 +152,35 @@ class _Service:
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_prompt(self, ids: list[int], param: str) -> None:
-        """Raises ApiError (400) for a prompt that cannot be decoded."""
+    def requests(self, body: GenerationRequest, ids: list[int], param: str) -> list[EngineRequest]:
+        """A prompt once for each of its answers, of which each has a seed of its own.
+
+        Raises:
+            ApiError: (400) it cannot be decoded; `param` is what the client calls the prompt.
+        """
+        params = body.sampling(self._engine.engine.context_limit, self._defaults, self._engine.tokenizer.eos_token_id)
         try:
-            check_prompt(ids, self._engine.context_limit, self._engine.vocabulary)
-        except PromptError as error:
-            raise ApiError(400, str(error), param=param, code=error.code) from error
+            first = self._engine.request(ids, params)  # before a stream begins, whose status would be sent
+        except UserError as error:
+            at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
+            raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
+        seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # in 64 bits, as it was
+        return [first, *map(first.with_seed, seeds)]
 
     def spelling_for(self, body: GenerationRequest) -> Spelling | None:
         """What names the tokens, if the request is to hear of them."""
         return None if body.best_tokens() is None else self._spelling
 
     async def respond(
-        self, request: Request, body: GenerationRequest, prompts: list[list[int]], replies: Replies
+        self, request: Request, body: GenerationRequest, asked: list[EngineRequest], replies: Replies
     ) -> Response:
-        """Decode as many answers to each of `prompts` as are asked for, and send them, at once or as events."""
-        asked = [one for ids in prompts for one in self._asked(body, ids)]
+        """Decode what is asked for, and send the answers, at once or as events."""
         before = self._spelling.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
         answers = [
-            Answer(self._engine.tokenizer, len(ids), body.stop or (), replies.spelling, before) for ids, _ in asked
+            Answer(self._engine.tokenizer, len(one.prompt_ids), body.stop or (), replies.spelling, before)
+            for one in asked
         ]
-        pieces = merged([self._pieces(answer, *one) for answer, one in zip(answers, asked, strict=True)])
+        pieces = self._pieces(asked, answers)
         if body.stream:
             return EventResponse(self._events(pieces, answers, replies))
         whole = await _unless_disconnected(request, _join(pieces, len(answers)))
@@ -182,45 +189,34 @@ class _Service:
         reasons = [answer.finish_reason for answer in answers]
         reply = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
         if body.return_token_ids:
-            for choice, answer, (ids, _) in zip(reply["choices"], answers, asked, strict=True):
-                choice |= {"token_ids": answer.tokens, "prompt_token_ids": ids}
+            for choice, answer, one in zip(reply["choices"], answers, asked, strict=True):
+                choice |= {"token_ids": answer.tokens, "prompt_token_ids": one.prompt_ids}
         return JSONResponse(reply)
 
-    def _asked(self, body: GenerationRequest, ids: list[int]) -> list[tuple[list[int], SamplingParams]]:
-        """A prompt once for each of its answers, of which each has a seed of its own. Raises ApiError (400)."""
-        eos = self._engine.tokenizer.eos_token_id
-        params = body.sampling(self._engine.context_limit - len(ids), self._defaults, eos)
-        try:
-            params.check_bias(self._engine.vocabulary)
-        except UserError as error:
-            raise ApiError(400, str(error), param="logit_bias") from error
-        try:
-            self._engine.check(ids, params)  # before a stream begins, whose status would be sent
-        except UserError as error:
-            raise ApiError(400, str(error)) from error
-        seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(body.answers)]  # in 64 bits, as it was
-        return [(ids, replace(params, seed=seed)) for seed in seeds]
-
-    async def _pieces(self, answer: Answer, ids: list[int], params: SamplingParams) -> AsyncGenerator[Piece]:
-        """The answer as it comes, counted however it ends."""
+    async def _pieces(self, asked: list[EngineRequest], answers: list[Answer]) -> Pieces:
+        """The answers as they come, counted however they end."""
         outcome = "disconnected"
+        self._metrics.waiting.inc(len(answers))
         try:
-            with self._metrics.waiting.track_inprogress():
-                async with aclosing(self._engine.decode(ids, params)) as steps:
-                    async for progress in steps:
-                        piece = answer.add(progress)
-                        if piece.text or piece.tokens:
-                            yield piece
-                        if answer.finish_reason is not None:
-                            outcome = answer.finish_reason
-                            break
+            with self._engine.decode(asked) as responses:
+                async for index, progress in responses:
+                    answer = answers[index]
+                    piece = answer.add(progress)
+                    if piece.text or piece.tokens:
+                        yield index, piece
+                    if answer.finish_reason is not None:
+                        if progress.finish_reason is None:  # a stop string
+                            responses.cancel(index)
+                        yield index, None
         except Exception:
             outcome = "error"
             raise
         finally:
-            self._metrics.ended(answer, outcome)
+            self._metrics.waiting.dec(len(answers))
+            for answer in answers:
+                self._metrics.ended(answer, answer.finish_reason or outcome)
 
-    async def _events(self, pieces: Merged, answers: list[Answer], replies: Replies) -> AsyncGenerator[bytes]:
+    async def _events(self, pieces: Pieces, answers: list[Answer], replies: Replies) -> AsyncGenerator[bytes]:
         try:
             for chunk in replies.opening(len(answers)):
                 yield event(chunk)
@@ -271,7 +267,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _join(pieces: Merged, answers: int) -> list[Piece]:
+async def _join(pieces: Pieces, answers: int) -> list[Piece]:
     """Each answer in one piece."""
     texts: list[list[str]] = [[] for _ in range(answers)]
     tokens: list[list[SpokenToken]] = [[] for _ in range(answers)]

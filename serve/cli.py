@@ -15,7 +15,7 @@ from dflash_toolkit.runtime.options import EngineOptions
 from dflash_toolkit.threads import use_threads
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from dflash_toolkit.runtime import AsyncEngine
 
 PROG = "dflash-serve"
 DESCRIPTION = """\
@@ -65,9 +65,10 @@ def _run(config: ServeConfig) -> None:
     # not above: this imports torch and transformers, seconds in which the disk is to read already
     import transformers
 
+    from dflash_toolkit.runtime import AsyncEngine, load_engine
+
     from .app import create_app
     from .defaults import sampling_defaults
-    from .engine import Engine
     from .server import Server, listen, url_of
 
     use_threads(config.threads)
@@ -75,7 +76,7 @@ def _run(config: ServeConfig) -> None:
     # what can be wrong is looked at before the target's weights, which take longest
     with listen(config.host, config.port) as listener:
         defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
-        engine = Engine.load(config.target, config.drafter, config.device, config.dtype, config.engine)
+        engine = AsyncEngine(*load_engine(config.target, config.drafter, config.device, config.dtype, config.engine))
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         runner = engine.engine.runner
         place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
@@ -88,7 +89,7 @@ def _run(config: ServeConfig) -> None:
         _end(engine)
 
 
-def _end(engine: "Engine") -> None:
+def _end(engine: "AsyncEngine") -> None:
     """Wait for the decoding thread: an interpreter that ends while a thread is inside C++ code aborts the process."""
     from .server import GRACE_S
 

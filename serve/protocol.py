@@ -189,19 +189,19 @@ class GenerationRequest(_Strict):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def length(self, room: int) -> int:
-        """The most tokens of an answer, when the context has `room` for so many."""
-        return min(self.max_tokens or room, room)
+    def length(self, most: int) -> int:
+        """The most tokens of an answer, where there may be `most`."""
+        return min(self.max_tokens or most, most)
 
     def best_tokens(self) -> int | None:
         """How many to report beside each token; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    def sampling(self, room: int, defaults: Mapping[str, float], eos: int | None) -> SamplingParams:
-        """How to decode; without a seed a random one is drawn.
+    def sampling(self, most: int, defaults: Mapping[str, float], eos: int | None) -> SamplingParams:
+        """How to decode; without a seed a random one is taken.
 
         Args:
-            room: tokens of context behind the prompt.
+            most: tokens that an answer may have.
             defaults: what holds where the request names no value; without one it is OpenAI's.
             eos: the tokenizer's own end of a turn, which a checkpoint's configurations need not name.
         """
@@ -223,7 +223,7 @@ class GenerationRequest(_Strict):
             logit_bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
             logprobs=self.best_tokens(),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
-            max_new_tokens=self.length(room),
+            max_new_tokens=self.length(most),
             stop_token_ids=tuple(ends),
             ignore_eos=bool(self.ignore_eos),
         )
@@ -261,8 +261,8 @@ class ChatRequest(GenerationRequest):
             raise ValueError("`logprobs` must be true if this is set")
         return best
 
-    def length(self, room: int) -> int:
-        return min(self.max_completion_tokens or self.max_tokens or room, room)
+    def length(self, most: int) -> int:
+        return min(self.max_completion_tokens or self.max_tokens or most, most)
 
     def best_tokens(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -295,8 +295,8 @@ class CompletionRequest(GenerationRequest):
             raise ValueError(f"asks for more than {MOST_ANSWERS} answers, `n` to each prompt; send several requests")
         return prompts
 
-    def length(self, room: int) -> int:
-        return min(self.max_tokens or COMPLETION_TOKENS, room)
+    def length(self, most: int) -> int:
+        return min(self.max_tokens or COMPLETION_TOKENS, most)
 
     def best_tokens(self) -> int | None:
         return self.logprobs

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .async_engine import AsyncEngine, EngineClosedError, Progress
+    from .async_engine import AsyncEngine, EngineClosedError, Progress, Responses
     from .engine import Engine, EngineStats
     from .load import load_engine
     from .options import EngineOptions, SyntheticAcceptance
+    from .request import Request
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -16,7 +17,8 @@ else:
             ".engine": ["Engine", "EngineStats"],
             ".load": ["load_engine"],
             ".options": ["EngineOptions", "SyntheticAcceptance"],
-            ".async_engine": ["AsyncEngine", "EngineClosedError", "Progress"],
+            ".request": ["Request"],
+            ".async_engine": ["AsyncEngine", "EngineClosedError", "Progress", "Responses"],
         },
     )
 
@@ -27,6 +29,8 @@ __all__ = [
     "EngineOptions",
     "EngineStats",
     "Progress",
+    "Request",
+    "Responses",
     "SyntheticAcceptance",
     "load_engine",
 ]

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -39,67 +41,103 @@ class Progress:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
 
 
-class AsyncEngine:
-    """Decodes for many tasks at once; requests join and leave the running batch at every step."""
+class Responses:
+    """What some requests get, as it comes: an asynchronous iterator of (number of the request, progress).
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread is to do first
-        self._waiting: dict[Request, Callable[[Progress | Exception], None]] = {}  # only the thread touches it
-        self._closed = self._prepared = False
+    It ends when every request has a `finish_reason` or was cancelled. The end of the `with` block cancels those that
+    are left. Decoding does not wait for whoever iterates.
+
+    Raises, while iterating:
+        EngineClosedError: the engine was closed before that, or is `broken`.
+        Exception: whatever broke the engine.
+    """
+
+    def __init__(self, engine: "AsyncEngine", requests: Sequence[Request]) -> None:
+        self.requests, self._engine, self._open = requests, engine, set(range(len(requests)))
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, Progress] | Exception] = asyncio.Queue()
+
+    def put(self, item: tuple[int, Progress] | Exception) -> None:
+        """The next item; from any thread."""
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    def cancel(self, *numbers: int) -> None:
+        """Take these requests out of the batch; nothing more is said of them."""
+        self._open.difference_update(numbers)
+        self._engine.cancel([self.requests[number] for number in numbers])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel(*self._open)
+        self._engine.listeners.discard(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Progress]:
+        while self._open:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            number, progress = item
+            if number in self._open:
+                if progress.finish_reason is not None:
+                    self._open.remove(number)
+                return item
+        raise StopAsyncIteration
+
+
+class AsyncEngine:
+    """Decodes for many tasks at once; requests come into the running batch and leave it at every step.
+
+    Args:
+        tokenizer: the target's, for whoever has text.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any = None) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
         self.broken: Exception | None = None  # why no request can be served any more
+        self.listeners: set[Responses] = set()  # only tasks touch it
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread is to do first
+        self._waiting: dict[Request, Responses] = {}  # only the thread touches it
+        self._closed = self._prepared = False
         self._entry = threading.Lock()  # nothing is put into the inbox once the thread has left
         self._left = self._closing = False
-        self._listeners: set[Callable[[Progress | Exception], None]] = set()  # to whom `decode` listens
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
-    async def decode(self, prompt_ids: list[int], params: SamplingParams) -> AsyncGenerator[Progress]:
-        """Decode one prompt, yielding after every step of it until one carries a `finish_reason`.
-
-        Decoding does not wait for the consumer. A consumer that leaves (`aclose`, or its task is cancelled) takes
-        its request out of the batch.
-
-        Raises:
-            EngineClosedError: `close` was called before the answer was finished, or the engine is `broken`.
-            UserError: the request cannot be decoded, see `Engine.submit`.
-            Exception: whatever broke the engine.
-        """
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Progress | Exception] = asyncio.Queue()
-        mine: list[Request] = []
-
-        def tell(item: Progress | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody listens
-                loop.call_soon_threadsafe(news.put_nowait, item)
-
-        if not self._ask(lambda: self._submit(prompt_ids, params, tell, mine)):
-            raise self._closed_error()
-        self._listeners.add(tell)
-        try:
-            while True:
-                item = await news.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            self._listeners.discard(tell)
-            self._ask(lambda: self._forget(mine))
-
-    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raises what `decode` would at once: UserError for the request, EngineClosedError for the engine."""
+    def request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+        """A request for `decode`. Raises EngineClosedError where none is served, else what `Engine.request` does."""
         if self._closing or self.broken is not None:
             raise self._closed_error()
-        self.engine.request(prompt_ids, params)
+        return self.engine.request(prompt_ids, params)
+
+    def decode(self, requests: Sequence[Request]) -> Responses:
+        """Queue requests, and what they get: `with engine.decode(requests) as responses: async for ... in responses`.
+
+        Raises:
+            EngineClosedError: `close` was called, or the engine is `broken`.
+        """
+        responses = Responses(self, requests)
+        if not self._ask(lambda: self._submit(responses)):
+            raise self._closed_error()
+        self.listeners.add(responses)
+        return responses
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Take requests out of the batch, those of them that are not finished."""
+        if requests:
+            self._ask(lambda: self._discard(requests))
 
     def close(self) -> None:
         """End every answer, running or queued, with EngineClosedError now, and the thread after the step under way."""
         self._closing = True
         self._ask(self._close)
-        for tell in tuple(self._listeners):  # the thread would only tell them when its step is over
-            tell(self._closed_error())
+        for responses in tuple(self.listeners):  # the thread would only tell them when its step is over
+            responses.put(self._closed_error())
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the thread has ended; whether it has within `timeout_s` seconds."""
@@ -148,53 +186,41 @@ class AsyncEngine:
                 return
             wait = False
 
-    def _submit(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        tell: Callable[[Progress | Exception], None],
-        mine: list[Request],
-    ) -> None:
+    def _submit(self, responses: Responses) -> None:
         if self._closed:
-            tell(self._closed_error())
+            responses.put(self._closed_error())
             return
-        told = 0
+        for number, request in enumerate(responses.requests):
+            request.on_progress = functools.partial(self._on_progress, responses, number)
+            self._waiting[request] = responses
+            self.engine.scheduler.add(request)
 
-        def on_progress(request: Request, step: Step | None) -> None:
-            nonlocal told
-            generation = request.generation
-            fresh, logprobs = tuple(generation.tokens[told:]), tuple(generation.logprobs[told:])
-            told = len(generation.tokens)
-            tell(Progress(fresh, step, generation.finish_reason, logprobs))
-            if request.finished:
-                self._waiting.pop(request, None)
+    def _on_progress(self, responses: Responses, number: int, request: Request, step: Step | None) -> None:
+        generation = request.generation
+        tokens = tuple(generation.tokens) if step is None else step.tokens
+        logprobs = tuple(generation.logprobs[len(generation.tokens) - len(tokens) :])
+        responses.put((number, Progress(tokens, step, generation.finish_reason, logprobs)))
+        if request.finished:
+            self._waiting.pop(request, None)
 
-        try:
-            request = self.engine.submit(prompt_ids, params, on_progress)
-        except Exception as error:  # it belongs to whoever asked
-            tell(error)
-            return
-        mine.append(request)
-        self._waiting[request] = tell
-
-    def _forget(self, mine: list[Request]) -> None:
-        self._cancel([request for request in mine if self._waiting.pop(request, None) is not None])
+    def _discard(self, requests: Sequence[Request]) -> None:
+        self._cancel([request for request in requests if self._waiting.pop(request, None) is not None])
 
     def _close(self) -> None:
         self._closed = True
-        self._cancel(self._tell_all(EngineClosedError()))
+        self._cancel(self._put_all(EngineClosedError()))
 
     def _break(self, error: Exception) -> None:
         """Whoever waits gets the error; later requests are served if the device still answers."""
         log.error("a step failed", exc_info=error)
-        self._cancel(self._tell_all(error))
+        self._cancel(self._put_all(error))
         self._check()
 
-    def _tell_all(self, error: Exception) -> list[Request]:
+    def _put_all(self, error: Exception) -> list[Request]:
         """Nobody waits any more; who did."""
         lost, self._waiting = self._waiting, {}
-        for tell in lost.values():
-            tell(error)
+        for responses in set(lost.values()):
+            responses.put(error)
         return list(lost)
 
     def _cancel(self, requests: list[Request]) -> None:
@@ -215,7 +241,7 @@ class AsyncEngine:
         log.error("the device does not answer any more", exc_info=failure)
         self.broken, self._closed = failure, True
         self.engine.scheduler.abandon()
-        self._tell_all(self._closed_error())
+        self._put_all(self._closed_error())
 
     def _closed_error(self) -> EngineClosedError:
         return EngineClosedError(failed=self.broken is not None)

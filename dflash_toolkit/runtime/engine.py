@@ -177,11 +177,12 @@ class Engine:
         params: SamplingParams | None = None,
         on_progress: Callable[[Request, Step | None], None] | None = None,
     ) -> Request:
-        """A request as `submit` queues it, not queued: to know whether it could be.
+        """A request, checked and not yet queued.
 
         Raises:
-            UserError: an empty prompt, one that leaves no room for an answer, an id outside the vocabulary, or a
-                request that the cache cannot hold.
+            PromptError: an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
+            BiasError: a biased token outside the vocabulary.
+            UserError: a request that the cache cannot hold.
         """
         params = params or SamplingParams()
         prompt = list(prompt_ids)

@@ -1,8 +1,9 @@
 """A request on its way through the runtime."""
 
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..decode import Generation, SamplingParams, Step, TokenLogprobs, commit
 
@@ -75,6 +76,17 @@ class Request:
     epoch: int = 0  # counts the times it lost its row; results launched before that are void
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
     cancelled: bool = False
+
+    def with_seed(self, seed: int) -> "Request":
+        """The same prompt once more, for an answer of its own; before anything was decoded."""
+        return replace(
+            self,
+            params=replace(self.params, seed=seed),
+            generation=Generation(),
+            acceptance=copy.copy(self.acceptance),
+            pages=[],
+            blocks_in_flight=[],
+        )
 
     @property
     def tokens(self) -> list[int]:

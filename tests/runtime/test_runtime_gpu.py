@@ -371,7 +371,8 @@ def test_an_engine_runs_on_the_gpu_it_is_told(tmp_path: Path) -> None:
 
 async def streamed(engine: AsyncEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     async def one(prompt: list[int]) -> list[int]:
-        return [token async for progress in engine.decode(prompt, params) for token in progress.tokens]
+        with engine.decode([engine.request(prompt, params)]) as responses:
+            return [token async for _, progress in responses for token in progress.tokens]
 
     try:
         return [await one(prompt) for prompt in prompts]

@@ -18,8 +18,8 @@ from test_serve_engine import LATE_S, gated, make_engine, wait_until
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.decode import Generation
+from dflash_toolkit.runtime import AsyncEngine
 from serve.app import MAX_BODY, create_app
-from serve.engine import Engine
 from serve.server import Server, listen, url_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -27,7 +27,7 @@ LONG = {"ignore_eos": True}
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, **options: Any) -> Iterator[str]:
+def serving(engine: AsyncEngine, **options: Any) -> Iterator[str]:
     """The URL of a server that runs in a thread."""
     ready = threading.Event()
     with listen("127.0.0.1", 0) as listener:
@@ -45,12 +45,12 @@ def serving(engine: Engine, **options: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def engine(target: Target, drafter: Drafter) -> Engine:
+def engine(target: Target, drafter: Drafter) -> AsyncEngine:
     return make_engine(target, drafter)
 
 
 @pytest.fixture(scope="session")
-def url(engine: Engine) -> Iterator[str]:
+def url(engine: AsyncEngine) -> Iterator[str]:
     with serving(engine) as url:
         yield url
 
@@ -235,7 +235,7 @@ def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
     assert len(set(alone)) == 8
 
 
-def ask_and_leave(engine: Engine, url: str, body: dict[str, Any], answers: int) -> None:
+def ask_and_leave(engine: AsyncEngine, url: str, body: dict[str, Any], answers: int) -> None:
     """A client that asks and is gone before the end: the engine does not decode one step more for it."""
     name = 'dflash_requests_total{outcome="disconnected"}'
     before, address = counters(url).get(name, 0), httpx.URL(url)
@@ -253,7 +253,7 @@ def ask_and_leave(engine: Engine, url: str, body: dict[str, Any], answers: int) 
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_stops_its_decoding(engine: Engine, url: str, client: OpenAI, streamed: bool) -> None:
+def test_a_client_that_leaves_stops_its_decoding(engine: AsyncEngine, url: str, client: OpenAI, streamed: bool) -> None:
     ask_and_leave(engine, url, {"model": "org/tiny", "prompt": "a", "max_tokens": 400, "stream": streamed, **LONG}, 1)
     assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
 
@@ -386,7 +386,7 @@ def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
 
 
 def test_a_failure_inside_is_an_error_the_client_can_read(
-    engine: Engine, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("secret details")

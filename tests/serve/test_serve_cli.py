@@ -17,7 +17,6 @@ from paths import ROOT
 
 from dflash_toolkit import save_drafter
 from serve import cli
-from serve.engine import Engine
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -93,7 +92,7 @@ def test_ctrl_c_while_it_loads_is_an_interruption(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "load", interrupted)
+    monkeypatch.setattr("dflash_toolkit.runtime.load_engine", interrupted)
     assert cli.main(["--target", str(target_dir), "--port", "0"]) == 130
     assert "interrupted" in capsys.readouterr().err
 

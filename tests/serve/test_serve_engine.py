@@ -13,22 +13,39 @@ from conftest import make_drafter
 from fastapi.testclient import TestClient
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
-from dflash_toolkit.runtime import Engine as Runtime
-from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime import (
+    AsyncEngine,
+    Engine,
+    EngineClosedError,
+    EngineOptions,
+    Progress,
+    Request,
+    Responses,
+    SyntheticAcceptance,
+)
 from serve.app import EventResponse, create_app
-from serve.engine import Engine, EngineClosedError
 
 LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
 
 
-def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
+def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> AsyncEngine:
     """The server's engine on tiny models, with the drafter's own block length."""
     options = {
         "num_speculative_tokens": drafter.config.block_size - 1 if drafter else 0,
         "page_size": 4,
         "max_num_seqs": 3,
     } | options
-    return Engine(Runtime.of_modules(target, drafter, EngineOptions(**options)), target.tokenizer)
+    return AsyncEngine(Engine.of_modules(target, drafter, EngineOptions(**options)), target.tokenizer)
+
+
+def ask(engine: AsyncEngine, prompt: list[int], params: SamplingParams = LONG) -> Responses:
+    return engine.decode([engine.request(prompt, params)])
+
+
+async def told(responses: Responses) -> list[Progress]:
+    """All that one request gets."""
+    with responses:
+        return [progress async for _, progress in responses]
 
 
 LATE_S = 60.0  # how long a test waits for what must come; nothing is said about how soon it does
@@ -41,7 +58,7 @@ class Gate:
         done: turns that were let through.
     """
 
-    def __init__(self, engine: Engine, turns: int) -> None:
+    def __init__(self, engine: AsyncEngine, turns: int) -> None:
         self.done, self._left, self._stands, self._engine = 0, turns, False, engine
         self._changed = threading.Condition()
 
@@ -81,7 +98,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def gated(engine: Engine, turns: int) -> Iterator[Gate]:
+def gated(engine: AsyncEngine, turns: int) -> Iterator[Gate]:
     gate = Gate(engine, turns)
     real = engine.engine.step
 
@@ -101,13 +118,13 @@ def gated(engine: Engine, turns: int) -> Iterator[Gate]:
 def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) -> None:
     expected = generate(target, drafter, [1, 2, 3], LONG)
 
-    async def play() -> list[Any]:
-        return [progress async for progress in make_engine(target, drafter).decode([1, 2, 3], LONG)]
+    async def play() -> list[Progress]:
+        return await told(ask(make_engine(target, drafter), [1, 2, 3]))
 
-    told = asyncio.run(play())
-    assert [token for progress in told for token in progress.tokens] == expected.tokens
-    assert [progress.step for progress in told] == [None, *expected.steps]
-    assert [progress.finish_reason for progress in told] == [None] * len(expected.steps) + ["length"]
+    found = asyncio.run(play())
+    assert [token for progress in found for token in progress.tokens] == expected.tokens
+    assert [progress.step for progress in found] == [None, *expected.steps]
+    assert [progress.finish_reason for progress in found] == [None] * len(expected.steps) + ["length"]
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -116,17 +133,17 @@ def test_pauses_are_used_to_prepare_until_nothing_is_left(
 ) -> None:
     calls: list[bool] = []
 
-    def prepare(engine: Runtime) -> bool:
+    def prepare(engine: Engine) -> bool:
         calls.append(engine.scheduler.idle)
         if broken:
             raise RuntimeError("out of memory")
         return len(calls) < 5
 
-    monkeypatch.setattr(Runtime, "prepare", prepare)
+    monkeypatch.setattr(Engine, "prepare", prepare)
     engine = make_engine(target, None)
 
     async def play() -> list[int]:
-        return [t async for progress in engine.decode([1, 2], LONG) for t in progress.tokens]
+        return [t for progress in await told(ask(engine, [1, 2])) for t in progress.tokens]
 
     assert asyncio.run(play()) == generate(target, None, [1, 2], LONG).tokens
     wait_until(lambda: len(calls) >= (1 if broken else 5))
@@ -165,18 +182,17 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
         ended = []
 
         async def consume(number: int, tokens: int) -> None:
-            async for _ in engine.decode([1], SamplingParams(max_new_tokens=tokens, ignore_eos=True)):
-                pass
+            await told(ask(engine, [1], SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
             ended.append(number)
 
-        with gated(engine, 40) as gate:  # the first takes fifty, and the longest of the others two hundred
-            async with contextlib.aclosing(engine.decode([1], LONG)) as unread:
-                await anext(unread)
-                longest = asyncio.create_task(consume(1, 200))
-                await asyncio.wait_for(asyncio.gather(consume(2, 5), consume(3, 1)), LATE_S)
-                assert not longest.done()
-                gate.open()
-                await asyncio.wait_for(longest, LATE_S)
+        # the first takes fifty, and the longest of the others two hundred
+        with gated(engine, 40) as gate, ask(engine, [1]) as unread:
+            await anext(unread)
+            longest = asyncio.create_task(consume(1, 200))
+            await asyncio.wait_for(asyncio.gather(consume(2, 5), consume(3, 1)), LATE_S)
+            assert not longest.done()
+            gate.open()
+            await asyncio.wait_for(longest, LATE_S)
         return ended
 
     # two rows are left beside the unread one: the third waits for the second
@@ -190,17 +206,17 @@ def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monk
     monkeypatch.setattr(engine.engine.runner, "join", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
 
     async def play(gate: Gate) -> None:
-        async with contextlib.aclosing(engine.decode([1], LONG)) as running:
+        with ask(engine, [1]) as running:
             await anext(running)
-            queued = asyncio.ensure_future(anext(engine.decode([2], LONG)))
-            await asyncio.sleep(0)  # it asks
+            queued = asyncio.ensure_future(told(ask(engine, [2])))
+            await asyncio.sleep(0)
             await asyncio.to_thread(gate.wait, 3)
             assert not engine.engine.scheduler.idle and not queued.done()
             queued.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await queued
         gate.open()
-        assert len([progress async for progress in engine.decode([3], SamplingParams(max_new_tokens=1))]) == 1
+        assert len(await told(ask(engine, [3], SamplingParams(max_new_tokens=1)))) == 1
 
     with gated(engine, 2) as gate:
         asyncio.run(play(gate))
@@ -213,8 +229,9 @@ def test_closing_ends_running_and_queued_answers(target: Target) -> None:
 
     async def play() -> list[Any]:
         async def consume() -> None:
-            async for _ in engine.decode([1], SamplingParams(max_new_tokens=400, ignore_eos=True)):
-                engine.close()
+            with ask(engine, [1], SamplingParams(max_new_tokens=400, ignore_eos=True)) as responses:
+                async for _ in responses:
+                    engine.close()
 
         return await asyncio.gather(consume(), consume(), return_exceptions=True)
 
@@ -235,7 +252,7 @@ def test_closing_tells_clients_before_a_long_step_is_over(target: Target, monkey
     monkeypatch.setattr(engine.engine, "step", step)
 
     async def play() -> None:
-        asking = asyncio.ensure_future(anext(engine.decode([1], LONG)))
+        asking = asyncio.ensure_future(anext(ask(engine, [1])))
         await asyncio.to_thread(begun.wait, LATE_S)
         engine.close()
         with pytest.raises(EngineClosedError):
@@ -250,14 +267,21 @@ def test_closing_tells_clients_before_a_long_step_is_over(target: Target, monkey
 def test_closing_ends_the_thread_and_later_requests_are_refused(target: Target) -> None:
     engine = make_engine(target, None)
 
-    async def ask() -> None:
-        await anext(engine.decode([1], LONG))
+    async def first() -> Request:
+        request = engine.request([1], LONG)
+        await anext(engine.decode([request]))
+        return request
 
-    asyncio.run(ask())
+    async def again(request: Request) -> None:
+        engine.decode([request])
+
+    request = asyncio.run(first())
     engine.close()
     assert engine.join(LATE_S)
     with pytest.raises(EngineClosedError):
-        asyncio.run(ask())
+        asyncio.run(first())
+    with pytest.raises(EngineClosedError):
+        asyncio.run(again(request))
 
 
 def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> None:
@@ -265,7 +289,7 @@ def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> No
     left_open = []
 
     async def first_of_many() -> None:
-        left_open.append(engine.decode([1], LONG))
+        left_open.append(ask(engine, [1]))
         await anext(left_open[-1])
 
     for _ in range(3):
@@ -283,16 +307,14 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
 
     async def play() -> list[Any]:
         async def consume() -> None:
-            async for _ in engine.decode([1], LONG):
-                pass
+            await told(ask(engine, [1]))
 
-        with gated(engine, 2) as gate:
-            async with contextlib.aclosing(engine.decode([2], LONG)) as left:
-                await anext(left)
-                other = asyncio.create_task(consume())
-                await asyncio.sleep(0)  # it asks
-                await asyncio.to_thread(gate.wait, 5)
-                monkeypatch.setattr(engine.engine.runner, "leave", fail)
+        with gated(engine, 2) as gate, ask(engine, [2]) as left:
+            await anext(left)
+            other = asyncio.create_task(consume())
+            await asyncio.sleep(0)  # it asks
+            await asyncio.to_thread(gate.wait, 5)
+            monkeypatch.setattr(engine.engine.runner, "leave", fail)
         found = await asyncio.gather(other, consume(), return_exceptions=True)
         return [type(error) for error in found]
 
@@ -307,7 +329,7 @@ def test_an_error_belongs_to_its_own_request(target: Target) -> None:
 
     async def play() -> list[Any]:
         async def consume(prompt: list[int]) -> int:
-            return len([p async for p in engine.decode(prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))])
+            return len(await told(ask(engine, prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))))
 
         return await asyncio.gather(consume([10**6]), consume([1]), return_exceptions=True)
 
@@ -365,7 +387,7 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
     certain = EngineOptions(
         num_speculative_tokens=7, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=1.0)
     )
-    engine = Engine(Runtime.of_modules(target, make_drafter(target), certain), target.tokenizer)
+    engine = AsyncEngine(Engine.of_modules(target, make_drafter(target), certain), target.tokenizer)
     client = TestClient(create_app(engine, "org/tiny"))
     steps = committed = accepted = 0
     for i in range(6):

@@ -21,9 +21,9 @@ from test_serve_api import (
 from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, Target
+from dflash_toolkit.runtime import AsyncEngine
 from serve.answer import Answer
 from serve.answer import usage as usage_of
-from serve.engine import Engine
 
 __all__ = ["client", "engine", "url"]  # fixtures
 USAGE = {"include_usage": True}
@@ -127,7 +127,7 @@ def test_more_answers_than_are_decoded_at_a_time(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_stops_all_of_its_answers(
-    engine: Engine, url: str, client: OpenAI, streamed: bool
+    engine: AsyncEngine, url: str, client: OpenAI, streamed: bool
 ) -> None:
     body = {"model": "org/tiny", "prompt": ["a", "b"], "max_tokens": 400, "stream": streamed, **LONG}
     ask_and_leave(engine, url, body, 2)
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_stops_all_of_its_answers(
 
 
 def test_a_failure_inside_is_the_request_s(
-    engine: Engine, client: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, client: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("secret details")

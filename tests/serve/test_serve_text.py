@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit.decode import Step
+from dflash_toolkit.runtime import Progress
 from serve.answer import Answer
-from serve.engine import Progress
 from serve.text import Detokenizer, StopScanner
 
 BYTES = make_tokenizer()
