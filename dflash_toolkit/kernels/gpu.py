@@ -105,11 +105,12 @@ def block_attention(
     *,
     causal: bool,
     window: int = 0,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
-    if flash.fits(q, lengths, causal=causal, window=window):
+    if counts is None and flash.fits(q, lengths, causal=causal, window=window):
         return flash.launch(q, cache, lengths, page_table, page_size)
     hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
     return attention.block_attention(
-        q, cache, lengths, page_table, page_size, causal=causal, window=window, hopper=hopper
+        q, cache, lengths, page_table, page_size, causal=causal, window=window, counts=counts, hopper=hopper
     )

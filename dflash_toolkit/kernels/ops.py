@@ -64,6 +64,7 @@ class Ops(Protocol):
         page_table: Tensor,
         cache: Tensor,
         page_size: int,
+        counts: Tensor | None = None,
     ) -> Tensor: ...
 
     def block_attention(
@@ -76,6 +77,7 @@ class Ops(Protocol):
         *,
         causal: bool,
         window: int = 0,
+        counts: Tensor | None = None,
     ) -> Tensor: ...
 
     def context_write(

@@ -223,6 +223,7 @@ def rope_write(
     page_table: Tensor,
     cache: Tensor,
     page_size: int,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Add up qkv; norm and rotate queries and keys; write keys and values into the pages of their positions.
 
@@ -235,6 +236,7 @@ def rope_write(
         lengths: int32 [B]; row b * S + k stands at position lengths[b] + k.
         page_table: int32 [B, pages of a request].
         cache: [2, slots, G, H], keys and values of one layer, written in place.
+        counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: there are none.
 
     Returns:
         Queries [M, N, H] in the cache's dtype.
@@ -247,7 +249,10 @@ def rope_write(
     q, k, v = qkv.unflatten(1, (-1, width)).split([qkv.shape[1] // width - 2 * groups, groups, groups], dim=1)
     q = _rms_norm(q, q_weight, eps) if q_weight is not None else q
     k = _rms_norm(k, k_weight, eps) if k_weight is not None else k
-    slots = slots_of(positions, page_table, page_size).flatten()
+    slots = slots_of(positions, page_table, page_size)
+    if counts is not None:
+        slots = torch.where(positions < (lengths + counts)[:, None], slots, positions % page_size)
+    slots = slots.flatten()
     cache[0, slots] = _rotate(k, rope, positions.flatten())
     cache[1, slots] = v
     return _rotate(q, rope, positions.flatten())
@@ -262,6 +267,7 @@ def block_attention(
     *,
     causal: bool,
     window: int = 0,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Attention of a block over its request's pages, the block's own keys included.
 
@@ -270,6 +276,7 @@ def block_attention(
         cache: [2, slots, G, H]; keys and values of positions 0..lengths[b] + S - 1 are there.
         causal: slot k sees the positions up to its own (verify); else the whole block (draft).
         window: a key at a distance of `window` positions or more is not seen; 0 is no window.
+        counts: int32 [B]; rows k >= counts[b] are padding, whose own keys nobody sees. None: there are none.
 
     Returns:
         [M, N * H] in q's dtype.
@@ -277,7 +284,8 @@ def block_attention(
     block = len(q) // len(lengths)
     reach = int(lengths.max()) + block
     keys = torch.arange(reach, device=q.device).expand(len(lengths), -1)  # [B, T]
-    inside = keys < lengths[:, None] + block  # pages exist up to here; behind them there may be anything, NaN too
+    end = lengths + (block if counts is None else counts)
+    inside = keys < end[:, None]  # pages are written up to here; behind them there may be anything, NaN too
     slots = slots_of(torch.where(inside, keys, 0), page_table, page_size)
     k, v = (cache[i][slots].masked_fill(~inside[..., None, None], 0.0).transpose(1, 2) for i in (0, 1))  # [B, G, T, H]
     distance = (lengths[:, None] + torch.arange(block, device=q.device))[:, :, None] - keys[:, None]  # [B, S, T]

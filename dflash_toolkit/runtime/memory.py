@@ -23,7 +23,7 @@ GRAPHS_BYTES = 1 * GIB  # of the driver's own memory, which no allocator reports
 class Room(NamedTuple):
     """What an engine's memory is shared out to, beside the weights."""
 
-    pages: int  # of the cache, the trash page included
+    pages: int  # of the cache, the null block included
     scratch: int = 0  # bytes that the largest step takes, which graphs have from the first on
 
 
@@ -62,7 +62,7 @@ def room_for_cache(
     probe = runner(Room(pages=2))
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
     size = options.page_size
-    longest = context + (probe.lag + 2) * probe.max_block
+    longest = context + (probe.depth + 2) * probe.max_block
     least = -(-longest // size)
     wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
     if device == "cpu":
@@ -179,7 +179,7 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
 
 def workspace_of(probe: StepRunner, prefill_chunk: int) -> Workspace:
     """Runs the largest passes once to see what they take."""
-    chunk = min(prefill_chunk, probe.page_table.shape[1] * probe.page_size)
+    chunk = min(prefill_chunk, probe.pages_per_request * probe.page_size)
 
     def peak(run: Callable[[], None]) -> int:
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """Pages of the KV cache: who holds them, and which of them hold a prefix that another request may reuse.
 
 Target and drafter keep their keys and values of a token in the same page, so a prefix hit brings both. Page 0 is the
-trash page: rows of a batch that stand for no request write there.
+null block: rows of a batch that stand for no request write there.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"num_pages is {num_pages}; a pool needs the trash page and at least one more")
+            raise ValueError(f"num_pages is {num_pages}; a pool needs the null block and at least one more")
         self.page_size = page_size
         self.capacity = num_pages - 1  # in pages
         self._free = list(range(num_pages - 1, 0, -1))

@@ -18,37 +18,34 @@ from .request import Committed, Request
 class Device(Protocol):
     """What the scheduler needs of the machine that computes; `runner.py` has the real one."""
 
-    lag: int  # steps that may be in flight when a result is read
+    depth: int  # steps that may be in flight when a result is read
     pages_per_request: int  # at most, overshoot included
 
     def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request."""
 
-    def join(self, row: int, request: Request) -> Any | None:
-        """Put a prefilled request into the batch; returns a ticket for its first token if it has none yet."""
-
-    def settle(self, rows: Sequence[int]) -> bool:
-        """Write what is missing in the pages of these rows, which others may find; False for want of memory."""
+    def add(self, row: int, request: Request) -> Any | None:
+        """Put a prefilled request into the batch; returns the pending first token if it has none yet."""
 
     def move(self, source: int, target: int) -> None:
         """Row `source` becomes row `target`, whose request is gone."""
 
-    def leave(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         """The row stands for no request any more."""
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """The pages of a request in the batch have changed."""
 
     def decode(self, requests: Sequence[Request], block: int) -> Any:
-        """Launch one step of rows 0..len(requests) - 1; returns its ticket."""
+        """Launch one step of rows 0..len(requests) - 1; returns its pending result."""
 
-    def read(self, ticket: Any) -> list[Committed]:
-        """Wait for a ticket: what every row it was launched for got."""
+    def read(self, pending: Any) -> list[Committed]:
+        """Wait for a result: what every row it was launched for got."""
 
 
 @dataclass(slots=True)
 class _Launch:
-    ticket: Any
+    pending: Any
     requests: list[tuple[Request, int]]  # with the epoch at launch
     block: int  # 0: a prefill's first token
 
@@ -91,7 +88,7 @@ class Scheduler:
 
     def tokens_needed(self, request: Request) -> int:
         """Cache slots that a request needs at its longest, overshoot included."""
-        return len(request.prompt_ids) + request.limit + (self._device.lag + 1) * self._max_block
+        return len(request.prompt_ids) + request.limit + (self._device.depth + 1) * self._max_block
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -116,11 +113,11 @@ class Scheduler:
     def advance(self) -> None:
         """One turn of the loop."""
         self._prefill_chunk()
-        while self._launches and not self._device.lag:  # where a step is waited for, first tokens do not wait for it
+        while self._launches and not self._device.depth:  # where a step is waited for, first tokens do not wait for it
             self._read(self._launches.popleft())
         decoding = self._decode()
         # results are read late, but not later than the next news of those who wait for nothing else
-        while self._launches and (len(self._launches) > self._device.lag or not decoding):
+        while self._launches and (len(self._launches) > self._device.depth or not decoding):
             decoding |= self._read(self._launches.popleft())
 
     # ---- prefill ---------------------------------------------------------------------------------------
@@ -159,9 +156,9 @@ class Scheduler:
         self.prefilling = None
         request.row = len(self.running)
         self.running.append(request)
-        ticket = self._device.join(request.row, request)
-        if ticket is not None:
-            self._launches.append(_Launch(ticket, [(request, request.epoch)], 0))
+        pending = self._device.add(request.row, request)
+        if pending is not None:
+            self._launches.append(_Launch(pending, [(request, request.epoch)], 0))
         return len(chunk)
 
     def _admit(self) -> bool:
@@ -196,8 +193,8 @@ class Scheduler:
                 self._reserve(request, block)
         if not self.running:
             return False
-        ticket = self._device.decode(self.running, block)
-        self._launches.append(_Launch(ticket, [(r, r.epoch) for r in self.running], block))
+        pending = self._device.decode(self.running, block)
+        self._launches.append(_Launch(pending, [(r, r.epoch) for r in self.running], block))
         for request in self.running:
             request.blocks_in_flight.append(block)
         return True
@@ -232,7 +229,7 @@ class Scheduler:
         """Whether any request got something."""
         news = []
         ended = []
-        for (request, epoch), committed in zip(launch.requests, self._device.read(launch.ticket), strict=True):
+        for (request, epoch), committed in zip(launch.requests, self._device.read(launch.pending), strict=True):
             if request.epoch != epoch:
                 continue  # finished, cancelled or preempted since
             step = None
@@ -251,13 +248,11 @@ class Scheduler:
 
     def _drop(self, *requests: Request) -> None:
         """Take rows and pages; what is in flight for them is void."""
-        rows = [request.row for request in requests if request.row is not None]
-        publish = self._prefix_cache and self._device.settle(rows)
         # from the last row down: the row that moves up is of a request that stays
         for request in sorted(requests, key=lambda request: request.row or 0, reverse=True):
-            self._take(request, publish)
+            self._take(request)
 
-    def _take(self, request: Request, publish: bool) -> None:
+    def _take(self, request: Request) -> None:
         if self.prefilling is request:
             self.prefilling = None
             written = request.prefilled
@@ -270,8 +265,8 @@ class Scheduler:
                 self._device.move(last, request.row)
                 self.running[request.row], moved.row = moved, request.row
             self.running.pop()
-            self._device.leave(last)
-        if publish:
+            self._device.remove(last)
+        if self._prefix_cache:
             self._pool.publish((request.prompt_ids + request.tokens)[:written], request.pages)
         self._pool.release(request.pages)
         request.pages, request.prefilled, request.row = [], 0, None

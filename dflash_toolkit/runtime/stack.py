@@ -16,6 +16,7 @@ class Rows:
     lengths: Tensor  # int32 [B], tokens before the block
     page_table: Tensor  # int32 [B, pages of a request]
     page_size: int
+    counts: Tensor | None = None  # int32 [B], rows of each request that are tokens; the rest is padding. None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Decoder:
                 rows.page_table,
                 self.cache[i],
                 page_size,
+                rows.counts,
             )
             a = ops.block_attention(
                 q,
@@ -66,6 +68,7 @@ class Decoder:
                 page_size,
                 causal=self.spec.causal[i],
                 window=self.spec.windows[i],
+                counts=rows.counts,
             )
             norm, then = (following.input_norm, following.qkv) if following else (self.norm, None)
             x, h, qkv = post_attention(ops, layer, x, a, norm, then, eps, taps.get(i))

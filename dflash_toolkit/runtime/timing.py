@@ -13,7 +13,7 @@ import torch
 
 Times = dict[tuple[int, int], float]  # seconds of what two numbers name: a batch and a block, rows and a way
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
-PASSES = [Path(__file__).with_name(name) for name in ("runner.py", "stack.py", "context.py", "sampler.py")]
+PASSES = [Path(__file__).with_name(f"{name}.py") for name in ("runner", "stack", "proposer", "verifier", "sampler")]
 
 
 def place_of(device: torch.device) -> tuple[str, ...]:

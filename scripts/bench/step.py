@@ -203,11 +203,11 @@ def fill(engine: Engine, rows: int, context: int) -> None:
     """Pretend that every row has a context of its own, for timing; nothing is active, so nothing advances."""
     runner = engine.runner
     pages = runner.pages_per_request
-    room = engine.runner._verifier.cache.shape[2] // runner.page_size - 1
+    room = engine.runner.verifier.stack.cache.shape[2] // runner.page_size - 1
     with torch.inference_mode():
         table = 1 + torch.arange(rows * pages, device=runner.device, dtype=torch.int32) % room
-        runner.page_table[:rows].copy_(table.view(rows, pages))
-        runner.lengths[:rows] = context
+        runner.state.page_table[:rows].copy_(table.view(rows, pages))
+        runner.state.lengths[:rows] = context
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, SyntheticAcceptance]:

@@ -19,6 +19,7 @@ from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Runtime
 from dflash_toolkit.evaluation.measure import measure
 from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.runtime.proposer import Draft, Proposer
 from dflash_toolkit.runtime.runner import StepRunner
 
 MAKERS = [pytest.param(EngineRuntime.of_modules, id="engine"), pytest.param(ReferenceRuntime, id="reference")]
@@ -46,11 +47,11 @@ def draft_by_bigrams(target: Target, params: SamplingParams, monkeypatch: pytest
     def of_the_reference(target: Target, drafter: Drafter, context: Any, last: int, position: int) -> list[int]:
         return drafts(last, drafter.config.block_size)
 
-    def of_the_engine(runner: StepRunner, last: Tensor, rows: Any, block: int) -> Tensor:
-        return torch.tensor([drafts(token, block) for token in last.tolist()])
+    def of_the_engine(proposer: Proposer, last: Tensor, rows: Any, block: int) -> Draft:
+        return Draft(torch.tensor([drafts(token, block) for token in last.tolist()]))
 
     monkeypatch.setattr(decode, "propose", of_the_reference)
-    monkeypatch.setattr(StepRunner, "_propose", of_the_engine)
+    monkeypatch.setattr(Proposer, "propose", of_the_engine)
 
 
 def comparable(report: Report) -> Any:

@@ -10,19 +10,20 @@ SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 102
 ODD = ("S", "G", "GROUP", "TILES", "SPLITS", "LAYERS", "width")
 
 
+ROWS = ("lengths_p", "counts_p")  # int32, of every request
+
+
 def ints(kernel: object) -> dict[str, str]:
     return {name: kind for name, kind in INTS.items() if name in kernel.arg_names}
 
 
-def attention_case(whole: bool, causal: bool) -> Case:
+def attention_case(whole: bool, causal: bool, counted: bool = False) -> Case:
     kernel = attention._attention_kernel
     constexprs = SHARED | {
-        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
+        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "COUNTED": counted, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
     }  # fmt: skip
-    pointers = {
-        "q_p": "*bf16", "cache_p": "*bf16", "lengths_p": "*i32", "pages_p": "*i32", "out_p": "*bf16",
-        "m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "scale": "fp32",
-    }  # fmt: skip
+    pointers = dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16") | dict.fromkeys(ROWS, "*i32")
+    pointers |= {"pages_p": "*i32"} | dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
     return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
 
 
@@ -36,27 +37,29 @@ def sample_case(logits: str, ragged: tuple[str, ...] = ()) -> Case:
     return Case(sample._sample_kernel, pointers, constexprs, sample.WARPS, ragged=ragged)
 
 
-def rope_write_case(partials: str, parts: int, heads: int, early: bool) -> Case:
+def rope_write_case(partials: str, parts: int, heads: int, early: bool, counted: bool = False) -> Case:
     kernel = rope._rope_write_kernel
     pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
     constexprs = {
         "PARTS": parts, "HEADS": heads, "BLOCK": 64, "PAGE": 64,
-        "BIAS": True, "NORM": True, "EARLY": early, "PDL": True,
+        "BIAS": True, "NORM": True, "COUNTED": counted, "EARLY": early, "PDL": True,
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 1, ragged=("S", "G", "width"))
 
 
 merge = attention._merge_kernel
-rope_pointers = {"rope_p": "*fp32", "lengths_p": "*i32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"}
+states = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32")
+rope_pointers = {"rope_p": "*fp32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"} | dict.fromkeys(ROWS, "*i32")
 CASES = {
     f"attention {'whole' if whole else 'split'} {'causal' if causal else 'free'}": attention_case(whole, causal)
     for whole in (False, True)
     for causal in (False, True)
 } | {
+    "attention of a padded prefill": attention_case(True, True, counted=True),
     "merge": Case(
         merge,
-        {"m_p": "*fp32", "l_p": "*fp32", "acc_p": "*fp32", "lengths_p": "*i32", "out_p": "*bf16"} | ints(merge),
-        SHARED | {"MERGE_SPLITS": 16, "CAUSAL": True},
+        states | {"out_p": "*bf16"} | dict.fromkeys(ROWS, "*i32") | ints(merge),
+        SHARED | {"MERGE_SPLITS": 16, "COUNTED": False, "CAUSAL": True},
         1,
         ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired"),
     ),
@@ -72,7 +75,7 @@ CASES = {
     ),
     "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
     "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
-    "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False),
+    "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False, counted=True),
     "context_write": Case(
         rope._context_write_kernel,
         {"kv_p": "*bf16", "kw_p": "*bf16", "counts_p": "*i32"} | rope_pointers | ints(rope._context_write_kernel),

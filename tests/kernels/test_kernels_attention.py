@@ -16,6 +16,7 @@ from test_kernels_step import (
     Pages,
     assert_as_exact_as_torch,
     attend,
+    check_padding,
     defined,
     make_pages,
     randn,
@@ -92,6 +93,10 @@ def test_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(
         assert torch.equal(attend(mine, alone, causal=causal, whole=whole), together[request])
         narrow = replace(alone, table=alone.table[:, : -(-(context + 8) // size)].contiguous())
         assert torch.equal(attend(mine, narrow, causal=causal, whole=whole), together[request])
+
+
+def test_tokens_see_nothing_of_the_padding_behind_them() -> None:
+    check_padding(128, BF16)
 
 
 @pytest.mark.parametrize("batch", [8, 9], ids=["split", "whole"])

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from gluon_interpreter import Interpreted
 from test_kernels_gluon import broken, complaint
-from test_kernels_step import Pages, assert_as_exact_as_torch, attend, defined, make_pages, randn
+from test_kernels_step import Pages, assert_as_exact_as_torch, attend, check_padding, defined, make_pages, randn
 
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.triton import attention
@@ -57,6 +57,12 @@ def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
         found = attend(q, pages, causal=causal, window=window, whole=whole, pairs=pairs)
         check_attention(q, pages, found, causal=causal, window=window)
         assert (kernel.launches[-1]["WHOLE"], kernel.launches[-1]["PAIRS"]) == (whole, pairs)
+
+
+def test_tokens_see_nothing_of_the_padding_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_attention(monkeypatch)
+    check_padding(64, BF16)
+    assert kernel.launches[0]["COUNTED"]
 
 
 def test_the_order_of_loads_does_not_matter_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:

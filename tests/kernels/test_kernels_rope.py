@@ -94,6 +94,22 @@ def test_rope_write(
 
 
 @pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write])
+def test_padding_is_written_to_the_null_block(write: Callable[..., Tensor]) -> None:
+    table, counts = integers([[3, 1, 0], [2, 4, 0]]), integers([5, 2])
+    lengths, partials = integers([1, 3]), twelve_bits(1, 14, 24)  # blocks of 7; pages of 4
+    cache = torch.full((2, 20, 1, 8), 7.0, device=DEVICE)
+    arguments = (None, None, None, EPS, make_rope(10, 8), lengths, table)
+    q = write(partials, *arguments, cache, 4, counts)
+    whole = cache.clone()
+    assert torch.equal(q, write(partials, *arguments, whole, 4)), "queries of padding are as any"
+    slots = torch.cat([reference.slots_of(n + torch.arange(c, device=DEVICE)[None], t[None], 4)[0]
+                       for n, c, t in zip((1, 3), (5, 2), table, strict=True)])  # fmt: skip
+    assert torch.equal(cache[:, slots], whole[:, slots])
+    null = torch.arange(4, device=DEVICE)
+    assert only_changed(torch.full_like(cache, 7.0), cache, torch.cat([slots, null])) and (cache[:, :3] != 7).any()
+
+
+@pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write])
 @pytest.mark.parametrize("parts", [(2049.0,), (2048.0, 1.0)])
 def test_rope_write_rounds_once_behind_the_bias(parts: tuple[float, ...], write: Callable[..., Tensor]) -> None:
     # 2049 is no fp16 number: rounded before the bias of 1 is added, it would end as 2048

@@ -110,16 +110,39 @@ def make_pages(
 
 
 def attend(
-    q: Tensor, pages: Pages, *, causal: bool, window: int = 0, whole: bool = False, pairs: bool = False
+    q: Tensor,
+    pages: Pages,
+    *,
+    causal: bool,
+    window: int = 0,
+    whole: bool = False,
+    pairs: bool = False,
+    counts: Tensor | None = None,
 ) -> Tensor:
     hopper = attention_hopper.launch if attention_hopper.fits(q, pages.cache, pages.size) else None
-    return attention._attention(
-        q, pages.cache, pages.lengths, pages.table, pages.size, causal, window, whole, pairs, hopper
-    )
+    where = (pages.cache, pages.lengths, pages.table, pages.size)
+    return attention._attention(q, *where, causal, window, whole, pairs, counts, hopper)
 
 
 def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
     return reference.block_attention(q, cache, pages.lengths, pages.table, pages.size, causal=causal, window=window)
+
+
+def check_padding(width: int, dtype: torch.dtype) -> None:
+    """Behind the tokens of a padded block there is NaN, which none of them sees: each has the bits it has unpadded."""
+    for context, count in ((0, 1), (5, 12), (130, 3)):
+        pages, q = make_pages((context,), count, 64, 1, width, dtype), randn(40, 3, width, dtype=dtype)
+        padded = {"causal": True, "counts": integers([count])}
+        for whole in (True, False):
+            found = attend(q, pages, whole=whole, **padded)
+            assert found.isfinite().all()
+            assert torch.equal(found[:count], attend(q[:count], pages, causal=True, whole=whole))
+        defined = reference.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, **padded)
+        torch.testing.assert_close(found, defined, rtol=1e-2, atol=1e-2)
+
+
+def test_tokens_see_nothing_of_the_padding_behind_them() -> None:
+    check_padding(40, DTYPES[-1])
 
 
 SHAPES = [  # S, heads of a group, head width, contexts, page size, window

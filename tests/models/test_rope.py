@@ -99,14 +99,14 @@ def test_the_engine_drafts_as_the_reference_does(scaling: dict[str, Any], monkey
 
     reference = decode.propose
     engine = make_engine(target, drafter)
-    engine_propose = engine.runner._propose
+    engine_propose = engine.runner.proposer.propose
 
-    def propose(*args: Any) -> torch.Tensor:
-        drafted = engine_propose(*args)
-        drafts["engine"] += drafted.tolist()
-        return drafted
+    def propose(*args: Any) -> Any:
+        draft = engine_propose(*args)
+        drafts["engine"] += draft.tokens.tolist()
+        return draft
 
-    monkeypatch.setattr(engine.runner, "_propose", propose)
+    monkeypatch.setattr(engine.runner.proposer, "propose", propose)
     (got,) = engine.generate([prompt], params)
     for whose, module in (("reference", drafter), ("plain", plain)):
         monkeypatch.setattr(decode, "propose", noted(whose))

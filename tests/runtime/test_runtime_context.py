@@ -1,4 +1,4 @@
-"""Plain steps leave the drafter's context for later; whoever needs it finds it as if it had been written at once."""
+"""The drafter's context, written step by step, is what a prefill of the same tokens writes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from test_runtime_engine import make_engine, pair, prompts_of
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import StepRunner
 
@@ -20,9 +21,9 @@ PAGE = 4
 
 def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
     """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
-    assert runner._proposer is not None
+    assert runner.proposer is not None
     places, table = (torch.tensor([*of], device=runner.device)[None] for of in (range(tokens), pages))
-    return runner._proposer.cache[:, :, slots_of(places, table, runner.page_size)[0]]
+    return runner.proposer.stack.cache[:, :, slots_of(places, table, runner.page_size)[0]]
 
 
 def written_at_once(ids: Sequence[int]) -> torch.Tensor:
@@ -37,14 +38,16 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
     """Steps of these block lengths, again and again; how many tokens were compared, of each row at every draft and of
     all pages that others may find."""
     compared: list[int] = []
-    runner, propose, publish = engine.runner, engine.runner._propose, engine.pool.publish
+    runner, publish = engine.runner, engine.pool.publish
+    assert runner.proposer is not None
+    propose = runner.proposer.propose
     turn = iter(range(10**6))
 
     def compare(ids: Sequence[int], pages: Sequence[int]) -> None:
         torch.testing.assert_close(context_of(runner, pages, len(ids)), written_at_once(ids), rtol=1e-3, atol=1e-4)
         compared.append(len(ids))
 
-    def proposing(last: torch.Tensor, rows: Any, block: int) -> torch.Tensor:
+    def proposing(last: torch.Tensor, rows: Any, block: int) -> Draft:
         for request in engine.scheduler.running:
             compare(request.known_ids, request.pages)
         return propose(last, rows, block)
@@ -56,7 +59,7 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
     def choose(requests: Sequence[Request]) -> int:
         return blocks[next(turn) % len(blocks)]
 
-    engine.runner._propose = proposing  # type: ignore[method-assign]
+    runner.proposer.propose = proposing  # type: ignore[method-assign]
     engine.pool.publish = publishing  # type: ignore[method-assign]
     engine.scheduler.choose_block = choose
     return compared
@@ -89,88 +92,10 @@ def test_context_is_there_when_it_is_read(
     engine.pool.check()
 
 
-def test_tokens_of_many_plain_steps_are_projected_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(*pair())
-    writer = engine.runner._context
-    assert writer is not None
-    block, write, passes = engine.runner.max_block, writer.write, []
-
-    def counting(features: torch.Tensor, rows: Any, counts: torch.Tensor) -> None:
-        passes.append(counts.tolist())
-        write(features, rows, counts)
-
-    monkeypatch.setattr(writer, "write", counting)
-    watched(engine, [1])
-    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=2 * block + 4, ignore_eos=True))
-    assert passes == [[5], [block], [block], [3]], "the prompt, two whole blocks, and the rest when the request ends"
-    engine, passes[:] = make_engine(*pair(), prefix_cache=False), []
-    assert engine.runner._context is not None
-    monkeypatch.setattr(engine.runner._context, "write", lambda features, rows, counts: passes.append(counts.tolist()))
-    watched(engine, [1])
-    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=block, ignore_eos=True))
-    assert passes == [[5]], "nobody will find these pages"
-
-
-def test_requests_that_end_together_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(*pair(), max_num_seqs=8, max_num_batched_tokens=64)
-    writer, passes = engine.runner._context, []
-    assert writer is not None
-    write = writer._write_kept
-    monkeypatch.setattr(writer, "_write_kept", lambda size: (passes.append(size), write(size)))
-    compared = watched(engine, [1])
-    engine.generate(prompts_of(5, 9, 2, 7, 7), SamplingParams(max_new_tokens=4, ignore_eos=True))
-    assert passes == [8] and len(compared) == 10, "one pass for all five; every prompt and answer compared"
-
-
-def test_requests_that_came_one_by_one_are_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, passes = make_engine(*pair(), max_num_seqs=8, prefix_cache=False), []
-    writer = engine.runner._context
-    assert writer is not None
-    write = writer._write_kept
-    monkeypatch.setattr(writer, "_write_kept", lambda size: (passes.append(size), write(size)))
-    engine.scheduler.choose_block = lambda requests: 1
-    for prompt in prompts_of(5, 9, 2, 7):
-        engine.submit(prompt, SamplingParams(max_new_tokens=100, ignore_eos=True))
-        for _ in range(3):
-            engine.step()
-    passes.clear()
-    for _ in range(40):
-        engine.step()
-    assert len(passes) == 40 // engine.runner.max_block
-
-
-def test_an_answer_ends_where_there_is_no_memory_to_settle_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are not published, and nothing else is different."""
-    engine = make_engine(*pair())
-    watched(engine, [1])
-    writer, params = engine.runner._context, SamplingParams(max_new_tokens=11, ignore_eos=True)
-    assert writer is not None
-    (expected,) = engine.generate(prompts_of(20), params)
-    write, failures = writer._write_kept, [1, 1]
-
-    def failing(size: int) -> None:
-        if failures:
-            failures.pop()
-            raise torch.OutOfMemoryError("none left")
-        write(size)
-
-    other = prompts_of(20, seed=2)
-    monkeypatch.setattr(writer, "_write_kept", failing)
-    held = engine.submit(other[0], params)
-    for _ in range(5):
-        engine.step()
-    engine.cancel(held)
-    with pytest.raises(torch.OutOfMemoryError):  # a step that needs it fails as any step may
-        engine.generate(other, params)
-    assert not failures and engine.scheduler.idle and engine.pool.available == engine.pool.capacity
-    assert engine.generate(prompts_of(20), params)[0].tokens == expected.tokens
-    engine.pool.check()
-
-
 def test_who_never_drafts_keeps_nothing() -> None:
     target, drafter = pair()
     engine, plain = make_engine(target, drafter, num_speculative_tokens=0), make_engine(target, None)
-    assert engine.runner._context is None
+    assert engine.runner.verifier.forward(torch.tensor([1]), engine.runner.state.rows(1))[1] is None, "no features"
     params = SamplingParams(max_new_tokens=20)
     answers = [[g.tokens for g in each.generate(prompts_of(4, 19), params)] for each in (engine, plain)]
     assert answers[0] == answers[1]
@@ -187,15 +112,8 @@ def test_acceptance_is_forgotten_between_requests_only() -> None:
         engine.forget_acceptance()
 
 
-def test_a_step_that_is_timed_owes_nothing() -> None:
-    engine = make_engine(*pair())
-    for _ in range(3):
-        engine.runner.launcher(2, 1)()
-    assert engine.runner._context is not None and not engine.runner._context.counts.any()
-
-
 @pytest.mark.gpu
-def test_captured_settlements_write_the_same() -> None:
+def test_captured_steps_write_the_same() -> None:
     """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
     import test_runtime_gpu as gpu
 

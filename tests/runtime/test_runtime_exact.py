@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.runner import Rows
+from dflash_toolkit.runtime.proposer import Draft
+from dflash_toolkit.runtime.stack import Rows
 
 SEEDS = range(1000, 1900)  # not those of `generate` in test_decode.py: the engine would draw the same tokens again
 
@@ -37,14 +38,16 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
             prefix_cache=prefix_cache,
         ),
     )
-    draft_at, propose = likely_draft(joint), engine.runner._propose
+    proposer = engine.runner.proposer
+    assert proposer is not None
+    draft_at, propose = likely_draft(joint), proposer.propose
 
-    def likely(last: Tensor, rows: Rows, block: int) -> Tensor:
-        drafts = propose(last, rows, block)  # the real drafter runs all the same
+    def likely(last: Tensor, rows: Rows, block: int) -> Draft:
+        drafts = propose(last, rows, block).tokens  # the real drafter runs all the same
         positions = rows.lengths.tolist()
-        return drafts.new_tensor([[draft_at(start + k) for k in range(1, block)] for start in positions])
+        return Draft(drafts.new_tensor([[draft_at(start + k) for k in range(1, block)] for start in positions]))
 
-    monkeypatch.setattr(engine.runner, "_propose", likely)
+    monkeypatch.setattr(proposer, "propose", likely)
     params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in SEEDS]
     answers = engine.generate([SMALL_PROMPT] * len(params), params)
     check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))

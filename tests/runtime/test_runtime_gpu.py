@@ -21,10 +21,10 @@ from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash.network import default_target_layer_ids
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
+from dflash_toolkit.runtime.proposer import Draft, Proposer
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
-from dflash_toolkit.runtime.stack import Rows
 from dflash_toolkit.runtime.weights import DrafterWeights
 
 pytestmark = pytest.mark.gpu
@@ -86,24 +86,24 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
     texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
     runner: StepRunner = engine.runner
     table = torch.zeros(runner.max_batch, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
-    join, move = runner.join, runner.move
+    assert runner.proposer is not None
+    add, move = runner.add, runner.move
 
-    def joined(row: int, request: Request) -> Any:
+    def added(row: int, request: Request) -> Any:
         text = texts[tuple(request.prompt_ids)]
         table[row, : len(text)] = text
-        return join(row, request)
+        return add(row, request)
 
     def moved(source: int, target: int) -> None:
         table[target].copy_(table[source])
         move(source, target)
 
-    def propose(last: Tensor, rows: Any, block: int) -> Tensor:
+    def propose(last: Tensor, rows: Any, block: int) -> Draft:
         positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
         drafts = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))
-        return torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts)
+        return Draft(torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts))
 
-    for name, function in (("join", joined), ("move", moved), ("_propose", propose)):
-        setattr(runner, name, function)
+    runner.add, runner.move, runner.proposer.propose = added, moved, propose  # type: ignore[method-assign]
     runner._graphs.clear()  # those that were captured for their times hold the random drafter
 
 
@@ -124,7 +124,7 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         assert steps < 320 * 47 / (1.5 if block in (2, None) else 2.5), "drafts were accepted"  # None: as it pays
         engine.pool.check()
         buffers = len(engine.runner._results._free)  # first tokens of a whole batch are on their way at one time
-        assert 1 <= buffers <= batch + engine.runner.lag + 1, "buffers of results are used again"
+        assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
@@ -154,15 +154,14 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatc
     for _ in range(60):
         engine.step()
     runner = engine.runner
-    assert runner.active.all() and runner.drafter is not None
-    assert runner._proposer is not None and isinstance(runner._proposer.layers[1].qkv, RowScaledFp8)
-    rows = Rows(runner.lengths.clone(), runner.page_table, runner.page_size)
+    assert runner.state.active.all() and runner.drafter is not None
+    assert runner.proposer is not None and isinstance(runner.proposer.stack.layers[1].qkv, RowScaledFp8)
+    rows, last, proposer = runner.state.rows(16), runner.state.last_token, runner.proposer
     with torch.inference_mode():
-        quantized = runner._propose(runner.last_token, rows, block)
+        quantized = proposer.propose(last, rows, block).tokens
         loaded = DrafterWeights.of_module(drafter)
-        monkeypatch.setattr(runner, "drafter", loaded)
-        monkeypatch.setattr(runner, "_proposer", replace(runner._proposer, layers=loaded.layers))
-        full = runner._propose(runner.last_token, rows, block)
+        stack = replace(proposer.stack, layers=loaded.layers)
+        full = Proposer(loaded, stack, runner.target.embedding, runner.target.head).propose(last, rows, block).tokens
     assert (quantized == full).float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
 
 
@@ -178,7 +177,7 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     prepared = 0
     while engine.prepare():
         prepared += 1
-    assert prepared == len(PREFILL_SIZES) + 4 + 3 * 4 * 5, "prefills; buckets up to 8; modes, buckets, block lengths"
+    assert prepared == len(PREFILL_SIZES) + 3 * 4 * 5, "prefills; buckets up to 8; modes, buckets, block lengths"
     assert not engine.prepare() and engine.scheduler.idle
     there = set(engine.runner._graphs)
     answers = engine.generate(prompts, params)

@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runner(room: Room) -> Any:
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return SimpleNamespace(device=device, dtype=dtype, lag=1, max_batch=4, max_block=16)
+    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_batch=4, max_block=16)
 
 
 def pages_of(options: EngineOptions, spec: Any = SPEC, context: int = 1000) -> int:
@@ -353,7 +353,7 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
         "memory_allocated": lambda: held, "max_memory_allocated": lambda: peak,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
-    probe: Any = SimpleNamespace(page_table=torch.zeros(1, 4), page_size=64, max_batch=1, max_block=16)
+    probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_batch=1, max_block=16)
     probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
     gc.collect()
     Block(1000)

@@ -35,22 +35,19 @@ class Row:
     pages: list[int]
     length: int  # tokens with keys and values
     last: int
-    settled: int  # tokens whose context is written too
 
 
 class TableDevice:
     """Remembers the token that each slot of each page belongs to, and answers from what it can read there.
 
-    A page that is handed out too early, twice, or not at all shows as a wrong answer. Of the drafter's context, which
-    steps leave for later, it remembers the same, and a prefill behind a prefix hit must find it.
+    A page that is handed out too early, twice, or not at all shows as a wrong answer.
     """
 
     pages_per_request = 1000
 
-    def __init__(self, lag: int, dice: random.Random) -> None:
-        self.lag, self._dice = lag, dice
+    def __init__(self, depth: int, dice: random.Random) -> None:
+        self.depth, self._dice = depth, dice
         self.slots: dict[tuple[int, int], int] = {}
-        self.context: dict[tuple[int, int], int] = {}
         self.rows: dict[int, Row] = {}
         self._prefilled: list[int] = []
 
@@ -61,41 +58,25 @@ class TableDevice:
     def _text(self, pages: Sequence[int], length: int) -> list[int]:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
 
-    def _write_context(self, pages: Sequence[int], start: int, end: int) -> None:
-        for position in range(start, end):
-            place = pages[position // SIZE], position % SIZE
-            self.context[place] = self.slots[place]
-
     def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
-        found = [self.context.get((pages[p // SIZE], p % SIZE)) for p in range(start)]
-        assert found == self._text(pages, start), "context that nobody wrote"
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
-        self._write_context(pages, start, start + len(ids))
         self._prefilled = self._text(pages, start + len(ids))
 
-    def join(self, row: int, request: Request) -> Any:
+    def add(self, row: int, request: Request) -> Any:
         assert row not in self.rows
         length = len(request.known_ids)
-        self.rows[row] = Row(list(request.pages), length, request.tokens[-1] if request.tokens else -1, length)
+        self.rows[row] = Row(list(request.pages), length, request.tokens[-1] if request.tokens else -1)
         if request.tokens:
             return None
         assert self._text(request.pages, length) == request.prompt_ids
         self.rows[row].last = next_token(self._prefilled)
         return [Committed([self.rows[row].last])]
 
-    def settle(self, rows: Sequence[int]) -> bool:
-        if self._dice.random() < 0.1:
-            return False  # no memory for it
-        for row in map(self.rows.__getitem__, rows):
-            self._write_context(row.pages, row.settled, row.length)
-            row.settled = row.length
-        return True
-
     def move(self, source: int, target: int) -> None:
         self.rows[target] = self.rows.pop(source)
 
-    def leave(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         self.rows.pop(row, None)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
@@ -117,8 +98,8 @@ class TableDevice:
             found.append(Committed(tokens))
         return found
 
-    def read(self, ticket: Any) -> Any:
-        return ticket
+    def read(self, pending: Any) -> Any:
+        return pending
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,11 +135,13 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
         assert together[i] == cuts([prompt])[i] == expected
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
-def test_ten_thousand_random_events_lose_no_page_and_no_token(lag: int, seed: int, max_batch: int, pages: int) -> None:
-    check_events(lag, seed, max_batch, pages)
+def test_ten_thousand_random_events_lose_no_page_and_no_token(
+    depth: int, seed: int, max_batch: int, pages: int
+) -> None:
+    check_events(depth, seed, max_batch, pages)
 
 
 def test_such_events_preempt_and_cancel_and_find_prefixes() -> None:
@@ -166,13 +149,13 @@ def test_such_events_preempt_and_cancel_and_find_prefixes() -> None:
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
 
 
-def check_events(lag: int, seed: int, max_batch: int, pages: int) -> tuple[int, int, int]:
+def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int, int, int]:
     """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were."""
     dice = random.Random(seed)
     pool = PagePool(pages, SIZE)
     done: list[Request] = []
     scheduler = Scheduler(
-        TableDevice(lag, dice),
+        TableDevice(depth, dice),
         pool,
         lambda requests: dice.choice([1, 2, BLOCK]),
         max_batch=max_batch,

@@ -202,8 +202,8 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
 def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None, max_num_seqs=1)
     joined: list[list[int]] = []
-    real = engine.engine.runner.join
-    monkeypatch.setattr(engine.engine.runner, "join", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
+    real = engine.engine.runner.add
+    monkeypatch.setattr(engine.engine.runner, "add", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
 
     async def play(gate: Gate) -> None:
         with ask(engine, [1]) as running:
@@ -314,7 +314,7 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
             other = asyncio.create_task(consume())
             await asyncio.sleep(0)  # it asks
             await asyncio.to_thread(gate.wait, 5)
-            monkeypatch.setattr(engine.engine.runner, "leave", fail)
+            monkeypatch.setattr(engine.engine.runner, "remove", fail)
         found = await asyncio.gather(other, consume(), return_exceptions=True)
         return [type(error) for error in found]
 

@@ -197,11 +197,11 @@ def _fold(m_0, l_0, m_1, l_1):
 
 @gluon.jit(do_not_specialize=["S", "columns", "SPLITS"])
 def hopper_attention_kernel(
-    cache_d, q_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
+    cache_d, q_p, lengths_p, counts_p, pages_p, out_p, m_p, l_p, acc_p,
     S, columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    COUNTED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Program (tile, request * G + KV head, split); the rest as `_attention_kernel`.
 
@@ -241,6 +241,8 @@ def hopper_attention_kernel(
     slot_3 = _slot(p_pages, start + 3 * KEYS, columns, PAGE)
     slot_4 = _slot(p_pages, start + 4 * KEYS, columns, PAGE)
     end = length + S
+    if COUNTED:
+        end = length + gl.load(counts_p + i_b)
     if CAUSAL:
         end = gl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
     tiles = _tiles(start, stop, end)
@@ -331,6 +333,7 @@ def launch(
     window: int,
     whole: bool,
     pairs: bool,
+    counts: Tensor | None = None,
 ) -> None:
     """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `fits`.
 
@@ -348,8 +351,9 @@ def launch(
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, programs)](
         TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
-        q, lengths, page_table, out, *states,
+        q, lengths, lengths if counts is None else counts, page_table, out, *states,
         block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=page_size,
-        WHOLE=whole, PAIRS=pairs, CAUSAL=causal, WINDOW=window, **cuts, num_warps=4, launch_pdl=True,
+        WHOLE=whole, PAIRS=pairs, COUNTED=counts is not None, CAUSAL=causal, WINDOW=window, **cuts,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -104,9 +104,9 @@ def _split_state(
 
 
 @triton.jit
-def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Keys that any row of the tile may see are before this position."""
-    end = length + S
+def _end(length, count, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys that any row of the tile may see are before this position; `count`: of the block's rows that are tokens."""
+    end = length + count
     if CAUSAL:
         end = tl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
     return end
@@ -114,11 +114,11 @@ def _end(length, S, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
 def _attention_kernel(
-    q_p, cache_p, lengths_p, pages_p, out_p, m_p, l_p, acc_p,
+    q_p, cache_p, lengths_p, counts_p, pages_p, out_p, m_p, l_p, acc_p,
     S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`."""
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
@@ -132,7 +132,10 @@ def _attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     length = tl.load(lengths_p + i_b)
-    end = _end(length, S, i_r, GROUP, ROWS, CAUSAL)
+    count = S
+    if COUNTED:
+        count = tl.load(counts_p + i_b)
+    end = _end(length, count, i_r, GROUP, ROWS, CAUSAL)
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
     if start >= end:
         return
@@ -170,9 +173,9 @@ def _load_state(m_p, l_p, acc_p, o_part, o_h, m_part, HEAD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "TILES", "SPLITS", "paired"])
 def _merge_kernel(
-    m_p, l_p, acc_p, lengths_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
+    m_p, l_p, acc_p, lengths_p, counts_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
     HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row of a tile, first two and two, then MERGE_SPLITS at once.
 
@@ -188,7 +191,10 @@ def _merge_kernel(
     if slot >= S:
         return
     o_h, o_s = tl.arange(0, HEAD), 2 * tl.arange(0, MERGE_SPLITS // 2)
-    end = _end(tl.load(lengths_p + i_b), S, i_r, GROUP, ROWS, CAUSAL)
+    count = S
+    if COUNTED:
+        count = tl.load(counts_p + i_b)
+    end = _end(tl.load(lengths_p + i_b), count, i_r, GROUP, ROWS, CAUSAL)
     top = -float("inf")
     b_l = 0.0
     b_acc = tl.zeros([HEAD], dtype=tl.float32)
@@ -227,16 +233,17 @@ def block_attention(
     *,
     causal: bool,
     window: int = 0,
+    counts: Tensor | None = None,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
 
-    `hopper` launches the first kernel instead of this module's. On a GPU `lengths`, `page_table` and the context in the
-    pages are read while the launch before still runs.
+    `hopper` launches the first kernel instead of this module's. On a GPU `lengths`, `counts`, `page_table` and the
+    context in the pages are read while the launch before still runs.
     """
     whole = not keys_are_split(len(q), len(lengths))
     pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
-    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs, hopper)
+    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs, counts, hopper)
 
 
 def _tiles(q: Tensor, cache: Tensor, lengths: Tensor) -> int:
@@ -255,6 +262,7 @@ def _attention(
     window: int,
     whole: bool,
     pairs: bool = False,
+    counts: Tensor | None = None,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
@@ -277,25 +285,26 @@ def _attention(
     b_acc = scratch(programs, splits, ROWS, head)
     cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
     shared = {"HEAD": head, "ROWS": ROWS, **cuts}
+    given = lengths if counts is None else counts
     pairs = pairs and hopper is not None and not whole
     if hopper is not None:
         hopper(
             q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
-            causal=causal, window=window, whole=whole, pairs=pairs,
+            causal=causal, window=window, whole=whole, pairs=pairs, counts=counts,
         )  # fmt: skip
     else:
         keys, stages = CUTS[0]
         if q.is_cuda:
             keys, stages = cut_for(width, q.element_size(), shared_memory(q.device))
         _attention_kernel[(programs, splits)](
-            q, cache, lengths, page_table, out, b_m, b_l, b_acc,
+            q, cache, lengths, given, page_table, out, b_m, b_l, b_acc,
             block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
             KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
-            num_warps=4, num_stages=stages, **shared, **pdl(q),
+            COUNTED=counts is not None, num_warps=4, num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
     if not whole:
         _merge_kernel[(programs, min(ROWS, block * group))](
-            b_m, b_l, b_acc, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
-            MERGE_SPLITS=MERGE_SPLITS, CAUSAL=causal, num_warps=1, **shared, **pdl(q),
+            b_m, b_l, b_acc, lengths, given, out, block, groups, width, group, tiles, splits, int(pairs),
+            MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, num_warps=1, **shared, **pdl(q),
         )  # fmt: skip
     return out

@@ -65,10 +65,10 @@ def _store(p_out, b_first, b_second, HALF, HEADS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["S"])
 def _rope_write_kernel(
-    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, pages_p, cache_p, q_p,
+    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, cache_p, q_p,
     S, N, G, HALF, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
@@ -77,7 +77,10 @@ def _rope_write_kernel(
         tl.extra.cuda.gdc_launch_dependents()  # attention, which may load the context meanwhile
     # none of this comes from the kernel before this one
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
-    slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+    page = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64)
+    if COUNTED:
+        page = tl.where(i_m % S < tl.load(counts_p + i_b), page, 0)  # padding goes to the null block
+    slot = page * PAGE + position % PAGE
     p_w = qw_p
     if i_h >= N:
         p_w = kw_p
@@ -157,10 +160,11 @@ def rope_write(
     page_table: Tensor,
     cache: Tensor,
     page_size: int,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Queries [M, N, H] of the sum of partial_sums [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
 
-    On a GPU `lengths` and `page_table` are read while the launch before still runs.
+    On a GPU `lengths`, `counts` and `page_table` are read while the launch before still runs.
     """
     _, slots, groups, width = cache.shape
     parts, m, columns = partial_sums.shape
@@ -171,10 +175,10 @@ def rope_write(
     early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
-        rope, lengths, page_table, cache, q,
+        rope, lengths, lengths if counts is None else counts, page_table, cache, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
-        BIAS=bias is not None, NORM=norm, EARLY=early, num_warps=1, **pdl(cache),
+        BIAS=bias is not None, NORM=norm, COUNTED=counts is not None, EARLY=early, num_warps=1, **pdl(cache),
     )  # fmt: skip
     return q
 

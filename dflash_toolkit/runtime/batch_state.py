@@ -1,0 +1,64 @@
+"""The batch on the device: row r belongs to the request that the scheduler has put there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .capture import to_device
+from .request import Request
+from .sampler import Sampler
+from .stack import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """What a step reads and advances. A row without a request is inactive, has length 0 and pages of the null block."""
+
+    lengths: Tensor  # int32 [R], tokens in the cache, which the next block follows
+    last_token: Tensor  # int64 [R], the first token of the next block
+    active: Tensor  # bool [R]
+    page_table: Tensor  # int32 [R, pages of a request]
+    page_size: int
+    sampler: Sampler  # parameters and counts of R rows
+
+    @classmethod
+    def empty(cls, rows: int, pages: int, page_size: int, device: torch.device, sampler: Sampler) -> "BatchState":
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            new(rows, dtype=torch.int32),
+            new(rows, dtype=torch.int64),
+            new(rows, dtype=torch.bool),
+            new(rows, pages, dtype=torch.int32),
+            page_size,
+            sampler,
+        )
+
+    def rows(self, batch: int) -> Rows:
+        """The first `batch` rows as they stand now, whatever advances their lengths later."""
+        return Rows(self.lengths[:batch].clone(), self.page_table[:batch], self.page_size)
+
+    def add(self, row: int, request: Request) -> None:
+        """Give a free row to a request whose known tokens are in its pages."""
+        self.sampler.set(row, request.params, request.prompt_ids, request.tokens)
+        self.lengths[row] = len(request.known_ids)
+        self.active[row] = True
+        self.set_pages(row, request.pages)
+        if request.tokens:
+            self.last_token[row] = request.tokens[-1]
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self.page_table[row, : len(pages)].copy_(to_device(pages, torch.int32, self.page_table.device))
+
+    def move(self, source: int, target: int) -> None:
+        """Row `target`, whose request is gone, becomes that of row `source`."""
+        for field in (self.lengths, self.last_token, self.page_table):
+            field[target].copy_(field[source])
+        self.sampler.move(source, target)
+
+    def remove(self, row: int) -> None:
+        for field in (self.lengths, self.last_token, self.active, self.page_table):
+            field[row].zero_()

@@ -1,0 +1,74 @@
+"""The target at work: it runs over prompts and blocks, chooses its own tokens, and commits what a draft has of them."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .batch_state import BatchState
+from .proposer import Draft
+from .sampler import Mode
+from .stack import Decoder, Rows
+from .weights import TargetWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step commits."""
+
+    path: Tensor  # int64 [B, S], the first `counts` are committed: drafted tokens, then one of the target's own
+    counts: Tensor  # int32 [B], 0 where a row is inactive
+    next: Tensor  # int64 [B], the token that the next block begins with
+    logprobs: Tensor | None = None  # fp64 [B, S, ...] in FULL mode, see `Sampler.choose`
+
+
+class Verifier:
+    """Runs the target.
+
+    Args:
+        taps: layers whose outputs are a drafter's features; none without one.
+        forced: int32 [steps, R], drafted tokens to accept at each step whatever they are (synthetic acceptance); they
+            are cut to the block.
+    """
+
+    def __init__(
+        self, weights: TargetWeights, stack: Decoder, taps: tuple[int, ...] = (), forced: Tensor | None = None
+    ) -> None:
+        self.weights, self.stack, self._taps, self._forced = weights, stack, taps, forced
+        self.steps = torch.zeros(1, dtype=torch.int64, device=weights.embedding.device)  # of `forced`, done
+
+    def forward(self, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Normed hidden states [M, D] of ids [M], and the features [M, K * D] of a drafter."""
+        features, taps = None, {}
+        if self._taps:
+            width = self.weights.spec.hidden_size
+            features = torch.empty(len(ids), len(self._taps) * width, dtype=self.dtype, device=ids.device)
+            taps = dict(zip(self._taps, features.split(width, dim=1), strict=True))
+        return self.stack.forward(F.embedding(ids, self.weights.embedding), rows, taps), features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    def verify(self, draft: Draft, rows: Rows, state: BatchState, mode: Mode) -> tuple[Verdict, Tensor | None]:
+        """Judge a draft for the first rows of the batch, whose state it advances; the features too."""
+        assert draft.parents is None and draft.q is None, "chains of the most probable tokens only"
+        batch, block = draft.tokens.shape[0], draft.tokens.shape[1] + 1
+        last, sampler, these = state.last_token[:batch], state.sampler, slice(0, batch)
+        ids = torch.cat([last[:, None], draft.tokens], dim=1)
+        hidden, features = self.forward(ids.flatten(), rows)
+        choice, logprobs = sampler.choose(hidden, self.weights.head, these, draft.tokens, rows.lengths, mode)
+        counts, path = self.stack.ops.accept(
+            draft.tokens, choice, state.active[:batch], state.lengths[:batch], last, self._forced_now(batch, block)
+        )
+        if mode == Mode.FULL:
+            sampler.count(these, path, counts)
+        return Verdict(path, counts, last, logprobs), features
+
+    def _forced_now(self, batch: int, block: int) -> Tensor | None:
+        if self._forced is None:
+            return None
+        now = self._forced.index_select(0, self.steps)[0, :batch].clamp(max=block - 1)
+        self.steps.add_(1).remainder_(len(self._forced))
+        return now
