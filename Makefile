@@ -55,4 +55,4 @@ test-peers: $(READY) ## the demo's checkpoint in z-lab's own client must decode 
 	DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
 
 clean:           ## remove what the commands above made
-	rm -rf $(VENV) .venv-peers demo out build dist *.egg-info
+	rm -rf $(VENV) .venv-peers demo out site build dist *.egg-info

@@ -409,7 +409,8 @@ def markdown(table: Table) -> str:
 
 def measured(table: Table) -> str:
     """Machine, file, keys and commands of a table, folded away."""
-    machines, files, commands = [], [], []
+    machines, commands = [], []
+    files: dict[str, list[str]] = {}
     for file, *keys in table.sources:
         found = load(file, *keys)
         versions = found.get("versions", {})
@@ -419,10 +420,11 @@ def measured(table: Table) -> str:
             if key in versions
         ]
         machines.append(", ".join([found.get("gpu", ""), *packages]))
-        files.append(f"`scripts/results/{file}.json`" + (f" ({', '.join(keys)})" if keys else ""))
+        files.setdefault(f"`scripts/results/{file}.json`", []).extend([" / ".join(keys)] if keys else [])
         every = found.get("commands") or [found["command"]]
         commands += [shlex.join(today(command)) for command in every]
-    said = "; ".join(dict.fromkeys(machines)) + ". " + ", ".join(dict.fromkeys(files)) + "."
+    said = "; ".join(dict.fromkeys(machines)) + ". "
+    said += "; ".join(f"{file}: {', '.join(keys)}" if keys else file for file, keys in files.items()) + "."
     shown = "\n".join(dict.fromkeys(commands))
     inside = f"{said}\n\n```bash\n{shown}\n```"
     return f"\n<details markdown>\n<summary>How it was measured</summary>\n\n{inside}\n\n</details>\n"
