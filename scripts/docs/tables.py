@@ -117,12 +117,13 @@ def results(table: Table) -> None:
             f"{alone:.0f} tok/s without a drafter" + (same if "identical_to_plain" in found else ""),
             times(found["tokens_per_second"] / alone),
         )
+    vllm = load("peer_vllm_qwen3_8b_h200", "same_job", "versions", "vllm")
     for batch, _, _, _, ours, best, _, _ in beside_vllm(table):
         if batch in (1, 32):
             table.add(
                 f"serve {batch} request{'s' if batch > 1 else ''} at a time, Qwen3-8B shape",
                 f"{ours:.0f} tok/s",
-                f"{best:.0f} tok/s, vLLM 0.26 with a DFlash drafter",
+                f"{best:.0f} tok/s, vLLM {vllm} with a DFlash drafter",
                 times(ours / best),
             )
     one, four = (
@@ -174,11 +175,12 @@ def real_weights(table: Table) -> None:
 
 def real_weights_vllm(table: Table) -> None:
     table.columns(f"same drafter, same prompts | {' | '.join(SETS)}")
-    sets = [table.read("peer_vllm_qwen05_h200")["sets"][name] for name in SETS]
+    found = table.read("peer_vllm_qwen05_h200")
+    sets, vllm = [found["sets"][name] for name in SETS], f"vLLM {found['versions']['vllm']}"
     table.add("this engine, tokens/s", *(f"{x['ours']['tokens_per_second']:.0f}" for x in sets))
-    table.add("vLLM 0.26, tokens/s", *(f"{x['decode_tokens_per_second']:.0f}" for x in sets))
+    table.add(f"{vllm}, tokens/s", *(f"{x['decode_tokens_per_second']:.0f}" for x in sets))
     table.add("this engine, acceptance length", *(f"{x['ours']['tau_pooled']:.2f}" for x in sets))
-    table.add("vLLM 0.26, acceptance length", *(f"{x['tau_pooled']:.2f}" for x in sets))
+    table.add(f"{vllm}, acceptance length", *(f"{x['tau_pooled']:.2f}" for x in sets))
     table.add(
         "vLLM's length by ours, where answers are the same", *(f"{x['same_answers']['tau_of_ours']:.3f}" for x in sets)
     )
@@ -424,7 +426,9 @@ def measured(table: Table) -> str:
         every = found.get("commands") or [found["command"]]
         commands += [shlex.join(today(command)) for command in every]
     said = "; ".join(dict.fromkeys(machines)) + ". "
-    said += "; ".join(f"{file}: {', '.join(keys)}" if keys else file for file, keys in files.items()) + "."
+    said += (
+        "; ".join(f"{file}: {', '.join(dict.fromkeys(keys))}" if keys else file for file, keys in files.items()) + "."
+    )
     shown = "\n".join(dict.fromkeys(commands))
     inside = f"{said}\n\n```bash\n{shown}\n```"
     return f"\n<details markdown>\n<summary>How it was measured</summary>\n\n{inside}\n\n</details>\n"
