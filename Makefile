@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test check docs tables format test-gpu test-peers mutate bench clean
+.PHONY: help demo test check docs wheel tables format test-gpu test-peers mutate bench clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -30,6 +30,13 @@ check: $(READY)  ## ruff, ruff format, mypy
 
 docs: $(READY)   ## the documentation site, into site/; a broken link or a file that is none ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+wheel:           ## build the wheel, and run the five commands from it in an environment of its own
+	rm -rf build dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv build/env
+	build/env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd build && for command in env/bin/dflash-*; do $$command --version && $$command --help > /dev/null || exit 1; done
 
 tables: $(READY) ## write the tables of README.md and docs/ from scripts/results
 	$(BIN)/python scripts/docs/tables.py

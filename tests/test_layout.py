@@ -246,28 +246,6 @@ def test_a_lazy_package_has_the_names_that_a_type_checker_sees(name: str) -> Non
     assert set(package.__all__) & {module.stem for module in path.parent.iterdir()} == set()
 
 
-# ---- packaging -------------------------------------------------------------------------------------
-
-
-def test_the_packages_of_the_wheel_are_those_on_disk() -> None:
-    folders = {path.parent for path in SOURCES if path.parts[0] != "scripts"}
-    on_disk = {".".join(package_of(PurePosixPath(folder) / "x.py")) for folder in folders}
-    setuptools = PROJECT["tool"]["setuptools"]
-    assert set(setuptools["packages"]) == on_disk
-    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders), "a package needs an __init__.py"
-    assert setuptools["package-dir"] == {"dflash_toolkit.train": "train", "dflash_toolkit.serve": "serve"}
-    assert (ROOT / "dflash_toolkit" / "py.typed").is_file()
-
-
-def test_console_scripts_point_at_functions_that_exist() -> None:
-    for script, entry in PROJECT["project"]["scripts"].items():
-        module, function = entry.split(":")
-        package, *rest = module.removeprefix("dflash_toolkit.").split(".")
-        folder = ROOT / package if package in PROGRAMS else ROOT / "dflash_toolkit" / package
-        tree = ast.parse(folder.joinpath(*rest).with_suffix(".py").read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, script
-
-
 def test_every_public_name_exists_and_is_listed_in_order() -> None:
     names = dflash_toolkit.__all__
     assert names == sorted(set(names))
