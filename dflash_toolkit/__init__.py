@@ -12,23 +12,14 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .config import UserError
-    from .decode import Generation, generate, stream
+    from .decode import generate, stream
+    from .generation import Generation
     from .models.dflash.checkpoint import load_drafter, save_drafter
     from .models.dflash.network import Drafter, DrafterConfig
     from .models.target import Target
     from .sampling import SamplingParams
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".models.dflash.checkpoint": ["load_drafter", "save_drafter"],
-            ".config": ["UserError"],
-            ".decode": ["Generation", "generate", "stream"],
-            ".models.dflash.network": ["Drafter", "DrafterConfig"],
-            ".sampling": ["SamplingParams"],
-            ".models.target": ["Target"],
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "Drafter",

@@ -2,21 +2,22 @@
 
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package (PEP 562). The package's own modules are found without being listed.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` (PEP 562) of a package: what stands under its `if TYPE_CHECKING`, a module a line.
 
     Args:
         package: its `__name__`.
-        modules: relative module, as an import statement has it -> the names that come from it.
     """
-    homes = {name: module for module, names in modules.items() for name in names}
+    own = sys.modules[package]
+    loader: Any = own.__loader__
+    lines = re.findall(r"^    from (\S+) import (.+)$", loader.get_source(package), flags=re.MULTILINE)
+    homes = {name: module for module, names in lines for name in names.split(", ")}
 
     def find(name: str) -> Any:
         if name in homes:
@@ -25,10 +26,7 @@ def lazy_names(
             value = importlib.import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(sys.modules[package], name, value)  # not asked for again
+        setattr(own, name, value)  # not asked for again
         return value
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
-
-    return find, names
+    return find, lambda: sorted({*vars(own), *homes})

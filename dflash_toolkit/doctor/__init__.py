@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from .cli import examine
     from .finding import Finding
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {".cli": ["examine"], ".finding": ["Finding"]})
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = ["Finding", "examine"]

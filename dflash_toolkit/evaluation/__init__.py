@@ -20,17 +20,7 @@ if TYPE_CHECKING:
     from .report import Report
     from .run import evaluate
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "..acceptance": ["Acceptance"],
-            ".files": ["write_report"],
-            ".measure": ["EncodedPrompt", "held_out_acceptance"],
-            ".report": ["Report"],
-            ".run": ["evaluate"],
-            ".decoders": ["EngineRuntime", "ReferenceRuntime"],
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "Acceptance",

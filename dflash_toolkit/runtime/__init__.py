@@ -11,16 +11,7 @@ if TYPE_CHECKING:
     from .options import EngineOptions, SyntheticAcceptance
     from .request import Request
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".engine": ["Engine", "EngineStats"],
-            ".load": ["load_engine"],
-            ".options": ["EngineOptions", "SyntheticAcceptance"],
-            ".request": ["Request"],
-            ".async_engine": ["AsyncEngine", "EngineClosedError", "Progress", "Responses"],
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "AsyncEngine",
