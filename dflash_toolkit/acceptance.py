@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .decode import Generation
+from .generation import Generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,88 +7,16 @@ position alone, never on how many tokens a step committed.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .config import UserError
+from .generation import Generation, Step, TokenLogprobs, check_prompt, commit
 from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
 from .models.dflash.network import ContextKV, Drafter
 from .models.target import Target
-from .sampling import SamplingParams
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One verification: `drafted` tokens proposed, `accepted` of them taken, `tokens` committed (bonus included)."""
-
-    drafted: int
-    accepted: int
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural log-probabilities at one position, of the target's own distribution at temperature 1, unfiltered."""
-
-    chosen: float
-    best: tuple[tuple[int, float], ...]  # (token, log-probability), most probable first
-
-
-@dataclass(slots=True)
-class Generation:
-    """A finished (or, from `stream`, a growing) answer."""
-
-    tokens: list[int] = field(default_factory=list)  # stop token included
-    steps: list[Step] = field(default_factory=list)  # the first token comes from the prefill and is no step
-    finish_reason: FinishReason | None = None
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
-
-    @property
-    def acceptance_length(self) -> float:
-        """tau: committed tokens per verify step, bonus included; NaN before the first step."""
-        return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else float("nan")
-
-
-class PromptError(UserError):
-    """A prompt that cannot be decoded.
-
-    Attributes:
-        code: "context_length_exceeded" where OpenAI's API has that name for it, else None.
-    """
-
-    def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def check_prompt(ids: Sequence[int], limit: int, rows: int) -> None:
-    """Refuse what cannot be decoded.
-
-    Args:
-        limit: tokens of prompt and answer together.
-        rows: of the target's embedding.
-
-    Raises:
-        PromptError: no token, no room for an answer, or an id that is no row.
-    """
-    if not ids:
-        raise PromptError("the prompt is empty; give at least one token")
-    if len(ids) >= limit:
-        raise PromptError(
-            f"the prompt has {len(ids)} tokens; the context limit is {limit} and an answer needs at least one",
-            "context_length_exceeded",
-        )
-    if not 0 <= min(ids) <= max(ids) < rows:
-        wrong = next(i for i in ids if not 0 <= i < rows)
-        raise PromptError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{rows - 1}")
+from .sampling import SamplingParams, int64_seed
 
 
 def generate(
@@ -229,22 +157,3 @@ def token_logprobs(logits: Tensor, tokens: list[int], best: int) -> list[TokenLo
         values, ids = row.topk(best)
         found.append(TokenLogprobs(float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))))
     return found
-
-
-def int64_seed(seed: int) -> int:
-    """Any integer as the signed 64-bit one with the same low bits."""
-    low = seed & ((1 << 64) - 1)
-    return low - (1 << 64) if low >> 63 else low
-
-
-def commit(generation: Generation, tokens: list[int], stop_ids: Set[int], limit: int) -> list[int]:
-    """Append tokens up to the first stop token, say whether the answer is finished, return what was appended."""
-    for i, token in enumerate(tokens):
-        if token in stop_ids:
-            tokens = tokens[: i + 1]
-            generation.finish_reason = "stop"
-            break
-    generation.tokens += tokens
-    if generation.finish_reason is None and len(generation.tokens) >= limit:
-        generation.finish_reason = "length"
-    return tokens

@@ -72,3 +72,9 @@ class SamplingParams:
         """Whether the logits depend on more than the context: on counts of tokens or a bias."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
+
+
+def int64_seed(seed: int) -> int:
+    """Any integer as the signed 64-bit one with the same low bits."""
+    low = seed & ((1 << 64) - 1)
+    return low - (1 << 64) if low >> 63 else low

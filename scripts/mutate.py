@@ -42,6 +42,7 @@ from dflash_toolkit.progress import Progress
 ROOT = Path(__file__).parents[1]
 TABLE = {  # a module and the tests that answer for it, the quickest first; none of them starts programs
     "dflash_toolkit/decode.py": ["test_decode.py"],
+    "dflash_toolkit/generation.py": ["test_decode.py"],
     "dflash_toolkit/sampling.py": ["test_decode.py", "kernels/test_kernels_sample.py"],
     "dflash_toolkit/kernels/reference.py": [
         "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "kernels/test_kernels_row_loss.py",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from dflash_toolkit.decode import FinishReason
+from dflash_toolkit.generation import FinishReason
 from dflash_toolkit.runtime import Progress
 
 from .logprobs import Spelling, SpokenToken, TokenQueue

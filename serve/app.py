@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.decode import PromptError
+from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import AsyncEngine, EngineClosedError
 from dflash_toolkit.runtime import Request as EngineRequest
 from dflash_toolkit.sampling import BiasError

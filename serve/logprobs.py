@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_toolkit.decode import TokenLogprobs
+from dflash_toolkit.generation import TokenLogprobs
 
 from .text import REPLACEMENT, silent_tokens
 

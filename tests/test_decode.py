@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, stream
-from dflash_toolkit.decode import Generation, propose
+from dflash_toolkit.decode import propose
+from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.reference import filtered_probabilities
 from dflash_toolkit.models.dflash.network import ContextKV
 

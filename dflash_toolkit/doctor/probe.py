@@ -15,11 +15,13 @@ from torch import Tensor
 
 from ..acceptance import ratio
 from ..config import UserError
-from ..decode import Generation, SamplingParams, generate
+from ..decode import generate
+from ..generation import Generation
 from ..models.dflash.network import Drafter
 from ..models.rope import RopeScaling
 from ..models.target import Target
 from ..progress import Progress
+from ..sampling import SamplingParams
 from .edits import Edit
 
 NEAR = 16  # recall is counted among so many best tokens

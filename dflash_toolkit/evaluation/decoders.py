@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..config import UserError
 from ..data.prompts import template_hash
-from ..decode import Generation, SamplingParams, stream
+from ..decode import stream
+from ..generation import Generation
 from ..models.dflash.network import Drafter, weights_hash
 from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from ..runtime import Engine, EngineOptions
@@ -20,6 +21,7 @@ from ..runtime.engine import operations, resolve_draft_dtype
 from ..runtime.load import load_target
 from ..runtime.memory import check_heads, for_the_drafter
 from ..runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from ..sampling import SamplingParams
 
 CERTAIN = 1e6  # a bias that no logit outweighs
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
-from ..decode import Generation, Step
+from ..generation import Generation, Step
 from .measure import Difference, Measurement
 
 Key = tuple[str, int]  # name of the prompt set, index of the prompt in it

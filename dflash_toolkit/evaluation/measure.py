@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..acceptance import Acceptance
-from ..decode import Generation, SamplingParams, generate
+from ..decode import generate
+from ..generation import Generation
 from ..models.dflash.network import Drafter
 from ..models.target import Target
+from ..sampling import SamplingParams
 from .decoders import Runtime
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
-from ..decode import Generation, PromptError, SamplingParams, check_prompt
+from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
+from ..sampling import SamplingParams
 from .decoders import Runtime
 from .journal import Journal, Key
 from .measure import EncodedPrompt, Measurement, measure

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from ..decode import FinishReason, SamplingParams, Step, TokenLogprobs
+from ..generation import FinishReason, Step, TokenLogprobs
+from ..sampling import SamplingParams
 from .engine import Engine
 from .request import Request
 

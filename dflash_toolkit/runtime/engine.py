@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..config import UserError
-from ..decode import Generation, SamplingParams, Step, check_prompt
+from ..generation import Generation, Step, check_prompt
 from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..models.target import Target
+from ..sampling import SamplingParams
 from .draft_length import BlockChooser, block_sizes, measure_steps
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .options import EngineOptions

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ..decode import Generation, SamplingParams, Step, TokenLogprobs, commit
+from ..generation import Generation, Step, TokenLogprobs, commit
+from ..sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

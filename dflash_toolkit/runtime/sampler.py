@@ -5,10 +5,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ..decode import TokenLogprobs, int64_seed
+from ..generation import TokenLogprobs
 from ..kernels.ops import Ops
 from ..kernels.reference import penalized, position_uniform
-from ..sampling import MAX_LOGPROBS, SamplingParams
+from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
 
 
 class Mode(IntEnum):

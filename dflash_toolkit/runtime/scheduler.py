@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..decode import Step
+from ..generation import Step
 from .pages import PagePool
 from .request import Committed, Request
 

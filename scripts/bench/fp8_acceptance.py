@@ -22,10 +22,10 @@ from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
-from dflash_toolkit.decode import Generation
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
+from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash.checkpoint import locate, read_config
 from dflash_toolkit.runtime import EngineOptions, load_engine

@@ -24,15 +24,15 @@ import torch
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
-from dflash_toolkit.decode import Generation, SamplingParams
 from dflash_toolkit.files import write_json
+from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
-from dflash_toolkit.sampling import MAX_LOGPROBS
+from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 ACCEPT = 0.865
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device

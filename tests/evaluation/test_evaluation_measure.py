@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from dflash_toolkit import Drafter, Generation, SamplingParams, Target, decode
 from dflash_toolkit.acceptance import verdicts
-from dflash_toolkit.decode import Step, generate
+from dflash_toolkit.decode import generate
 from dflash_toolkit.evaluation import Acceptance, held_out_acceptance
+from dflash_toolkit.generation import Step
 
 PROMPT = list(b"Why is the sky blue?")
 

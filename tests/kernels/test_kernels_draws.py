@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_decode import chi_square
 
-from dflash_toolkit.decode import int64_seed
 from dflash_toolkit.kernels.reference import position_uniform
+from dflash_toolkit.sampling import int64_seed
 
 
 def splitmix(seed: int, position: int) -> float:

@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import sample as kernel
 from dflash_toolkit.runtime.sampler import Mode, Sampler
+from dflash_toolkit.sampling import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]

@@ -15,7 +15,7 @@ from test_decode import hf_greedy
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
-from dflash_toolkit.decode import Generation
+from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.capture import no_collection
 from dflash_toolkit.runtime.proposer import Draft

@@ -14,10 +14,10 @@ from paths import ROOT
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import Generation, Step
 from dflash_toolkit.evaluation.decoders import ReferenceRuntime
 from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
+from dflash_toolkit.generation import Generation, Step
 
 PROMPTS = [EncodedPrompt("a/1", [1, 2, 3]), EncodedPrompt("a/2", [4, 5])]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.data.prompts import encode_chat, read_prompts
-from dflash_toolkit.decode import Generation
+from dflash_toolkit.generation import Generation
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

@@ -17,7 +17,7 @@ from test_serve_engine import LATE_S, gated, make_engine, wait_until
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.decode import Generation
+from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
 from serve.app import MAX_BODY, create_app
 from serve.server import Server, listen, url_of

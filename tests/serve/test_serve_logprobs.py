@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.decode import TokenLogprobs
+from dflash_toolkit.generation import TokenLogprobs
 from dflash_toolkit.runtime import Progress
 from serve.answer import Answer
 from serve.logprobs import FLOOR, Spelling, SpokenToken, chat_logprobs, text_logprobs

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dflash_toolkit.decode import Step
+from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import Progress
 from serve.answer import Answer
 from serve.text import Detokenizer, StopScanner

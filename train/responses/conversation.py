@@ -10,7 +10,7 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
 from dflash_toolkit.data.prompts import apply_template, encode_chat
-from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.sampling import SamplingParams
 
 from .backends import Answer, Chat
 from .rows import Row, Span

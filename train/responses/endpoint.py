@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.sampling import SamplingParams
 
 from .backends import Answer, Chat
 from .chat_endpoint import chat_fields, is_our_prompt, plain_text, rendered_message

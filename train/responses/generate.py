@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.decode import SamplingParams
 from dflash_toolkit.progress import Progress
+from dflash_toolkit.sampling import SamplingParams
 
 from ..prompts.choosing import chosen
 from .backends import Backend

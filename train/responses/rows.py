@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import SamplingParams
+from dflash_toolkit.sampling import SamplingParams
 
 from .backends import Answer, Backend, Chat
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import SamplingParams, int64_seed
+from dflash_toolkit.sampling import SamplingParams, int64_seed
 
 from .backends import Answer, Chat
 

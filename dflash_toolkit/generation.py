@@ -1,0 +1,90 @@
+"""What decoding leaves behind, passed around by the definition, the engine, reports and the server. Without torch."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .config import UserError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verification: `drafted` tokens proposed, `accepted` of them taken, `tokens` committed (bonus included)."""
+
+    drafted: int
+    accepted: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position, of the target's own distribution at temperature 1, unfiltered."""
+
+    chosen: float
+    best: tuple[tuple[int, float], ...]  # (token, log-probability), most probable first
+
+
+@dataclass(slots=True)
+class Generation:
+    """A finished (or, from `stream`, a growing) answer."""
+
+    tokens: list[int] = field(default_factory=list)  # stop token included
+    steps: list[Step] = field(default_factory=list)  # the first token comes from the prefill and is no step
+    finish_reason: FinishReason | None = None
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: committed tokens per verify step, bonus included; NaN before the first step."""
+        return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else float("nan")
+
+
+class PromptError(UserError):
+    """A prompt that cannot be decoded.
+
+    Attributes:
+        code: "context_length_exceeded" where OpenAI's API has that name for it, else None.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def check_prompt(ids: Sequence[int], limit: int, rows: int) -> None:
+    """Refuse what cannot be decoded.
+
+    Args:
+        limit: tokens of prompt and answer together.
+        rows: of the target's embedding.
+
+    Raises:
+        PromptError: no token, no room for an answer, or an id that is no row.
+    """
+    if not ids:
+        raise PromptError("the prompt is empty; give at least one token")
+    if len(ids) >= limit:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens; the context limit is {limit} and an answer needs at least one",
+            "context_length_exceeded",
+        )
+    if not 0 <= min(ids) <= max(ids) < rows:
+        wrong = next(i for i in ids if not 0 <= i < rows)
+        raise PromptError(f"the prompt holds token {wrong}; the target's embedding has rows 0..{rows - 1}")
+
+
+def commit(generation: Generation, tokens: list[int], stop_ids: Set[int], limit: int) -> list[int]:
+    """Append tokens up to the first stop token, say whether the answer is finished, return what was appended."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            tokens = tokens[: i + 1]
+            generation.finish_reason = "stop"
+            break
+    generation.tokens += tokens
+    if generation.finish_reason is None and len(generation.tokens) >= limit:
+        generation.finish_reason = "length"
+    return tokens
