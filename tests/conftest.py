@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import tempfile
+from dataclasses import replace
 
 from paths import FOLDERS
 
@@ -30,8 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from dflash_toolkit import Drafter, DrafterConfig, Target
-from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from dflash_toolkit import Drafter, Target
+from dflash_toolkit.models.dflash.shape import drafter_shape
 
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 
@@ -165,15 +166,9 @@ def make_target(
 
 def make_drafter(target: Target, *, taps: int = 3, layers: int = 2, block_size: int = 8, **changes: object) -> Drafter:
     """A random drafter that fits `target`."""
-    values: dict[str, object] = {
-        "hidden_size": target.config.hidden_size, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB,
-        "num_target_layers": target.config.num_hidden_layers,
-        "target_layer_ids": default_target_layer_ids(target.config.num_hidden_layers, taps),
-        "mask_token_id": MASK,
-        "block_size": block_size, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 512,
-    }  # fmt: skip
-    drafter = Drafter(DrafterConfig(**(values | changes)))  # type: ignore[arg-type]
+    shape = drafter_shape(target.config, taps=taps, layers=layers, block_size=block_size)
+    values = {"intermediate_size": 48, "rope_theta": 1e4} | changes
+    drafter = Drafter(replace(shape, **values))  # type: ignore[arg-type]
     drafter.init_weights(torch.Generator().manual_seed(5), std=0.1)
     return drafter.eval()
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from dflash_toolkit.config import given_values, run_command, to_mapping
 from dflash_toolkit.data.prompts import encode_chat, template_hash
 from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
-from dflash_toolkit.models.dflash.network import default_target_layer_ids, weights_hash
+from dflash_toolkit.models.dflash.network import weights_hash
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import (
     choose_mask_token,
     context_limit,
@@ -89,37 +90,14 @@ def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterC
     Raises:
         UserError: an impossible combination, or no unused row for the mask token.
     """
-    options = config.drafter
-    layers = int(target.num_hidden_layers)
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    mask = (
-        choose_mask_token(tokenizer, int(target.vocab_size)) if options.mask_token_id is None else options.mask_token_id
-    )
+    given = config.drafter.mask_token_id
+    mask = choose_mask_token(tokenizer, int(target.vocab_size)) if given is None else given
     if mask in {tokenizer.eos_token_id, tokenizer.pad_token_id}:
         raise UserError(f"drafter.mask_token_id {mask} is the end-of-sequence or padding token; choose an unused one")
     try:
-        return DrafterConfig(
-            hidden_size=target.hidden_size,
-            num_layers=options.layers,
-            num_heads=_given(options.num_heads, target.num_attention_heads),
-            num_kv_heads=_given(options.num_kv_heads, target.num_key_value_heads),
-            head_dim=_given(options.head_dim, head_dim),
-            intermediate_size=_given(options.intermediate_size, target.intermediate_size),
-            vocab_size=target.vocab_size,
-            num_target_layers=layers,
-            target_layer_ids=options.target_layer_ids or default_target_layer_ids(layers, options.taps),
-            mask_token_id=mask,
-            block_size=options.block_size,
-            rms_norm_eps=target.rms_norm_eps,
-            rope_theta=float(target.rope_parameters["rope_theta"]),
-            max_position_embeddings=target.max_position_embeddings,
-        )
+        return drafter_shape(target, **(asdict(config.drafter) | {"mask_token_id": mask}))
     except ValueError as error:
         raise UserError(f"drafter: {error}") from error
-
-
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def run(config: TrainConfig, given: Iterable[str] = ()) -> None:

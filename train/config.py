@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
+from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, LAYERS, TAPS
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
@@ -27,10 +28,10 @@ MOST_GIB = 2**20  # no machine has more memory
 class DrafterOptions:
     """Shape of the drafter; what is not given is the target's own."""
 
-    layers: int = option(5, "draft layers")
-    taps: int = option(5, "tapped target layers, evenly spaced")
+    layers: int = option(LAYERS, "draft layers")
+    taps: int = option(TAPS, "tapped target layers, evenly spaced")
     target_layer_ids: tuple[int, ...] = option((), "tap exactly these 0-based layers instead")
-    block_size: int = option(16, "one anchor plus block_size - 1 drafted tokens")
+    block_size: int = option(BLOCK_SIZE, "one anchor plus block_size - 1 drafted tokens")
     mask_token_id: int | None = option(None, "row of the target's embedding for masked slots (default: an unused one)")
     num_heads: int | None = option(None, "query heads")
     num_kv_heads: int | None = option(None, "key/value heads")

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from ..config import UserError
-from ..models.dflash.network import Drafter, DrafterConfig, default_target_layer_ids
+from ..models.dflash.network import Drafter, DrafterConfig
 from .weights import DrafterWeights, ModelSpec, TargetWeights
 
 
@@ -86,27 +86,6 @@ def named_shape(name: str) -> PreTrainedConfig:
     if name not in SHAPES:
         raise UserError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}")
     return SHAPES[name]
-
-
-def drafter_for(config: PreTrainedConfig, layers: int = 5, taps: int = 5, block_size: int = 16) -> DrafterConfig:
-    """The usual drafter of a target: its widths, heads and vocabulary, a few layers."""
-    c = config
-    return DrafterConfig(
-        hidden_size=c.hidden_size,
-        num_layers=layers,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        intermediate_size=c.intermediate_size,
-        vocab_size=c.vocab_size,
-        num_target_layers=c.num_hidden_layers,
-        target_layer_ids=default_target_layer_ids(c.num_hidden_layers, taps),
-        mask_token_id=c.vocab_size - 1,
-        block_size=block_size,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_theta=c.rope_parameters["rope_theta"],
-        max_position_embeddings=c.max_position_embeddings,
-    )
 
 
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:

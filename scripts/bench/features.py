@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
-from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.models.target import Target, resolve_device
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.features.source import FeatureSource

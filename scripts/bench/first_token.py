@@ -20,8 +20,9 @@ import torch
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import ModelSpec
 
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
@@ -52,7 +53,7 @@ def main() -> None:
     args = parser.parse_args()
     device, dtype, config = torch.device("cuda"), torch.bfloat16, named_shape(args.shape)
     target = random_target(ModelSpec.of_target(config), device, dtype)
-    drafter = random_drafter(drafter_for(config), device, dtype)
+    drafter = random_drafter(drafter_shape(config), device, dtype)
     engine = Engine(target, drafter, (), EngineOptions(num_speculative_tokens=15, prefix_cache=False))
     result: dict[str, Any] = {**setting("bench/first_token.py"), "shape": args.shape, "rows": []}
     for length in args.length:

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import resolve_dtype, use_device
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.config import LossOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
@@ -32,7 +33,7 @@ def build(name: str, device: torch.device) -> tuple[Target, Drafter]:
     config = named_shape(name)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype("auto", device))
-    return Target(model, name=f"random {name}"), Drafter.fresh(drafter_for(config), 0).to(device)
+    return Target(model, name=f"random {name}"), Drafter.fresh(drafter_shape(config), 0).to(device)
 
 
 def synchronize(device: torch.device) -> None:

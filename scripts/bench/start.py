@@ -26,8 +26,9 @@ from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.checkpoint.readahead import cached
 from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import use_device
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_target
+from dflash_toolkit.runtime.shapes import named_shape, random_target
 from dflash_toolkit.runtime.weights import ModelSpec
 
 SHARD = 4 << 30  # bytes
@@ -75,7 +76,7 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
             flush()
     flush()
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    save_drafter(Drafter.fresh(drafter_for(config), 0), drafter)
+    save_drafter(Drafter.fresh(drafter_shape(config), 0), drafter)
     return target, drafter
 
 

@@ -26,11 +26,12 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -259,7 +260,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     config = named_shape(args.shape)
     began = time.perf_counter()
     target = random_target(ModelSpec.of_target(config), device, dtype)
-    drafter = None if args.no_drafter else random_drafter(drafter_for(config), device, dtype)
+    drafter = None if args.no_drafter else random_drafter(drafter_shape(config), device, dtype)
     torch.cuda.synchronize()
     result: dict[str, Any] = {
         **setting("bench/step.py"),

@@ -32,8 +32,9 @@ from transformers import AutoModelForCausalLM
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import Target, resolve_device
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
@@ -71,7 +72,7 @@ class Bench:
         self.args, self.target, self.processes = args, target, processes
         self.anchors = min(anchors, args.length - 1)
         self.batch = args.batch or max(1, BLOCKS // anchors)
-        self.shape = drafter_for(named_shape(args.shape), args.layers, args.taps, args.block)
+        self.shape = drafter_shape(named_shape(args.shape), layers=args.layers, taps=args.taps, block_size=args.block)
         self.config = TrainConfig(
             target=args.shape,
             drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block),

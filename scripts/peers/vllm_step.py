@@ -29,7 +29,8 @@ from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.tables import Table
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import config_json
-from dflash_toolkit.runtime.shapes import drafter_for, named_shape
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 CONTEXT = 8192
@@ -95,7 +96,7 @@ def write_shapes(folder: Path, shape: str, k: int) -> tuple[Path, Path]:
     write_json(target / "config.json", config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"})
     if k:
         drafter.mkdir()
-        write_json(drafter / "config.json", config_json(drafter_for(config, block_size=k + 1)))
+        write_json(drafter / "config.json", config_json(drafter_shape(config, block_size=k + 1)))
     return target, drafter
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafter import make_config
 
-from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 
 
 @pytest.mark.parametrize(

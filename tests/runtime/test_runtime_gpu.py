@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
 from dflash_toolkit.kernels.weight import RowScaledFp8
-from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.proposer import Draft, Proposer

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
-from dflash_toolkit.runtime.shapes import SHAPES, drafter_for, named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.shapes import SHAPES, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
@@ -168,14 +169,14 @@ def test_what_the_runtime_does_not_compute_is_refused_by_name(config: Any, messa
 
 def test_named_shapes_make_random_weights_that_fit() -> None:
     for name, config in SHAPES.items():
-        assert drafter_for(config).feature_size == 5 * ModelSpec.of_target(config).hidden_size, name
+        assert drafter_shape(config).feature_size == 5 * ModelSpec.of_target(config).hidden_size, name
     small = Qwen2Config(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
     a, b = (random_target(ModelSpec.of_target(small), CPU, torch.float32, seed=3) for _ in range(2))
     assert torch.equal(a.layers[7].down, b.layers[7].down) and 0.01 < a.head.std() < 0.03
-    assert random_drafter(drafter_for(small), CPU, torch.float32).context_kv.shape == (5 * 2 * 2 * 4, 16)
+    assert random_drafter(drafter_shape(small), CPU, torch.float32).context_kv.shape == (5 * 2 * 2 * 4, 16)
     with pytest.raises(UserError, match="shape 'qwen9' is not known"):
         named_shape("qwen9")
 

@@ -9,7 +9,7 @@ from paths import ROOT
 
 from dflash_toolkit.config import UserError, read_yaml, to_mapping
 from dflash_toolkit.data.prompts import read_prompts
-from dflash_toolkit.models.dflash.network import default_target_layer_ids
+from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from train.config import PACK_TOKENS, TrainConfig, configure
 from train.optim.schedule import packing
 

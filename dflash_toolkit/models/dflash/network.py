@@ -122,24 +122,6 @@ class DrafterConfig:
         return replace(self, block_size=block_size)
 
 
-def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
-
-    Raises:
-        ValueError: the target is too shallow for that many distinct taps.
-    """
-    if num_taps < 1:
-        raise ValueError(f"{num_taps} taps: a drafter needs at least one")
-    if num_taps == 1:
-        ids: tuple[int, ...] = (num_target_layers // 2,)
-    else:
-        span = num_target_layers - 4
-        ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
-    if list(ids) != sorted(set(ids)) or max(ids) > num_target_layers - 2:
-        raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap")
-    return ids
-
-
 @dataclass(slots=True)
 class ContextKV:
     """Every draft layer's keys (normed, rotated) and values of the context, and the positions they stand at."""
