@@ -1,1 +1,1 @@
-"""Tensor operations. `reference.py` is the definition in plain torch; faster versions stand beside it."""
+"""Tensor operations: `ops.py` is their type, `reference.py` their definition, `gpu.py` the choice among kernels."""

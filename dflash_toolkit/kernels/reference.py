@@ -113,7 +113,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as P split-K partial sums, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
 
-    P depends on (N, K) only, never on M, so that a row's result does not depend on the rows beside it.
+    P depends on (N, K) only, never on M, so that results are batch-invariant.
     """
     return F.linear(x, dense(weight, x.dtype), bias)[None]
 

@@ -1,4 +1,4 @@
-"""The Hopper attention kernel on a GPU: against float64, and a row alone against the same row in company, bit for bit.
+"""The Hopper attention kernel on a GPU: against float64, and batch-invariant, bit for bit.
 
 Interpreted it runs in test_kernels_gluon_attention.py; that it compiles is in test_kernels_sm90.py. In every cache what
 is in no request's reach is NaN.
@@ -81,7 +81,7 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
-def test_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(
+def test_it_is_batch_invariant_bit_for_bit(
     groups: int, group: int, width: int, size: int, whole: bool, causal: bool
 ) -> None:
     pages = make_pages(CONTEXTS, 8, size, groups, width, BF16)

@@ -1,5 +1,5 @@
-"""A decoder layer in one launch: against float64, against one launch a product, and alone against in company; and the
-head, which streams in the same way.
+"""A decoder layer in one launch: against float64, against a launch for every GEMM, batch-invariant; and the head, which
+streams in the same way.
 
 The kernel itself runs on a GPU here, and interpreted in test_kernels_gluon.py; that it compiles is in
 test_kernels_sm90.py.
@@ -55,7 +55,7 @@ def in_fp8(weights: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    """At most twice the worst error of torch's own products in the same dtype; of qkv, the sum of its parts."""
+    """At most twice the worst error of torch's own GEMMs in the same dtype; of qkv, the sum of its parts."""
     for ours, theirs, true in zip(*((y, h, qkv.sum(0)) for y, h, qkv in (found, torchs, exact)), strict=True):
         bound = 2 * (theirs.double() - true).abs().max() + torch.finfo(theirs.dtype).eps
         assert bool(((ours.double() - true).abs() <= bound).all())  # NaN fails too
@@ -128,7 +128,7 @@ def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, int, int, int]) -> None:
+def test_the_layer_is_right_to_float64_and_batch_invariant(shape: tuple[int, int, int, int]) -> None:
     weights = matrices(shape, "cuda", torch.bfloat16)
     for rows in ROWS:
         x = torch.randn(rows, shape[0], device="cuda").bfloat16()
@@ -152,7 +152,7 @@ def test_layer_against_float64_and_alone_against_in_company(shape: tuple[int, in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layer_in_fp8_against_float64_and_alone_against_in_company(shape: tuple[int, int, int, int]) -> None:
+def test_the_layer_in_fp8_is_right_to_float64_and_batch_invariant(shape: tuple[int, int, int, int]) -> None:
     full = matrices(shape, "cuda", torch.bfloat16)
     weights = in_fp8(full)
     for rows in ROWS:
@@ -178,7 +178,7 @@ def test_layer_in_fp8_against_float64_and_alone_against_in_company(shape: tuple[
 
 
 @pytest.mark.gpu
-def test_one_launch_equals_one_a_product_bit_for_bit_where_both_cut_alike() -> None:
+def test_one_launch_equals_one_a_gemm_bit_for_bit_where_both_cut_alike() -> None:
     """o and down are cut alike; qkv is cut here as the one launch cuts it."""
     w = matrices(SHAPES[0], "cuda", torch.bfloat16)
     for rows in ROWS:

@@ -203,7 +203,7 @@ def test_tokens_tied_at_the_edge_of_top_p_stay_in_the_order_of_their_ids() -> No
     assert torch.equal(kept, torch.arange(1024))
 
 
-def test_a_row_is_filtered_alike_alone_and_among_others() -> None:
+def test_filters_are_batch_invariant() -> None:
     logits = torch.randint(-6, 7, (16, 500)).float() / 4  # ties everywhere
     filters = {"temperature": 0.8, "top_p": 0.8, "top_k": 300, "min_p": 0.01}
     together = filtered_probabilities(logits, **filters)

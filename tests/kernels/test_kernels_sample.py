@@ -239,7 +239,7 @@ def test_rows_of_anything_give_some_token_and_leave_the_others_alone(filters: tu
     assert torch.equal(found[good], kernel.sample(*alone).cpu())  # type: ignore[arg-type]
 
 
-def test_a_row_draws_alike_alone_and_among_others() -> None:
+def test_sampling_is_batch_invariant() -> None:
     given = mixed((torch.randint(-40, 40, (10, 600)) / 8).bfloat16())
     together = kernel.sample(*given)
     for i in range(10):

@@ -231,7 +231,7 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
-def test_attention_of_a_request_is_the_same_alone_and_in_a_batch_bit_for_bit(causal: bool, dtype: torch.dtype) -> None:
+def test_attention_is_batch_invariant_bit_for_bit(causal: bool, dtype: torch.dtype) -> None:
     contexts = (63, 0, 200)
     pages = make_pages(contexts, 3, 16, 2, 64, dtype)
     q = randn(len(contexts), 3, 2 * 3, 64, dtype=dtype)

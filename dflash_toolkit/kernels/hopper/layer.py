@@ -7,7 +7,7 @@ which memory could deliver. One program runs on every multiprocessor, all at onc
 at the barriers through `ready`.
 
 A GEMM's tiles and splits are fixed by its (N, K), and every row count uses the same matrix instruction over K in
-the same order, so a row's result does not depend on how many rows run beside it.
+the same order, so results are batch-invariant.
 
 With matrices in fp8 the rows are in fp8 too: the attention's each by its largest value, the others as they come, since
 a norm's are of the order of one (`LayerWeights.quantized` sees to that) and no program has an activated row as a whole.

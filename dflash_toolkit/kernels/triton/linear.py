@@ -2,8 +2,8 @@
 
 The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
 side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
-alone fixes, in one or a few splits, so a row's result does not depend on how many rows run beside it. A head in fp8
-may have its rows in fp8 too, and then no logits.
+alone fixes, in one or a few splits, so results are batch-invariant. A head in fp8 may have its rows in fp8 too, and
+then no logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
