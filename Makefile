@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test check docs wheel tables format test-gpu test-peers mutate bench clean
+.PHONY: help demo test test-fast check docs wheel tables format test-gpu test-peers mutate bench clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -22,6 +22,9 @@ demo: $(READY)   ## fetch a real target, train a drafter, write the report, serv
 
 test: $(READY)   ## the whole suite, CPU
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal  # the tests compute in one thread each
+
+test-fast: $(READY) ## what neither trains nor starts a process (a minute)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast
 
 check: $(READY)  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -22,6 +23,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the first import of one
 
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from dflash_toolkit import Drafter, Target
@@ -131,11 +134,35 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="skip what trains, starts a process or takes seconds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    if config.getoption("--fast"):
+        skipped["slow"] = "takes seconds"
+    for item in items:
+        for mark in skipped.keys() & item.keywords:
+            item.add_marker(pytest.mark.skip(reason=skipped[mark]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fast(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --fast a test is over where it would start a process or step an optimizer: no list of such tests is kept."""
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.skip("starts a process or trains")
+
+    if not request.config.getoption("--fast"):
+        yield
+        return
+    hook = register_optimizer_step_pre_hook(refuse)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", refuse)
+        patch.setattr(BaseProcess, "start", refuse)
+        yield
+    hook.remove()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -6,109 +6,17 @@ import lzma
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from test_conversations import CALL, RESULT, user
 
 from dflash_toolkit import UserError
 from dflash_toolkit.config import parse_cli
-from dflash_toolkit.data.conversations import Conversation, conversation
+from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import read_prompt_sets, read_prompts
 from dflash_toolkit.data.sources import Malformed, Source
 from train.config import TrainConfig
 from train.data_cli import DataConfig
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-
-CALL = assistant("") | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
-RESULT = {"role": "tool", "content": "1"}
-
-# ---- rows ------------------------------------------------------------------------------------------------------
-
-SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]]]] = {
-    "messages": ({"messages": [SYSTEM, user("a"), assistant("b"), user("c")]}, [[SYSTEM, user("a")], [user("c")]]),
-    "messages that end with an answer": ({"messages": [user("a"), assistant("b")]}, [[user("a")]]),
-    "two questions before an answer": ({"messages": [user("a"), user("b"), assistant("c")]}, [[user("a"), user("b")]]),
-    "text parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [[user("a")]]),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        [[user("a")]],
-    ),
-    "ShareGPT with a system turn": (
-        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a"}]},
-        [[SYSTEM, user("a")]],
-    ),
-    "ShareGPT with a system column": (
-        {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        [[SYSTEM, user("a")]],
-    ),
-    "a system column": ({"prompt": "a", "system": "Be brief.", "response": 3}, [[SYSTEM, user("a")]]),
-    "a system column and turns": ({"turns": ["a", "b"], "system": "Be brief."}, [[SYSTEM, user("a")], [user("b")]]),
-    "a developer": ({"messages": [SYSTEM | {"role": "developer"}, user("a")]}, [[SYSTEM, user("a")]]),
-    "query and response": ({"query": "a", "response": "b"}, [[user("a")]]),
-    "input and output": ({"input": "a", "output": "b"}, [[user("a")]]),
-    "a recorded call": (
-        {"messages": [user("a"), CALL, RESULT, assistant("b"), user("c"), CALL]},
-        [[user("a")], [CALL, RESULT], [user("c")]],
-    ),
-    "a call whose result waits for an answer": ({"messages": [user("a"), CALL, RESULT]}, [[user("a")], [CALL, RESULT]]),
-    "turns": ({"turns": ["a ", "b"]}, [[user("a")], [user("b")]]),
-    "prompt and response": ({"prompt": "a", "response": "b"}, [[user("a")]]),
-    "prompt as messages": ({"prompt": [user("a")], "chosen": [assistant("b")]}, [[user("a")]]),
-    "instruction": ({"instruction": "a", "input": "", "output": "b"}, [[user("a")]]),
-    "instruction with an input": ({"instruction": "a", "input": "x", "output": "b"}, [[user("a\nx")]]),
-    "question and answer": ({"question": "a", "answer": "b"}, [[user("a")]]),
-    "problem, solution and answer": ({"problem": "a", "solution": "b", "answer": 3}, [[user("a")]]),
-    "prompt and completion": ({"prompt": "a", "completion": "b"}, [[user("a")]]),
-    "text": ({"text": "a"}, [[user("a")]]),
-    "text and code": ({"text": "a", "code": "b", "test_list": ["c"]}, [[user("a")]]),
-    "a bare string": ("a", [[user("a")]]),
-    "columns that are not filled": ({"messages": None, "question": None, "prompt": "a"}, [[user("a")]]),
-}
-
-
-@pytest.mark.parametrize(("row", "turns"), SHAPES.values(), ids=SHAPES)
-def test_every_shape_becomes_the_turns_that_ask(row: Any, turns: list[list[dict[str, str]]]) -> None:
-    assert conversation(row, "f, line 1") == Conversation("f, line 1", tuple(tuple(turn) for turn in turns))
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"reply": "a"}, "none of messages, conversations"),
-        ({"messages": []}, "a turn asks nothing"),
-        ({"messages": [assistant("a"), user("b")]}, "a turn asks nothing"),
-        ({"messages": [user(" ")]}, "a turn asks nothing"),
-        ({"messages": [SYSTEM]}, "a turn asks nothing"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "a turn asks nothing"),
-        ({"messages": [{"role": "critic", "content": "a"}]}, "role 'critic'"),
-        ({"messages": "a"}, "messages must be a list"),
-        ({"prompt": "a", "system": 3}, "system must be text"),
-        ({"prompt": "a", "tools": "none"}, "must be JSON, not 'none'"),
-        ({"messages": [{"role": "user"}]}, "malformed"),
-        ({"messages": [user("a") | {"content": 3}]}, "content must be text"),
-        ({"messages": ["a"]}, "malformed"),
-        ({"turns": ["a", ""]}, "a turn asks nothing"),
-        ({"turns": [1]}, "malformed"),
-        ({"prompt": 3}, "must be text"),
-        ({"instruction": 3}, "malformed"),
-        (3, "expected an object, got int"),
-        (None, "expected an object"),
-    ],
-)
-def test_a_row_that_asks_nothing_says_what_is_wrong(row: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        conversation(row, "x")
-
 
 # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -137,18 +45,17 @@ def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text",
-    [json.dumps({"version": 1, "data": ROWS}), json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])],
-    ids=["an object around the array", "JSON lines"],
+    ("text", "asked"),
+    [
+        (json.dumps({"version": 1, "data": ROWS}), ["first", "second"]),
+        (json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1]), ["first", "second"]),
+        (json.dumps({"messages": [user("only")]}), ["only"]),
+    ],
+    ids=["an object around the array", "JSON lines", "a single conversation"],
 )
-def test_json_that_is_no_bare_array(text: str, tmp_path: Path) -> None:
+def test_json_that_is_no_bare_array(text: str, asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == ["first", "second"]
-
-
-def test_a_json_file_may_be_a_single_conversation(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"messages": [user("only")]}))
-    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == ["only"]
+    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == asked
 
 
 def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: Path) -> None:
@@ -258,15 +165,15 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
     assert isinstance(next(source), Conversation), "what stands behind is broken, and not read yet"
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("a.jsonl", b'{"prompt": "gr\xfc\xdf"}\n'),
-        ("a.jsonl.gz", gzip.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
-        ("a.jsonl.xz", lzma.compress(json.dumps({"prompt": "first"}).encode() * 99)[:-12]),
-    ],
-    ids=["no UTF-8", "gzip, cut", "xz, cut"],  # not the bytes: gzip writes the time into them
-)
+PACKED = {".gz": gzip.compress(b'{"prompt": "first"}' * 99), ".xz": lzma.compress(b'{"prompt": "first"}' * 99)}
+BROKEN = {
+    "no UTF-8": ("a.jsonl", b'{"prompt": "gr\xfc\xdf"}\n'),
+    **{f"{end}, cut": (f"a.jsonl{end}", data[:-12]) for end, data in PACKED.items()},
+    **{f"{end}, flipped": (f"a.jsonl{end}", data[:25] + b"\xff" * 9 + data[34:]) for end, data in PACKED.items()},
+}
+
+
+@pytest.mark.parametrize(("name", "data"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_one_line(name: str, data: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match="cannot be read") as caught:

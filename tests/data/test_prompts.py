@@ -1,9 +1,7 @@
 """Prompt files of every usual shape, and what is refused with the number of its line."""
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,21 +9,15 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
-from dflash_toolkit.data.conversations import FORM_CHOICES, Conversation, Message, split_messages
+from dflash_toolkit.data.conversations import Conversation, Message
 from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, template_hash
 from dflash_toolkit.data.sources import Malformed, Source, file_hash
 
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture
@@ -40,59 +32,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-# ---- rows ------------------------------------------------------------------------------------------
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-SHAPES = {
-    "messages": (
-        {"messages": [SYSTEM, user("Hi"), assistant("Ho"), user("More")]},
-        [SYSTEM, user("Hi")],
-        "Ho",
-    ),
-    "messages without an answer": ({"messages": [user("Hi")]}, [user("Hi")], None),
-    "messages with other keys": ({"messages": [user("Hi") | {"name": "Ann"}]}, [user("Hi")], None),
-    "turns": ({"turns": [" First \n", "Second"]}, [user("First")], None),
-    "question": ({"question": " 1 + 1? "}, [user(" 1 + 1? ")], None),
-    "gsm8k": ({"question": "1 + 1?", "answer": "Two. #### 2"}, [user("1 + 1?")], "Two. #### 2"),
-    "math500": ({"problem": "1 + 1?", "solution": "It is 2.", "answer": "2"}, [user("1 + 1?")], "It is 2."),
-    "an answer that is no text": ({"question": "1 + 1?", "answer": 2, "choices": ["2", "3"]}, [user("1 + 1?")], None),
-    "a solution that is empty": ({"problem": "1 + 1?", "solution": " ", "answer": "2"}, [user("1 + 1?")], "2"),
-    "humaneval": ({"prompt": "def f():", "entry_point": "f"}, [user("def f():")], None),
-    "mbpp": ({"text": "Write f.", "code": "def f(): 1", "test_list": ["f()"]}, [user("Write f.")], "def f(): 1"),
-    "prompt and completion": ({"prompt": "Say hi", "completion": "hi", "code": "x"}, [user("Say hi")], "hi"),
-    "preferences": ({"prompt": "Say hi", "chosen": "hi", "rejected": "ho"}, [user("Say hi")], None),
-    "alpaca": ({"instruction": "Add", "input": "1", "output": "2", "text": "### Add 1: 2"}, [user("Add\n1")], "2"),
-    "prompt": ({"prompt": "Say hi\n"}, [user("Say hi\n")], None),
-    "prompt with a response": ({"prompt": "Say hi", "response": "hi"}, [user("Say hi")], "hi"),
-    "text": ({"text": "Write f."}, [user("Write f.")], None),
-    "instruction": ({"instruction": "Add", "output": "3"}, [user("Add")], "3"),
-    "instruction with input": ({"instruction": "Add", "input": "1, 2"}, [user("Add\n1, 2")], None),
-    "a system column": ({"prompt": "Hi", "system": "Be brief."}, [SYSTEM, user("Hi")], None),
-    "a system column beside a system message": (
-        {"messages": [SYSTEM, user("Hi")], "system": "x"},
-        [SYSTEM, user("Hi")],
-        None,
-    ),
-    "an empty system column": ({"prompt": "Hi", "system": " "}, [user("Hi")], None),
-    "query": ({"query": "Add", "response": "3"}, [user("Add")], "3"),
-    "input and output": ({"input": "Add", "output": "3"}, [user("Add")], "3"),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "system": "Be brief."},
-        [SYSTEM, user("Hi")],
-        "Ho",
-    ),
-    "instruction with empty input": ({"instruction": "Add", "input": ""}, [user("Add")], None),
-}
-
-
-@pytest.mark.parametrize(("row", "messages", "answer"), SHAPES.values(), ids=SHAPES)
-def test_every_shape_of_row_becomes_messages(
-    write: Callable[..., Path], row: dict[str, Any], messages: list[Message], answer: str | None
-) -> None:
-    (prompt,) = read_prompts(write(row))
-    assert list(prompt.messages) == messages
-    assert prompt.answer == answer
-
+# ---- forms of benchmarks ------------------------------------------------------------------------
 
 CODE = 'def f(x):\n    """{x} and {prompt} stay as they are."""\n'
 # what dflash-eval's figures were measured with, letter for letter
@@ -183,45 +123,6 @@ def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: C
 # ---- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
-def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / f"p.jsonl{suffix}"
-    path.write_bytes(pack('{"prompt": "Grüße"}\n{"prompt": "b"}\n'.encode()))
-    assert [p.messages[0]["content"] for p in read_prompts(path)] == ["Grüße", "b"]
-
-
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
-@pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
-def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes], damage: str) -> None:
-    packed = pack(b'{"prompt": "hello hello hello"}\n' * 50)
-    middle = len(packed) // 3
-    flipped = packed[:middle] + bytes(b ^ 0xFF for b in packed[middle : middle + 9]) + packed[middle + 9 :]
-    path = tmp_path / f"p.jsonl{suffix}"
-    path.write_bytes({"cut": packed[:-15], "flipped": flipped, "not compressed": b'{"prompt": "a"}\n'}[damage])
-    with pytest.raises(UserError) as caught:
-        read_prompts(path)
-    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\n')
-    assert len(read_prompts(tmp_path / "p.jsonl")) == 1
-
-
-def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    for name, reason in (("nothing.jsonl", "no such file"), ("nothing", "no such file"), ("binary", "cannot be read")):
-        with pytest.raises(UserError, match=reason) as caught:
-            read_prompts(tmp_path / name)
-        assert str(caught.value).startswith(f"{tmp_path / name}: ")
-
-
-@pytest.mark.parametrize("rows", [(), ("", "   ")], ids=["empty", "blank"])
-def test_a_file_without_prompts_is_refused(write: Callable[..., Path], rows: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="holds no prompts"):
-        read_prompts(write(*rows))
-
-
 # ---- sets ------------------------------------------------------------------------------------------
 
 
@@ -250,11 +151,6 @@ def test_a_bare_source_is_named_after_itself(write: Callable[..., Path]) -> None
     assert [each.name for each in parse_prompt_sets(["openai/gsm8k:main[:9]", "a.b/mt.jsonl"])] == ["gsm8k", "mt"]
 
 
-def test_rows_behind_the_limit_are_not_read(write: Callable[..., Path]) -> None:
-    path = write({"prompt": "a"}, {"prompt": "b"}, "{half")
-    assert [len(found) for found in read_prompt_sets([f"a={path}[1:]"], 1).values()] == [1]
-
-
 @pytest.mark.parametrize(
     ("items", "message"),
     [
@@ -278,95 +174,12 @@ def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -
         read_prompt_sets([f"a={write({'prompt': 'x'})}[1:]"])
 
 
-# ---- malformed rows --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{half", "not valid JSON"),
-        ("[1]", "expected a JSON object, got list"),
-        ({"answer": "a"}, "none of messages, conversations, turns, question, prompt, problem, instruction, text, "),
-        ({"prompt": None}, "none of messages"),
-        ({"prompt": 5}, "malformed row"),
-        ({"text": 5}, "malformed row"),
-        ({"question": 5}, "malformed row"),
-        ({"instruction": 5}, "malformed row"),
-        ({"instruction": "a", "input": 4}, "malformed row"),
-        ({"prompt": "a", "response": 7}, "malformed row"),
-        ({"turns": []}, "malformed row"),
-        ({"turns": "abc"}, "malformed row"),
-        ({"turns": [None]}, "malformed row"),
-        ({"messages": "abc"}, "malformed row"),
-        ({"messages": None}, "none of messages"),
-        ({"messages": [{"role": "user"}]}, "malformed row"),
-        ({"messages": [user("a") | {"content": [{"type": "text"}]}]}, "malformed row"),
-        ({"prompt": "a", "system": 3}, "malformed row"),
-        ({"prompt": "a", "tools": "search"}, "tools and tool calls must be JSON, not 'search'"),
-        ({"prompt": "a", "tools": [3]}, "tools must be a list of JSON objects"),
-        ({"prompt": "a", "tools": [{"type": "web_search"}]}, "tools must be a list of JSON objects"),
-        ({"messages": [user("a"), {"role": "critic", "content": "b"}]}, "role 'critic' is not one of"),
-        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"name": 3}]}]}, "a tool call needs a name"),
-        ({"messages": []}, "the prompt is empty"),
-        ({"messages": [assistant("a"), user("b")]}, "the prompt is empty"),
-        ({"messages": [user("  ")]}, "the prompt is empty"),
-        ({"prompt": " \n"}, "the prompt is empty"),
-        ({"turns": [" "]}, "the prompt is empty"),
-        ({"instruction": "", "input": ""}, "the prompt is empty"),
-    ],
-    ids=lambda value: str(value)[:40] if not isinstance(value, str) or value[0] in "{[" else "",
-)
-def test_a_malformed_row_is_named_with_its_line(write: Callable[..., Path], row: Any, message: str) -> None:
-    path = write({"prompt": "fine"}, "", row)
-    with pytest.raises(UserError) as caught:
-        read_prompts(path)
-    assert str(caught.value).startswith(f"{path}, line 3: {message}")
-    assert "\n" not in str(caught.value)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-KEYS = [
-    "problem", "answer", "solution", "completion", "code",
-    "messages", "turns", "question", "prompt", "entry_point", "text", "test_list", "instruction", "input",
-    "output", "response", "id", "conversations", "system", "tools", "query",
-]  # fmt: skip
-
-
-@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), form=st.sampled_from(FORM_CHOICES))
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_any_row_is_a_prompt_or_a_user_error(
-    row: dict[str, Any], form: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "row.jsonl"
-    path.write_text(json.dumps(row))
-    try:
-        (prompt,) = read_prompts(path, form=form)
-    except UserError:
-        return
-    assert prompt.messages and all(isinstance(m["content"], str) for m in prompt.messages)
-    assert prompt.answer is None or isinstance(prompt.answer, str)
-
-
 # ---- chats -----------------------------------------------------------------------------------------
-
-
-def test_split_messages_cuts_before_the_first_answer() -> None:
-    chat = [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")]
-    assert split_messages(chat) == ([SYSTEM, user("a")], chat[2:])
-    assert split_messages(chat[:2]) == (chat[:2], [])
-    assert split_messages([]) == ([], [])
 
 
 def test_encode_chat_renders_the_template_up_to_the_first_token_of_the_answer() -> None:
     tokenizer = make_tokenizer()
-    ids = encode_chat(tokenizer, [SYSTEM, user("Hi")])
+    ids = encode_chat(tokenizer, [{"role": "system", "content": "Be brief."}, user("Hi")])
     assert all(type(i) is int for i in ids)
     assert tokenizer.decode(ids) == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 

@@ -116,7 +116,7 @@ def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, dr
 def test_a_prompt_as_text_list_or_tokens_gives_the_same(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = target.tokenizer.encode("The sky")
     expected = text_of(target, generate(target, drafter, ids, SamplingParams(max_new_tokens=16)))
-    for prompt in ("The sky", ["The sky"], ids):
+    for prompt in ("The sky", ["The sky"], ids, [ids]):
         answer = client.completions.create(model="org/tiny", prompt=prompt, temperature=0)
         assert answer.object == "text_completion"
         assert answer.choices[0].text == expected, "16 tokens is OpenAI's default"
@@ -148,10 +148,13 @@ def test_sampling_parameters_reach_the_sampler(client: OpenAI, target: Target, d
     common = {"temperature": 1.0, "seed": 7, "max_new_tokens": 24}
     plain = generate(target, drafter, ids, SamplingParams(**common))
     stop = {"stop_token_ids": [plain.tokens[9]]}
-    for options in ({"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.4}, {"temperature": 0.5}, stop):
+    penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    biased = penalties | {"logit_bias": ((65, 3.0),)}
+    for options in ({"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.4}, {"temperature": 0.5}, stop, biased):
         expected = text_of(target, generate(target, drafter, ids, SamplingParams(**common | options)))
         assert expected != text_of(target, plain)
-        answer = chat(client, seed=7, max_tokens=24, extra_body=options)
+        asked = options | ({"logit_bias": {"65": 3}} if options is biased else {})
+        answer = chat(client, seed=7, max_tokens=24, extra_body=asked)
         assert answer.choices[0].message.content == expected, options
 
 
@@ -161,8 +164,9 @@ def test_a_seed_repeats_an_answer_and_none_does_not(client: OpenAI) -> None:
     assert len({first, *others}) == 3
 
 
-def test_colder_than_fp32_can_divide_is_greedy(client: OpenAI) -> None:
-    assert chat(client, temperature=1e-40).choices[0] == chat(client, temperature=0).choices[0]
+@pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1, "top_p": 1e-46}])
+def test_what_fp32_cannot_divide_by_is_greedy(client: OpenAI, options: dict[str, float]) -> None:
+    assert chat(client, seed=1, **options).choices[0] == chat(client, temperature=0).choices[0]
 
 
 def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
@@ -253,8 +257,12 @@ def ask_and_leave(engine: AsyncEngine, url: str, body: dict[str, Any], answers: 
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_stops_its_decoding(engine: AsyncEngine, url: str, client: OpenAI, streamed: bool) -> None:
-    ask_and_leave(engine, url, {"model": "org/tiny", "prompt": "a", "max_tokens": 400, "stream": streamed, **LONG}, 1)
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=len)
+def test_a_client_that_leaves_stops_its_decoding(
+    engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool
+) -> None:
+    body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **LONG}
+    ask_and_leave(engine, url, body, len(prompts))
     assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
 
 
@@ -288,18 +296,34 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "chat_template_kwargs.x"),
+        *(({"logprobs": wrong}, "logprobs") for wrong in (1, "yes")),
+        *(({"logprobs": True, "top_logprobs": wrong}, "top_logprobs") for wrong in (21, -1, True, 1.5, "2")),
+        *(({"top_logprobs": 2} | without, "top_logprobs") for without in ({}, {"logprobs": False})),
     ],
 )  # fmt: skip
 def test_what_a_chat_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+    refused(chat, client, options, param)
+
+
+def refused(ask: Callable[..., Any], client: OpenAI, options: dict[str, Any], param: str) -> None:
     with pytest.raises(APIStatusError) as caught:
-        chat(client, **options)
+        ask(client, **options)
     assert (caught.value.status_code, caught.value.param) == (400, param)
     assert error_of(caught.value.response)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("streamed", [False, True])  # not an event in a stream that has begun
 @pytest.mark.parametrize(
     ("options", "param"),
     [
+        *(({"logprobs": wrong}, "logprobs") for wrong in (6, -1, True, False, "2")),
+        ({"temperature": 1e39}, "temperature"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        *(({"extra_body": {"repetition_penalty": wrong}}, "repetition_penalty") for wrong in (1e39, 1e-39)),
+        ({"extra_body": {"bad_words": ["a"]}}, "bad_words"), ({"extra_body": {"regex": "a*"}}, "regex"),
+        ({"extra_body": {"truncate_prompt_tokens": 3}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"add_special_tokens": False}}, "add_special_tokens"),
+        ({"extra_body": {"prompt_embeds": "AAAA"}}, "prompt_embeds"),
         ({"best_of": 2}, "best_of"), ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"),
         ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
         ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [["a"]]}, "prompt"), ({"prompt": ["a"] * 9, "n": 128}, "prompt"),
@@ -308,11 +332,10 @@ def test_what_a_chat_cannot_ask_for_is_named(client: OpenAI, options: dict[str, 
         ({"prompt": None}, "prompt"),
     ],
 )  # fmt: skip
-def test_what_a_completion_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
-    with pytest.raises(APIStatusError) as caught:
-        complete(client, **options)
-    assert (caught.value.status_code, caught.value.param) == (400, param)
-    error_of(caught.value.response)
+def test_what_a_completion_cannot_ask_for_is_named(
+    client: OpenAI, options: dict[str, Any], param: str, streamed: bool
+) -> None:
+    refused(complete, client, options | {"stream": streamed}, param)
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"", b'{"model": "\\ud800"}', b"[" * 100_000])
@@ -386,7 +409,7 @@ def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
 
 
 def test_a_failure_inside_is_an_error_the_client_can_read(
-    engine: AsyncEngine, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, client: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("secret details")
@@ -394,10 +417,12 @@ def test_a_failure_inside_is_an_error_the_client_can_read(
     with monkeypatch.context() as patch:
         patch.setattr(engine.engine.runner, "decode", fail)
         with pytest.raises(APIStatusError) as caught:
-            chat(client, extra_body=LONG)
+            chat(client, n=3, extra_body=LONG)
         assert caught.value.status_code == 500
         assert "secret" not in str(error_of(caught.value.response))
         assert caught.value.response.headers["connection"] == "close", "uvicorn closes it"
-        with pytest.raises(APIError, match="internal error"):
-            joined(chat(client, stream=True, extra_body=LONG))
-    assert chat(client, max_tokens=1, extra_body=LONG).usage.completion_tokens == 1, "the next request is served"
+        for ask, more in ((chat, {}), (complete, {"prompt": ["a", "b"]})):
+            with pytest.raises(APIError, match="internal error"):
+                joined(ask(client, stream=True, extra_body=LONG, **more))
+    assert complete(client, n=2, max_tokens=1, extra_body=LONG).usage.completion_tokens == 2, "the next is served"
+    assert counters(url)["dflash_requests_open"] == 0

@@ -1,6 +1,6 @@
 """Log-probabilities in the replies: the target's own, one for every token of the text, with the text it belongs to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,8 +8,8 @@ import torch
 from conftest import EOS, VOCAB
 from hypothesis import example, given
 from hypothesis import strategies as st
-from openai import APIStatusError, OpenAI
-from test_serve_api import chat, client_of, complete, error_of, serving
+from openai import OpenAI
+from test_serve_api import chat, client_of, complete, serving
 from test_serve_engine import make_engine
 from test_serve_text import BYTES, PIECES, byte_ids, cut, cuts, encode, first_stop, sentencepiece_like
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -131,24 +131,6 @@ def test_bias_and_penalties_do_not_change_what_is_reported(client: OpenAI, targe
     assert got.token_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("ask", "options", "param"),
-    [
-        *((chat, {"logprobs": wrong}, "logprobs") for wrong in (1, "yes")),
-        *((chat, {"logprobs": True, "top_logprobs": wrong}, "top_logprobs") for wrong in (21, -1, True, 1.5, "2")),
-        *((chat, {"top_logprobs": 2} | without, "top_logprobs") for without in ({}, {"logprobs": False})),
-        *((complete, {"logprobs": wrong}, "logprobs") for wrong in (6, -1, True, False, "2")),
-    ],
-)
-def test_what_cannot_be_reported_is_refused_by_name(
-    client: OpenAI, ask: Callable[..., Any], options: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(APIStatusError) as caught:
-        ask(client, **options)
-    assert (caught.value.status_code, caught.value.param) == (400, param)
-    assert error_of(caught.value.response)["type"] == "invalid_request_error"
-
-
 # ---- which tokens, and where ---------------------------------------------------------------------------------
 
 STOPS = ["never said", ["ab", "é"], "éa", "aa"]
@@ -188,15 +170,6 @@ def test_tokens_that_a_stop_string_cuts_are_left_out(client: OpenAI, stop: Any) 
     if stop == STOPS[0]:
         assert "é" in choice.message.content and "\ufffd" in choice.message.content
         assert len(choice.logprobs.content) == 60
-
-
-def test_a_special_token_within_an_answer_has_no_bytes(client: OpenAI) -> None:
-    options = {**CHARACTERS, "logit_bias": {str(EOS): 100, str(ID_OF[b"a"]): 100}}
-    choice = chat(client, logprobs=True, extra_body={"ignore_eos": True}, **options).choices[0]
-    entries = [(t.token, t.bytes) for t in choice.logprobs.content]
-    letters = entries.count(("a", [97]))
-    assert entries.count(("<|end|>", None)) + letters == len(entries) == 60 > letters > 0
-    assert choice.message.content == "a" * letters
 
 
 def test_the_token_that_ends_an_answer_is_not_part_of_it(client: OpenAI) -> None:

@@ -4,16 +4,13 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer
-from openai import APIError, APIStatusError, OpenAI
+from openai import OpenAI
 from test_serve_api import (
-    LONG,
     MESSAGES,
-    ask_and_leave,
     chat,
     client,
     client_of,
     complete,
-    counters,
     engine,
     serving,
     url,
@@ -21,7 +18,6 @@ from test_serve_api import (
 from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, Target
-from dflash_toolkit.runtime import AsyncEngine
 from serve.answer import Answer
 from serve.answer import usage as usage_of
 
@@ -116,36 +112,3 @@ def test_a_stream_holds_all_answers_in_pieces(client: OpenAI) -> None:
             assert pieces[-1].finish_reason == choice.finish_reason
         assert counted(usage) == counted(whole.usage)
         assert by_index(ask(client, n=2, **more, stream=True))[1] is None
-
-
-def test_more_answers_than_are_decoded_at_a_time(client: OpenAI) -> None:
-    prompts = [f"Prompt {i}" for i in range(40)]
-    several = complete(client, prompt=prompts, temperature=0, max_tokens=6)
-    alone = complete(client, prompt=prompts[37], temperature=0, max_tokens=6)
-    assert len(several.choices) == 40 and several.choices[37].text == alone.choices[0].text
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_stops_all_of_its_answers(
-    engine: AsyncEngine, url: str, client: OpenAI, streamed: bool
-) -> None:
-    body = {"model": "org/tiny", "prompt": ["a", "b"], "max_tokens": 400, "stream": streamed, **LONG}
-    ask_and_leave(engine, url, body, 2)
-    assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
-
-
-def test_a_failure_inside_is_the_request_s(
-    engine: AsyncEngine, client: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("secret details")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.engine.runner, "decode", fail)
-        with pytest.raises(APIStatusError) as caught:
-            chat(client, n=3, extra_body=LONG)
-        assert caught.value.status_code == 500
-        with pytest.raises(APIError, match="internal error"):
-            by_index(complete(client, prompt=["a", "b"], stream=True, extra_body=LONG))
-    assert complete(client, n=2, max_tokens=1, extra_body=LONG).usage.completion_tokens == 2, "the next is served"
-    assert counters(url)["dflash_requests_open"] == 0

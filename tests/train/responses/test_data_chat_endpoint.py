@@ -10,9 +10,9 @@ import httpx
 import pytest
 import torch
 from conftest import EOS, TEMPLATE, make_target
+from test_conversations import CALL, RESULT
 from test_data_cli import argv, lines, user, write
 from test_data_endpoint import WORDS, Fake, answers, backend, fake, prompts
-from test_data_sources import CALL, RESULT
 from test_data_tools import TOOL, WITH_TOOLS, words
 from test_serve_api import serving
 from test_serve_engine import make_engine

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
+from test_conversations import CALL, RESULT
 from test_data_cli import argv, lines, user, write
 from test_data_conversation import PARAMS, answer, assistant, said
-from test_data_sources import CALL, RESULT
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
