@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-Times = dict[tuple[int, int], float]  # seconds of what two numbers name: a batch and a block, rows and a way
+Times = dict[tuple[int, int], float]  # seconds of a step, by batch and block
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
 PASSES = [Path(__file__).with_name(f"{name}.py") for name in ("runner", "stack", "proposer", "verifier", "sampler")]
 

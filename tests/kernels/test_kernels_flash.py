@@ -75,6 +75,25 @@ def test_version_3_is_asked_for_the_reference(context: int, monkeypatch: pytest.
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("capability", "there", "expected"),
+    [
+        ((9, 0), ("flash_attn_interface", "flash_attn.cute"), "flash_attn_interface"),
+        ((9, 0), ("flash_attn.cute",), "flash_attn.cute"),
+        ((10, 0), ("flash_attn_interface", "flash_attn.cute"), "flash_attn.cute"),
+        ((10, 0), ("flash_attn_interface",), None),
+        ((8, 0), ("flash_attn_interface", "flash_attn.cute"), None),
+    ],
+)
+def test_a_device_has_the_fastest_that_is_installed_and_runs_there(
+    capability: tuple[int, int], there: tuple[str, ...], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(flash, "load", lambda module: module if module in there else None)
+    assert flash.installed.__wrapped__(torch.device("cuda")) == expected
+    assert flash.installed.__wrapped__(torch.device("cpu")) is None
+
+
 COMPILE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
