@@ -1,0 +1,8 @@
+#!/bin/sh
+# Fit an existing drafter to a fine-tuned or quantised target. The drafter gives the shape; it is measured first, and
+# exported again if training does not make it better.
+set -eu
+: "${TARGET:=my/fine-tune}" "${DRAFTER:=z-lab/Qwen3-8B-DFlash-b16}" "${DATA:=prompts.jsonl}" "${OUTPUT:=out/fine-tune}"
+
+dflash-train --target "$TARGET" --init-from "$DRAFTER" --data "$DATA" --output "$OUTPUT" \
+    --optim.epochs 1 --optim.learning-rate 1e-3 "$@"

@@ -1,0 +1,98 @@
+"""The examples: the commands that each one gives can be run, and those that a CPU is enough for are run."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from test_documents import PROGRAMS
+
+from train.cli import main as train
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
+STAND_IN = """#!/bin/sh
+{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "$CALLS"
+case "$0" in */vllm | */dflash-serve) exec sleep 60 ;; esac
+"""
+TINY = ["--drafter.layers=1", "--answers.max-tokens=8", "--optim.steps=2", "--loss.anchors=4", "--prompts.held-out=1"]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Callable[..., list[list[str]]]:
+    """Runs a script with stand-ins for the programs; returns what each was given."""
+    for name in (*PROGRAMS, "torchrun", "vllm", "curl", "python"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+
+    def run(script: Path, *more: str, **variables: str) -> list[list[str]]:
+        calls = tmp_path / "calls"
+        calls.unlink(missing_ok=True)
+        paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
+        subprocess.run(["sh", script, *more], cwd=ROOT, env=os.environ | paths | variables, check=True, timeout=60)
+        return [call.split("\0")[:-1] for call in calls.read_text().split("\n\0")[:-1]]
+
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_command_of_an_example_can_be_run(script: Path, commands: Callable[..., list[list[str]]]) -> None:
+    checked = 0
+    for program, *words in commands(script):
+        if program == "torchrun":
+            launcher, trainer = words[: words.index("-m")], words[words.index("-m") + 1]
+            assert launcher == ["--nproc-per-node", "8"] and trainer == "dflash_toolkit.train.cli"
+            program, words = "dflash-train", words[words.index("-m") + 2 :]
+        if program in PROGRAMS:
+            PROGRAMS[program](words)
+            checked += 1
+        elif program == "python":
+            assert (ROOT / words[0]).is_file()
+    assert checked
+
+
+def test_a_drafter_is_trained_on_a_cpu_and_compared_with_another(
+    commands: Callable[..., list[list[str]]],
+    target_dir: Path,
+    drafter_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"TARGET": str(target_dir), "DATA": str(data), "OUTPUT": str(tmp_path / "run")}
+    ((_, *words),) = commands(EXAMPLES / "train_cpu.sh", *TINY, **places)
+    assert train(words) == 0
+    sys.path.insert(0, str(EXAMPLES))
+    import evaluate_two_drafters
+
+    sys.path.remove(str(EXAMPLES))
+    drafters = [str(drafter_dir), str(tmp_path / "run")]
+    words = ["--target", str(target_dir), "--drafters", *drafters, "--output", str(tmp_path / "reports")]
+    assert evaluate_two_drafters.main([*words, "--prompts", f"a={data}", "--limit", "1", "--max-tokens", "4"]) == 0
+    heading, row = capsys.readouterr().out.splitlines()[-2:]
+    assert heading.split()[-2:] == drafters and row.split()[0] == "a" and len(row.split()) == 3
+
+
+def test_a_served_drafter_answers_the_question(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    for name, program in (("dflash-serve", "-m serve.cli"), ("python", "")):
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PORT": port,
+        "TARGET": str(target_dir),
+        "DRAFTER": str(drafter_dir),
+    }
+    command = ["sh", EXAMPLES / "serve_and_chat.sh", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    ready, answer = done.stdout.split("\n", 1)
+    assert ready.endswith("float32 on cpu)") and answer.strip()
