@@ -154,3 +154,17 @@ def unsupported(device: torch.device) -> str | None:
             f"{SHARED_MEMORY >> 10} (A100, H100 and later of their kind have it)"
         )
     return None
+
+
+def unsupported_heads(device: torch.device, width: int, dtype: torch.dtype) -> str | None:
+    """What the attention kernels lack on this device for heads so wide."""
+    if device.type != "cuda":
+        return None
+    from .launch import shared_memory
+    from .triton.attention import cut_for  # needs triton
+
+    try:
+        cut_for(width, dtype.itemsize, shared_memory(device))
+    except ValueError as error:
+        return str(error)
+    return None

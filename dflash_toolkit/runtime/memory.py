@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..config import UserError
+from ..kernels.ops import unsupported_heads
 from .capture import no_collection
 from .runner import StepRunner
 from .sampler import Mode
@@ -132,20 +133,9 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UserError if the kernels do not take attention heads that wide on this GPU."""
-    if device.type != "cuda":
-        return
-    from ..kernels.launch import shared_memory
-    from ..kernels.triton.attention import cut_for  # needs triton
-
-    def refusal(itemsize: int) -> str:
-        try:
-            cut_for(spec.head_dim, itemsize, shared_memory(device))
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    if reason := refusal(dtype.itemsize):
-        smaller = "take dtype bfloat16, or " if dtype.itemsize > 2 and not refusal(2) else ""
+    if reason := unsupported_heads(device, spec.head_dim, dtype):
+        fits = dtype.itemsize > 2 and not unsupported_heads(device, spec.head_dim, torch.bfloat16)
+        smaller = "take dtype bfloat16, or " if fits else ""
         raise UserError(
             f"attention heads of {spec.head_dim} in {str(dtype).removeprefix('torch.')} need {reason}; "
             f"{smaller}serve the target with vLLM or SGLang"
