@@ -8,7 +8,7 @@ from typing import Any
 from dflash_toolkit.generation import FinishReason
 from dflash_toolkit.runtime import Progress
 
-from .logprobs import Spelling, SpokenToken, TokenQueue
+from .logprobs import AnswerToken, TokenQueue, TokenStrings
 from .text import Detokenizer, StopScanner
 
 
@@ -17,7 +17,7 @@ class Piece:
     """What may be sent at once."""
 
     text: str
-    tokens: tuple[SpokenToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
+    tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
 
 
 class Answer:
@@ -27,7 +27,7 @@ class Answer:
     the finish reason or the number of tokens.
 
     Args:
-        spelling: of a request for log-probabilities; the progress must then hold them.
+        strings: of a request for log-probabilities; the progress must then hold them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Answer:
         tokenizer: Any,
         prompt_tokens: int,
         stops: Sequence[str],
-        spelling: Spelling | None = None,
+        strings: TokenStrings | None = None,
         before: Sequence[int] = (),
     ) -> None:
         self.prompt_tokens = prompt_tokens
@@ -45,7 +45,7 @@ class Answer:
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._detokenizer = Detokenizer(tokenizer, before)
         self._scanner = StopScanner(stops)
-        self._queue = TokenQueue(spelling) if spelling else None
+        self._queue = TokenQueue(strings) if strings else None
 
     def add(self, progress: Progress) -> Piece:
         """What may be sent now; sets `finish_reason` when it is the last."""
@@ -56,9 +56,9 @@ class Answer:
             self.committed += len(progress.step.tokens)
 
         text = ""
-        spoken = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
+        visible = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
         # one by one, to know which of them completed a stop string
-        for token, logprobs in zip_longest(spoken, progress.logprobs[: len(spoken)]):
+        for token, logprobs in zip_longest(visible, progress.logprobs[: len(visible)]):
             self.tokens.append(token)
             if self._queue is not None:
                 self._queue.add(token, logprobs)
@@ -67,7 +67,7 @@ class Answer:
                 self.finish_reason = "stop"
                 return self._piece(text)
         if progress.finish_reason is not None:
-            self.tokens += progress.tokens[len(spoken) :]
+            self.tokens += progress.tokens[len(visible) :]
             text += self._scan(self._detokenizer.finish())
             text += self._scanner.finish()
             self.finish_reason = "stop" if self._scanner.stopped else progress.finish_reason

@@ -19,7 +19,7 @@ from dflash_toolkit.runtime import Request as EngineRequest
 from dflash_toolkit.sampling import BiasError
 
 from .answer import Answer, Piece, usage
-from .logprobs import Spelling, SpokenToken
+from .logprobs import AnswerToken, TokenStrings
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
@@ -88,7 +88,7 @@ def create_app(
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
         requests = service.requests(body, ids, "messages")
-        replies = Replies("chat", model, body.include_usage, service.spelling_for(body), of_a_prompt=body.answers)
+        replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
         return await service.respond(request, body, requests, replies)
 
     @routes.post("/v1/completions")
@@ -98,9 +98,9 @@ def create_app(
         encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
         prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
         requests = [one for ids in prompts for one in service.requests(body, ids, "prompt")]
-        spelling = service.spelling_for(body)
-        lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if spelling else [0]
-        replies = Replies("text", model, body.include_usage, spelling, lengths, body.answers)
+        strings = service.strings_for(body)
+        lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if strings else [0]
+        replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
         return await service.respond(request, body, requests, replies)
 
     async def refuse(request: Request, error: Any) -> Response:
@@ -138,7 +138,7 @@ class _Service:
 
     def __init__(self, engine: AsyncEngine, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
-        self._spelling = Spelling(engine.tokenizer)
+        self._strings = TokenStrings(engine.tokenizer)
         self._encoding = asyncio.Lock()
 
     async def in_thread(self, encode: Callable[[], T]) -> T:
@@ -167,17 +167,17 @@ class _Service:
         seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # in 64 bits, as it was
         return [first, *map(first.with_seed, seeds)]
 
-    def spelling_for(self, body: GenerationRequest) -> Spelling | None:
-        """What names the tokens, if the request is to hear of them."""
-        return None if body.best_tokens() is None else self._spelling
+    def strings_for(self, body: GenerationRequest) -> TokenStrings | None:
+        """The token strings, if the request asks for log-probabilities."""
+        return None if body.best_tokens() is None else self._strings
 
     async def respond(
         self, request: Request, body: GenerationRequest, asked: list[EngineRequest], replies: Replies
     ) -> Response:
         """Decode what is asked for, and send the answers, at once or as events."""
-        before = self._spelling.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
+        before = self._strings.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
         answers = [
-            Answer(self._engine.tokenizer, len(one.prompt_ids), body.stop or (), replies.spelling, before)
+            Answer(self._engine.tokenizer, len(one.prompt_ids), body.stop or (), replies.strings, before)
             for one in asked
         ]
         pieces = self._pieces(asked, answers)
@@ -270,13 +270,13 @@ async def read_body(request: Request) -> bytes:
 async def _join(pieces: Pieces, answers: int) -> list[Piece]:
     """Each answer in one piece."""
     texts: list[list[str]] = [[] for _ in range(answers)]
-    tokens: list[list[SpokenToken]] = [[] for _ in range(answers)]
+    tokens: list[list[AnswerToken]] = [[] for _ in range(answers)]
     async with aclosing(pieces):
         async for index, piece in pieces:
             if piece is not None:
                 texts[index].append(piece.text)
                 tokens[index] += piece.tokens
-    return [Piece("".join(text), tuple(spoken)) for text, spoken in zip(texts, tokens, strict=True)]
+    return [Piece("".join(text), tuple(named)) for text, named in zip(texts, tokens, strict=True)]
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:

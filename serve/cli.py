@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROG = "dflash-serve"
 DESCRIPTION = """\
 Serve a target over OpenAI's API, with a drafter that makes it faster and changes nothing else. Without a drafter
-the same server decodes plainly. Requests are decoded together and join and leave at every step."""
+the same server decodes plainly. Requests are decoded together and come and go at every step."""
 EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client")  # what `dflash-toolkit[serve]` installs
 
 

@@ -26,7 +26,7 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a SentencePiece vocab
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
+class TokenString:
     """One token of the vocabulary."""
 
     raw: bytes | None  # what it adds to the text; None for special tokens and ids without any
@@ -40,7 +40,7 @@ class Spelled:
         return prefix + self.raw.decode("ascii", "backslashreplace")
 
 
-class Spelling:
+class TokenStrings:
     """The tokens of a tokenizer one by one, inside a text: joined, their bytes are those of the text."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,19 +49,19 @@ class Spelling:
         # SentencePiece drops the space of the token that starts a text, so every token is decoded behind another
         self.before = tokenizer.encode("a", add_special_tokens=False)
         self._skip = len(self._decode(self.before))
-        self._known: dict[int, Spelled] = {}
+        self._known: dict[int, TokenString] = {}
 
-    def __getitem__(self, token: int) -> Spelled:
+    def __getitem__(self, token: int) -> TokenString:
         if token not in self._known:
-            self._known[token] = self._spell(token)
+            self._known[token] = self._string_of(token)
         return self._known[token]
 
-    def _spell(self, token: int) -> Spelled:
+    def _string_of(self, token: int) -> TokenString:
         text = self._decode([*self.before, token])[self._skip :]
         if not text or token in self._silent:
-            return Spelled(None, text)
+            return TokenString(None, text)
         if REPLACEMENT not in text:
-            return Spelled(text.encode(), text)
+            return TokenString(text.encode(), text)
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if byte := BYTE_PIECE.fullmatch(piece):
             raw = bytes.fromhex(byte[1])
@@ -70,16 +70,16 @@ class Spelling:
         else:
             raw = piece.encode()  # the replacement character itself
         try:
-            return Spelled(raw, raw.decode())
+            return TokenString(raw, raw.decode())
         except UnicodeDecodeError:
-            return Spelled(raw, None)
+            return TokenString(raw, None)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True, slots=True)
-class SpokenToken:
+class AnswerToken:
     """A token of an answer."""
 
     token: int
@@ -90,9 +90,9 @@ class SpokenToken:
 class TokenQueue:
     """Tokens waiting for their text to be sent: each leaves once, with the piece that its text starts in."""
 
-    def __init__(self, spelling: Spelling) -> None:
-        self._spelling = spelling
-        self._waiting: deque[SpokenToken] = deque()
+    def __init__(self, strings: TokenStrings) -> None:
+        self._strings = strings
+        self._waiting: deque[AnswerToken] = deque()
         self._sent = 0  # characters
         self._whole = 0  # characters that the detokenizer has completed
         self._begun = 0  # characters behind those, which it holds because the last one is not complete
@@ -100,12 +100,12 @@ class TokenQueue:
 
     def add(self, token: int, logprobs: TokenLogprobs) -> None:
         """The next token of the answer."""
-        raw = self._spelling[token].raw or b""
+        raw = self._strings[token].raw or b""
         start = self._whole + self._begun
         unfinished, _ = self._utf8.getstate()
         if raw and unfinished:  # two characters if the token does not continue it
             start += len((unfinished + raw[:1]).decode(errors="replace")) - 1
-        self._waiting.append(SpokenToken(token, start, logprobs))
+        self._waiting.append(AnswerToken(token, start, logprobs))
         self._begun += len(self._utf8.decode(raw))
 
     def completed(self, text: str, waiting: bool) -> None:
@@ -117,7 +117,7 @@ class TokenQueue:
             self._begun = 0
             self._utf8.reset()
 
-    def carried_by(self, text: str) -> tuple[SpokenToken, ...]:
+    def carried_by(self, text: str) -> tuple[AnswerToken, ...]:
         """The tokens that leave with the next text."""
         self._sent += len(text)
         leaving = []
@@ -125,24 +125,24 @@ class TokenQueue:
             leaving.append(self._waiting.popleft())
         return tuple(leaving)
 
-    def rest(self) -> tuple[SpokenToken, ...]:
+    def rest(self) -> tuple[AnswerToken, ...]:
         """The tokens that are left when all text was sent."""
         leaving = tuple(self._waiting)
         self._waiting.clear()
         return leaving
 
-    def _leaves(self, token: SpokenToken) -> bool:
-        without_text = self._spelling[token.token].raw is None
+    def _leaves(self, token: AnswerToken) -> bool:
+        without_text = self._strings[token.token].raw is None
         return token.start < self._sent or (without_text and token.start == self._sent)
 
 
-def chat_logprobs(spelling: Spelling, tokens: Sequence[SpokenToken]) -> dict[str, Any]:
+def chat_logprobs(strings: TokenStrings, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        spelled = spelling[token]
-        raw = None if spelled.raw is None else list(spelled.raw)
-        return {"token": spelled.name(), "logprob": max(FLOOR, logprob), "bytes": raw}
+        string = strings[token]
+        raw = None if string.raw is None else list(string.raw)
+        return {"token": string.name(), "logprob": max(FLOOR, logprob), "bytes": raw}
 
     content = [
         {**entry(t.token, t.logprobs.chosen), "top_logprobs": [entry(*best) for best in t.logprobs.best]}
@@ -151,18 +151,18 @@ def chat_logprobs(spelling: Spelling, tokens: Sequence[SpokenToken]) -> dict[str
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(spelling: Spelling, tokens: Sequence[SpokenToken], prompt_length: int) -> dict[str, Any]:
+def text_logprobs(strings: TokenStrings, tokens: Sequence[AnswerToken], prompt_length: int) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/completions; offsets count from the start of the prompt, in characters."""
 
-    def best_of(t: SpokenToken) -> dict[str, float]:
+    def best_of(t: AnswerToken) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, logprob in t.logprobs.best:  # of tokens of one name the most probable, but always the chosen
-            found.setdefault(spelling[token].name("bytes:"), max(FLOOR, logprob))
-        return found | {spelling[t.token].name("bytes:"): max(FLOOR, t.logprobs.chosen)}
+            found.setdefault(strings[token].name("bytes:"), max(FLOOR, logprob))
+        return found | {strings[t.token].name("bytes:"): max(FLOOR, t.logprobs.chosen)}
 
     return {
         "text_offset": [prompt_length + t.start for t in tokens],
         "token_logprobs": [max(FLOOR, t.logprobs.chosen) for t in tokens],
-        "tokens": [spelling[t.token].name("bytes:") for t in tokens],
+        "tokens": [strings[t.token].name("bytes:") for t in tokens],
         "top_logprobs": [best_of(t) for t in tokens],
     }

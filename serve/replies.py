@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .answer import Piece
-from .logprobs import Spelling, SpokenToken, chat_logprobs, text_logprobs
+from .logprobs import AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,7 +25,7 @@ class Replies:
     kind: Literal["chat", "text"]
     model: str
     include_usage: bool = False  # every chunk then has a `usage`, null in all but the last
-    spelling: Spelling | None = None  # of a request for log-probabilities
+    strings: TokenStrings | None = None  # of a request for log-probabilities
     prompt_lengths: Sequence[int] = (0,)  # characters of each of a completion's prompts
     of_a_prompt: int = 1  # answers to each, which follow each other
     unique: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -64,20 +64,20 @@ class Replies:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
     def _chunk(
-        self, index: int, content: dict[str, Any], tokens: Sequence[SpokenToken] | None, finish_reason: str | None
+        self, index: int, content: dict[str, Any], tokens: Sequence[AnswerToken] | None, finish_reason: str | None
     ) -> dict[str, Any]:
         body = self._body(self._chunk_name, [self._choice(index, content, tokens, finish_reason)])
         return {**body, "usage": None} if self.include_usage else body
 
     def _choice(
-        self, index: int, content: dict[str, Any], tokens: Sequence[SpokenToken] | None, finish_reason: str | None
+        self, index: int, content: dict[str, Any], tokens: Sequence[AnswerToken] | None, finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self.spelling is not None and tokens is not None:
+        if self.strings is not None and tokens is not None:
             logprobs = (
-                chat_logprobs(self.spelling, tokens)
+                chat_logprobs(self.strings, tokens)
                 if self.kind == "chat"
-                else text_logprobs(self.spelling, tokens, self.prompt_lengths[index // self.of_a_prompt])
+                else text_logprobs(self.strings, tokens, self.prompt_lengths[index // self.of_a_prompt])
             )
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 

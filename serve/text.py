@@ -32,11 +32,11 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; an unfinished character waits for the next call."""
-        spoken = [token for token in tokens if self._has_text(token)]
-        text = self._decode([*self._window, *spoken])
+        visible = [token for token in tokens if self._has_text(token)]
+        text = self._decode([*self._window, *visible])
         if text.endswith(REPLACEMENT):
-            return "".join(map(self._add, spoken))
-        self._window += spoken
+            return "".join(map(self._add, visible))
+        self._window += visible
         return self._complete(text)
 
     @property

@@ -23,7 +23,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"models.packed"},
+    {"models.packed", "models.spec"},
     {"data", "files", "fingerprint", "generation", "models", "models.dflash", "models.target", "sampling"},
     {"checkpoint", "decode", "record"},
     {"options"},

@@ -15,12 +15,13 @@ from ..data.prompts import template_hash
 from ..decode import stream
 from ..generation import Generation
 from ..models.dflash.network import Drafter, weights_hash
+from ..models.spec import ModelSpec
 from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import operations, resolve_draft_dtype
 from ..runtime.load import load_target
 from ..runtime.memory import check_heads, for_the_drafter
-from ..runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from ..runtime.weights import DrafterWeights, TargetWeights
 from ..sampling import SamplingParams
 
 CERTAIN = 1e6  # a bias that no logit outweighs
@@ -137,11 +138,11 @@ class EngineRuntime:
         with _way_out():
             spec = ModelSpec.of_target(config)
             operations(where)
-            check_heads(ModelSpec.of_drafter(drafter.config), where, precision)
+            check_heads(drafter.config.spec(), where, precision)
         tokenizer = load_tokenizer(target)
         with _way_out():
             weights, stop_ids = load_target(target, config, spec, where, precision)
-        facts = _facts(target, config, tokenizer, weights.places().items(), drafter)
+        facts = _facts(target, config, tokenizer, weights.parameter_views().items(), drafter)
         with for_the_drafter(where):
             draft = DrafterWeights.of_module(drafter.to(where, precision))
         return cls(weights, draft, stop_ids, tokenizer, facts, draft_dtype)
@@ -151,7 +152,7 @@ class EngineRuntime:
         """Copy the weights of loaded modules, on the target's device and in its dtype. Raises UserError."""
         with _way_out():
             weights = TargetWeights.of_module(target.model, ModelSpec.of_target(target.config))
-        facts = _facts(target.name, target.config, target.tokenizer, weights.places().items(), drafter)
+        facts = _facts(target.name, target.config, target.tokenizer, weights.parameter_views().items(), drafter)
         draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype))
         return cls(weights, draft, target.stop_token_ids, target.tokenizer, facts, draft_dtype)
 

@@ -27,11 +27,11 @@ from transformers import (
 from ..config import UserError
 from ..network import unreachable
 from . import packed
+from .spec import ARCHITECTURES, context_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -106,21 +106,6 @@ def load_config(name: str) -> PreTrainedConfig:
             f"target {name}: architecture {config.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return config
-
-
-def context_limit(config: PreTrainedConfig) -> int:
-    """Tokens of prompt and answer that a model was made for.
-
-    YaRN stretches `original_max_position_embeddings` by its factor; model cards add it to a config.json whose
-    `max_position_embeddings` stays what it was.
-    """
-    limit = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
-        limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
-    if limit < 1:
-        raise UserError(f"target {config.name_or_path}: max_position_embeddings is {limit}; no token has room")
-    return limit
 
 
 def load_tokenizer(name: str) -> Any:

@@ -11,6 +11,7 @@ from ..generation import Generation, Step, check_prompt
 from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
+from ..models.spec import ModelSpec
 from ..models.target import Target
 from ..sampling import SamplingParams
 from .draft_length import BlockChooser, block_sizes, measure_steps
@@ -21,7 +22,7 @@ from .request import Request, RollingAcceptance
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .timing import cached_times, place_of
-from .weights import DrafterWeights, ModelSpec, TargetWeights
+from .weights import DrafterWeights, TargetWeights
 
 
 @dataclass(slots=True)
@@ -202,19 +203,19 @@ class Engine:
             )
         return request
 
-    def forget_acceptance(self) -> None:
+    def reset_acceptance(self) -> None:
         """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those.
 
         Raises:
             ValueError: requests are unfinished.
         """
         if not self.scheduler.idle:
-            raise ValueError("forget_acceptance needs an idle engine")
+            raise ValueError("reset_acceptance needs an idle engine")
         self._expected = expected_of_first_requests()
         self.scheduler.choose_block = self._chooser()
 
     def cancel(self, request: Request) -> None:
-        """Forget a request; nothing more is reported about it."""
+        """Discard a request; nothing more is reported about it."""
         self.scheduler.cancel(request)
 
     def step(self) -> bool:

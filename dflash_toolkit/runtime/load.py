@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+    from ..models.spec import ModelSpec
     from .engine import Engine
-    from .weights import DrafterWeights, ModelSpec, TargetWeights
+    from .weights import DrafterWeights, TargetWeights
 
 
 def load_engine(
@@ -40,10 +41,10 @@ def load_engine(
     if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
         read_ahead(drafter, target)
     # not above: this imports torch and transformers, seconds in which the disk is to read already
+    from ..models.spec import ModelSpec
     from ..models.target import load_config, load_tokenizer, resolve_dtype, use_device
     from .engine import Engine, operations
     from .memory import check_heads
-    from .weights import ModelSpec
 
     config = load_config(target)
     spec = ModelSpec.of_target(config)

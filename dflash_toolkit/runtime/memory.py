@@ -8,10 +8,11 @@ import torch
 
 from ..config import UserError
 from ..kernels.ops import unsupported_heads
+from ..models.spec import ModelSpec
 from .capture import no_collection
 from .runner import StepRunner
 from .sampler import Mode
-from .weights import ModelSpec, TargetWeights
+from .weights import TargetWeights
 
 if TYPE_CHECKING:
     from .engine import EngineOptions
@@ -121,7 +122,8 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
     """Raises UserError if a target's weights are more than the GPU has free."""
     if device.type != "cuda":
         return
-    needed = sum(view.nbytes for view in TargetWeights.empty(spec, torch.device("meta"), dtype).places().values())
+    weights = TargetWeights.empty(spec, torch.device("meta"), dtype)
+    needed = sum(view.nbytes for view in weights.parameter_views().values())
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         raise UserError(
@@ -133,11 +135,12 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UserError if the kernels do not take attention heads that wide on this GPU."""
-    if reason := unsupported_heads(device, spec.head_dim, dtype):
-        fits = dtype.itemsize > 2 and not unsupported_heads(device, spec.head_dim, torch.bfloat16)
+    _, head_dim = spec.kv_heads
+    if reason := unsupported_heads(device, head_dim, dtype):
+        fits = dtype.itemsize > 2 and not unsupported_heads(device, head_dim, torch.bfloat16)
         smaller = "take dtype bfloat16, or " if fits else ""
         raise UserError(
-            f"attention heads of {spec.head_dim} in {str(dtype).removeprefix('torch.')} need {reason}; "
+            f"attention heads of {head_dim} in {str(dtype).removeprefix('torch.')} need {reason}; "
             f"{smaller}serve the target with vLLM or SGLang"
         )
 
@@ -156,7 +159,7 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
             raise
-        heads = probe.target.spec.head_dim
+        heads = probe.target.spec.kv_heads[1]
         raise UserError(
             f"a kernel for heads of {heads} in {str(probe.dtype).removeprefix('torch.')} does not fit this GPU "
             f"({error}); take dtype bfloat16 if that is not it, or serve the target with vLLM or SGLang"

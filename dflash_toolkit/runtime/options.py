@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.dflash.network import DrafterConfig
-    from .weights import ModelSpec
+    from ..models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .stack import Decoder, Rows
+from .stack import Rows, Stack
 from .weights import DrafterWeights
 
 
@@ -26,7 +26,7 @@ class Proposer:
         embedding, head: [V, D], the target's; a drafter with a head of its own takes that.
     """
 
-    def __init__(self, weights: DrafterWeights, stack: Decoder, embedding: Tensor, head: Tensor) -> None:
+    def __init__(self, weights: DrafterWeights, stack: Stack, embedding: Tensor, head: Tensor) -> None:
         self.weights, self.stack, self._embedding = weights, stack, embedding
         self._head = head if weights.head is None else weights.head
 

@@ -118,26 +118,26 @@ class Request:
         unread_first = not self.tokens  # the prefill's token is in flight too
         return len(self.tokens) + unread_first + len(self.blocks_in_flight) >= self.limit
 
-    def add_first(self, news: Committed) -> None:
+    def add_first(self, committed: Committed) -> None:
         """The token that the prefill chose."""
-        self._take(news, 1)
+        self._take(committed, 1)
         self.generation.prefill_s = time.perf_counter() - self.submitted_s
 
-    def add_step(self, block: int, news: Committed) -> Step:
+    def add_step(self, block: int, committed: Committed) -> Step:
         """What one decoding step committed; the answer takes what comes before its end."""
-        accepted = len(news.tokens) - 1
+        accepted = len(committed.tokens) - 1
         drafted = min(block - 1, self.limit - len(self.tokens) - 1)
         if block > 1:
             self.acceptance.observe(block - 1, accepted)
-        kept = self._take(news, drafted + 1)
+        kept = self._take(committed, drafted + 1)
         step = Step(drafted, min(accepted, drafted, len(kept)), tuple(kept))
         generation = self.generation
         generation.steps.append(step)
         generation.decode_s = time.perf_counter() - self.submitted_s - generation.prefill_s
         return step
 
-    def _take(self, news: Committed, most: int) -> list[int]:
-        kept = commit(self.generation, news.tokens[:most], self.stop_ids, self.limit)
-        if news.logprobs is not None:
-            self.generation.logprobs += news.logprobs[: len(kept)]
+    def _take(self, committed: Committed, most: int) -> list[int]:
+        kept = commit(self.generation, committed.tokens[:most], self.stop_ids, self.limit)
+        if committed.logprobs is not None:
+            self.generation.logprobs += committed.logprobs[: len(kept)]
         return kept

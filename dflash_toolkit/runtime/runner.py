@@ -20,7 +20,7 @@ from .capture import Captures, PinnedBuffers, to_device
 from .proposer import Draft, Proposer
 from .request import Committed, Request
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
-from .stack import Decoder, Rows
+from .stack import Rows, Stack
 from .verifier import Verifier
 from .weights import DrafterWeights, TargetWeights
 
@@ -84,17 +84,17 @@ class StepRunner:
         sampler = Sampler(max_batch, target.spec.vocab_size, self.device, ops)
         self.state = BatchState.empty(max_batch, self.pages_per_request, page_size, self.device, sampler)
 
-        def decoder(weights: TargetWeights | DrafterWeights) -> Decoder:
+        def stack(weights: TargetWeights | DrafterWeights) -> Stack:
             spec = weights.spec
-            shape = (spec.num_layers, 2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
+            shape = (len(spec.layers), 2, num_pages * page_size, *spec.kv_heads)
             # as far as the pages go: a chunk may fill the last one
             rope = spec.rope_table(self.pages_per_request * page_size, self.device)
             cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            return Decoder(spec, weights.layers, weights.norm, rope, cache, ops)
+            return Stack(spec, weights.layers, weights.norm, rope, cache, ops)
 
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
-        self.verifier = Verifier(target, decoder(target), taps, forced)
-        self.proposer = Proposer(drafter, decoder(drafter), target.embedding, target.head) if drafter else None
+        self.verifier = Verifier(target, stack(target), taps, forced)
+        self.proposer = Proposer(drafter, stack(drafter), target.embedding, target.head) if drafter else None
         self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_batch * (1 + max_block))

@@ -1,4 +1,4 @@
-"""The target's choice for every row of a step: greedy, or drawn as each request asks. State lives on the device."""
+"""The target's choice for every row of a step: greedy, or sampled as each request asks. State lives on the device."""
 
 from enum import IntEnum
 
@@ -28,8 +28,8 @@ def mode_of(params: SamplingParams) -> Mode:
 class Sampler:
     """Sampling parameters and token counts of `rows` requests.
 
-    A request's choice at a position depends on its own logits, parameters and tokens alone, and its draw on (seed,
-    position) alone: neither the batch nor the block length shows in what it writes.
+    A request's choice at a position depends on its own logits, parameters and tokens, and its random number on (seed,
+    position): neither the batch nor the block length shows in what it writes.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:

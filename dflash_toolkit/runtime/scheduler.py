@@ -94,7 +94,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Forget a request; its row and pages are free at once."""
+        """Discard a request; its row and pages are free at once."""
         if request.cancelled or request.finished:
             return
         request.cancelled = True
@@ -104,7 +104,7 @@ class Scheduler:
             self._drop(request)
 
     def abandon(self) -> None:
-        """Forget everything without a word to the device, which is broken."""
+        """Discard everything without a word to the device, which is broken."""
         self.waiting.clear()
         self.running.clear()
         self._launches.clear()
@@ -116,7 +116,7 @@ class Scheduler:
         while self._launches and not self._device.depth:  # where a step is waited for, first tokens do not wait for it
             self._read(self._launches.popleft())
         decoding = self._decode()
-        # results are read late, but not later than the next news of those who wait for nothing else
+        # results are read late, but not later than the next result of those who wait for nothing else
         while self._launches and (len(self._launches) > self._device.depth or not decoding):
             decoding |= self._read(self._launches.popleft())
 
@@ -227,7 +227,7 @@ class Scheduler:
 
     def _read(self, launch: _Launch) -> bool:
         """Whether any request got something."""
-        news = []
+        results = []
         ended = []
         for (request, epoch), committed in zip(launch.requests, self._device.read(launch.pending), strict=True):
             if request.epoch != epoch:
@@ -240,11 +240,11 @@ class Scheduler:
                 step = request.add_step(launch.block, committed)
             if request.finished:
                 ended.append(request)
-            news.append((request, step))
+            results.append((request, step))
         self._drop(*ended)
-        for request, step in news:  # a report may raise, and then nothing may be half read
+        for request, step in results:  # a report may raise, and then nothing may be half read
             self._report(request, step)
-        return bool(news)
+        return bool(results)
 
     def _drop(self, *requests: Request) -> None:
         """Take rows and pages; what is in flight for them is void."""

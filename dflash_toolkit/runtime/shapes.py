@@ -8,7 +8,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from ..config import UserError
 from ..models.dflash.network import Drafter, DrafterConfig
-from .weights import DrafterWeights, ModelSpec, TargetWeights
+from ..models.spec import ModelSpec
+from .weights import DrafterWeights, TargetWeights
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
@@ -91,7 +92,7 @@ def named_shape(name: str) -> PreTrainedConfig:
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
     """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
     weights = TargetWeights.empty(spec, device, dtype)
-    _randomise(weights.places().items(), device, seed)
+    _randomise(weights.parameter_views().items(), device, seed)
     return weights
 
 
@@ -104,9 +105,9 @@ def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dty
     return DrafterWeights.of_module(drafter)
 
 
-def _randomise(places: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
+def _randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
     generator = torch.Generator(device=device).manual_seed(seed)
-    for name, view in places:
+    for name, view in views:
         if name.endswith(".bias"):
             view.zero_()
         elif view.dim() == 1:

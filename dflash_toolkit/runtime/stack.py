@@ -1,12 +1,17 @@
-"""One stack of decoder layers over a paged cache: the target's, and with other weights the drafter's."""
+"""A stack of decoder layers over a paged cache: the target's, and with other weights the drafter's.
+
+A layer is a mixer and an FFN. Each ends in split-K partial sums, which the norm in front of the next one adds to the
+residual stream. The end of a mixer, the FFN behind it and the beginning of the next mixer may run as one kernel; that
+is no part of what a layer is, and depends on the weights and the device, not on who is in the batch.
+"""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..kernels.ops import Ops
-from ..kernels.weight import Weight
-from .weights import LayerWeights, ModelSpec
+from ..models.spec import AttentionSpec, ModelSpec
+from .weights import AttentionWeights, LayerWeights, MlpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +25,65 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """Layers, their cache and the operations they run on; holds no state of requests."""
+class Attention:
+    """A mixer: queries, keys and values of normed rows; attention over the pages; the output projection."""
 
-    spec: ModelSpec
-    layers: list[LayerWeights]
-    norm: Tensor  # [D], the final one
+    spec: AttentionSpec
+    weights: AttentionWeights
+    eps: float  # of the norms of queries and keys
     rope: Tensor  # fp32 [2, positions, H / 2]
-    cache: Tensor  # [layers, 2, slots, G, H]
+    cache: Tensor  # [2, slots, G, H]
     ops: Ops
+
+    def project(self, h: Tensor) -> Tensor:
+        """Partial sums [P, M, (N + 2 G) H] of h [M, D]."""
+        return self.ops.linear_split_k(h, self.weights.qkv)
+
+    def mix(self, projected: Tensor, rows: Rows) -> Tensor:
+        """Attention [M, N H]; the rows' keys and values are in the pages from now on."""
+        w, spec = self.weights, self.spec
+        lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
+        norms = w.q_norm, w.k_norm, self.eps
+        q = self.ops.rope_write(projected, w.qkv_bias, *norms, self.rope, lengths, pages, self.cache, size, counts)
+        return self.ops.block_attention(
+            q, self.cache, lengths, pages, size, causal=spec.causal, window=spec.window, counts=counts
+        )
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Partial sums [P, M, D]."""
+        return self.ops.linear_split_k(mixed, self.weights.o, self.weights.o_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """An FFN with SwiGLU."""
+
+    weights: MlpWeights
+    ops: Ops
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Partial sums [P, M, D] of normed rows h [M, D]."""
+        return self.ops.linear_split_k(self.ops.linear_swiglu(h, self.weights.gate_up), self.weights.down)
+
+
+class Stack:
+    """Layers, their cache and the operations they run on; holds no state of requests.
+
+    Args:
+        norm: [D], the final one.
+        rope: fp32 [2, positions, H / 2].
+        cache: [layers, 2, slots, G, H].
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layers: list[LayerWeights], norm: Tensor, rope: Tensor, cache: Tensor, ops: Ops
+    ) -> None:
+        self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
+        self._mixers = [
+            Attention(kind.mixer, weights.mixer, spec.rms_norm_eps, rope, pages, ops)
+            for kind, weights, pages in zip(spec.layers, layers, cache, strict=True)
+        ]
+        self._ffns = [Mlp(weights.ffn, ops) for weights in layers]
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Run embeddings through every layer and write their keys and values into the pages.
@@ -40,55 +95,23 @@ class Decoder:
         Returns:
             Normed hidden states [M, D].
         """
-        ops, eps, page_size = self.ops, self.spec.rms_norm_eps, rows.page_size
         taps = taps or {}
-        first = self.layers[0]
-        _, h = ops.add_rms_norm(x, None, first.input_norm, eps)
-        qkv: Tensor | None = ops.linear_split_k(h, first.qkv)
-        for i, (layer, following) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True)):
-            assert qkv is not None
-            q = ops.rope_write(
-                qkv,
-                layer.qkv_bias,
-                layer.q_norm,
-                layer.k_norm,
-                eps,
-                self.rope,
-                rows.lengths,
-                rows.page_table,
-                self.cache[i],
-                page_size,
-                rows.counts,
-            )
-            a = ops.block_attention(
-                q,
-                self.cache[i],
-                rows.lengths,
-                rows.page_table,
-                page_size,
-                causal=self.spec.causal[i],
-                window=self.spec.windows[i],
-                counts=rows.counts,
-            )
-            norm, then = (following.input_norm, following.qkv) if following else (self.norm, None)
-            x, h, qkv = post_attention(ops, layer, x, a, norm, then, eps, taps.get(i))
+        _, h = self.ops.add_rms_norm(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
+        projected: Tensor | None = self._mixers[0].project(h)
+        for i, mixer in enumerate(self._mixers):
+            assert projected is not None
+            x, h, projected = self._finish(i, x, mixer.mix(projected, rows), taps.get(i))
         return h
 
-
-def post_attention(
-    ops: Ops,
-    layer: LayerWeights,
-    x: Tensor,
-    a: Tensor,
-    norm: Tensor,
-    qkv: Weight | None,
-    eps: float,
-    tap: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From a layer's attention a [M, N H] to the next layer's norm [D] and qkv; see `fused_post_attention`."""
-    if layer.o_bias is None and ops.fuses_post_attention(x, [layer.o, layer.gate_up, layer.down, qkv]):
-        return ops.fused_post_attention(x, a, layer.o, layer.post_norm, layer.gate_up, layer.down, norm, qkv, eps, tap)
-    x, h = ops.add_rms_norm(x, ops.linear_split_k(a, layer.o, layer.o_bias), layer.post_norm, eps)
-    active = ops.linear_swiglu(h, layer.gate_up)
-    x, h = ops.add_rms_norm(x, ops.linear_split_k(active, layer.down), norm, eps, tap)
-    return x, h, None if qkv is None else ops.linear_split_k(h, qkv)
+    def _finish(self, i: int, x: Tensor, mixed: Tensor, tap: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """From what a layer's mixer made to its output [M, D], that normed, and what the next mixer begins with."""
+        layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
+        following = self.layers[i + 1] if i + 1 < len(self.layers) else None
+        norm = following.input_norm if following else self.norm
+        matrices = layer.fusible(following)
+        if matrices and ops.fuses_post_attention(x, matrices):
+            o, gate_up, down, qkv = matrices
+            return ops.fused_post_attention(x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap)
+        x, h = ops.add_rms_norm(x, self._mixers[i].output(mixed), layer.post_norm, eps)
+        x, h = ops.add_rms_norm(x, self._ffns[i](h), norm, eps, tap)
+        return x, h, self._mixers[i + 1].project(h) if following else None

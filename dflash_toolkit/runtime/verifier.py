@@ -9,7 +9,7 @@ from torch import Tensor
 from .batch_state import BatchState
 from .proposer import Draft
 from .sampler import Mode
-from .stack import Decoder, Rows
+from .stack import Rows, Stack
 from .weights import TargetWeights
 
 
@@ -33,7 +33,7 @@ class Verifier:
     """
 
     def __init__(
-        self, weights: TargetWeights, stack: Decoder, taps: tuple[int, ...] = (), forced: Tensor | None = None
+        self, weights: TargetWeights, stack: Stack, taps: tuple[int, ...] = (), forced: Tensor | None = None
     ) -> None:
         self.weights, self.stack, self._taps, self._forced = weights, stack, taps, forced
         self.steps = torch.zeros(1, dtype=torch.int64, device=weights.embedding.device)  # of `forced`, done

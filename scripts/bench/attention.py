@@ -21,9 +21,9 @@ from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.launch import keys_are_split
 from dflash_toolkit.kernels.triton import attention
+from dflash_toolkit.models.spec import AttentionSpec, ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
-from dflash_toolkit.runtime.weights import ModelSpec
 
 PAGE = 64  # tokens
 LAYERS, REPEATS = 12, 30
@@ -35,17 +35,17 @@ fits_hopper, FEW = attention_hopper.fits, attention.FEW
 ALWAYS = 1 << 20  # as FEW: a program takes two splits however few there are
 
 
-def measure(spec: ModelSpec, batch: int, block: int, context: int, limit: int, *, causal: bool) -> dict[str, Any]:
+def measure(mixer: AttentionSpec, batch: int, block: int, context: int, limit: int, *, causal: bool) -> dict[str, Any]:
     """Microseconds a layer of each way, and how far the outputs of both kernels are apart."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     pages = -(-(context + block) // PAGE)
     table = torch.zeros(batch, max(pages, -(-limit // PAGE)), device=device, dtype=torch.int32)
     table[:, :pages] = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages)
     lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
-    shape = (2, batch * pages * PAGE, spec.num_kv_heads, spec.head_dim)
+    shape = (2, batch * pages * PAGE, mixer.num_kv_heads, mixer.head_dim)
     caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(LAYERS)]
-    q = torch.randn(batch * block, spec.num_heads, spec.head_dim, device=device, dtype=dtype)
-    read = 2 * batch * (context + block) * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    q = torch.randn(batch * block, mixer.num_heads, mixer.head_dim, device=device, dtype=dtype)
+    read = 2 * batch * (context + block) * mixer.num_kv_heads * mixer.head_dim * dtype.itemsize
 
     def layers() -> list[Tensor]:
         return [gpu.block_attention(q, cache, lengths, table, PAGE, causal=causal) for cache in caches]
@@ -72,10 +72,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, nargs="+", default=[8192], help="tokens that a request may grow to")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    spec = ModelSpec.of_target(named_shape(args.shape))
+    mixer = ModelSpec.of_target(named_shape(args.shape)).layers[0].mixer
     rows = []
     for limit, causal, case in itertools.product(args.limit, (True, False), CASES):
-        rows.append(measure(spec, *case, limit, causal=causal))
+        rows.append(measure(mixer, *case, limit, causal=causal))
         print(rows[-1], flush=True)
     if args.output:
         write_json(args.output, {**setting("bench/attention.py"), "shape": args.shape, "layers": LAYERS, "rows": rows})

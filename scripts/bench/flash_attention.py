@@ -26,9 +26,9 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import flash, gpu
 from dflash_toolkit.models import packed
+from dflash_toolkit.models.spec import AttentionSpec, ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
-from dflash_toolkit.runtime.weights import ModelSpec
 
 SHAPES = ("qwen3-8b", "qwen2.5-0.5b")
 PAGE = 64  # tokens
@@ -57,13 +57,13 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def prefill(spec: ModelSpec, before: int, chunk: int) -> dict[str, Any]:
+def prefill(mixer: AttentionSpec, before: int, chunk: int) -> dict[str, Any]:
     """One chunk of a prompt."""
     length = before + chunk
     count = -(-length // PAGE)
-    cache = random(2, (count + 1) * PAGE, spec.num_kv_heads, spec.head_dim)
+    cache = random(2, (count + 1) * PAGE, mixer.num_kv_heads, mixer.head_dim)
     table = 1 + torch.randperm(count, device="cuda", dtype=torch.int32)[None]
-    q = random(chunk, spec.num_heads, spec.head_dim)
+    q = random(chunk, mixer.num_heads, mixer.head_dim)
     lengths = torch.tensor([before], device="cuda", dtype=torch.int32)
 
     def torchs() -> Tensor:
@@ -81,13 +81,13 @@ def prefill(spec: ModelSpec, before: int, chunk: int) -> dict[str, Any]:
     ways = {"ours": with_version(None, ours), "torch": torchs}
     ways |= {name: with_version(version, flashs) for name, version in installed().items()}
     pairs = chunk * before + chunk * (chunk + 1) / 2
-    return {"before": before, "chunk": chunk} | measure(ways, 4 * spec.num_heads * spec.head_dim * pairs)
+    return {"before": before, "chunk": chunk} | measure(ways, 4 * mixer.num_heads * mixer.head_dim * pairs)
 
 
-def packed_row(spec: ModelSpec, documents: int, tokens: int) -> dict[str, Any]:
+def packed_row(mixer: AttentionSpec, documents: int, tokens: int) -> dict[str, Any]:
     """One row of equal documents."""
     total = documents * tokens
-    q, k, v = (random(total, n, spec.head_dim) for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    q, k, v = (random(total, n, mixer.head_dim) for n in (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads))
     ends = torch.arange(0, total + 1, tokens, device="cuda", dtype=torch.int32)
 
     def attend() -> Tensor:
@@ -106,7 +106,7 @@ def packed_row(spec: ModelSpec, documents: int, tokens: int) -> dict[str, Any]:
     if tokens == 512:  # it is compiled for every shape
         ways["flex"] = flex
     ways |= {name: with_version(version, attend) for name, version in installed().items()}
-    flops = 4 * spec.num_heads * spec.head_dim * documents * tokens * (tokens + 1) / 2
+    flops = 4 * mixer.num_heads * mixer.head_dim * documents * tokens * (tokens + 1) / 2
     return {"documents": documents, "tokens": tokens} | measure(ways, flops)
 
 
@@ -152,9 +152,9 @@ def main() -> None:
     cases = [(prefill, case) for case in CHUNKS] + [(packed_row, case) for case in ROWS]
     with torch.inference_mode():
         for shape in args.shapes:
-            spec = ModelSpec.of_target(named_shape(shape))
+            mixer = ModelSpec.of_target(named_shape(shape)).layers[0].mixer
             for kind, case in cases:
-                row = {"shape": shape, "use": kind.__name__} | kind(spec, *case)
+                row = {"shape": shape, "use": kind.__name__} | kind(mixer, *case)
                 result["rows"].append(row)
                 print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     if args.output:

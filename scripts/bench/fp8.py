@@ -21,9 +21,9 @@ from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.triton import linear
 from dflash_toolkit.kernels.triton.fp8 import scaled_linear
 from dflash_toolkit.kernels.weight import RowScaledFp8, Weight
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
-from dflash_toolkit.runtime.weights import ModelSpec
 
 EPS = 1e-6
 REPEATS = 20
@@ -47,13 +47,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ModelSpec.of_target(named_shape(args.shape))
-    d, ffn, width = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    mixer = spec.layers[0].mixer
+    d, ffn, width = spec.hidden_size, spec.layers[0].ffn.intermediate_size, mixer.num_heads * mixer.head_dim
     device, dtype = torch.device("cuda"), torch.bfloat16
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    shapes = ((d, width), (2 * ffn, d), (d, ffn), (spec.qkv_rows, d))
+    shapes = ((d, width), (2 * ffn, d), (d, ffn), (mixer.qkv_rows, d))
     layers: list[list[Weight]] = [[0.02 * random(*shape) for shape in shapes] for _ in range(args.layers)]
     quantized: list[list[Weight]] = [[RowScaledFp8.of(w) for w in layer if isinstance(w, Tensor)] for layer in layers]
     head, norm = 0.02 * random(spec.vocab_size, d), torch.ones(d, device=device, dtype=dtype)

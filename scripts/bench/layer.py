@@ -27,9 +27,9 @@ from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper.layer import PHASES, launch_layer
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.triton import linear
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
-from dflash_toolkit.runtime.weights import ModelSpec
 
 EPS = 1e-6
 REPEATS = 20
@@ -94,8 +94,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ModelSpec.of_target(named_shape(args.shape))
-    d, ffn, width = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    qkv = width + 2 * spec.num_kv_heads * spec.head_dim
+    mixer = spec.layers[0].mixer
+    d, ffn, width = spec.hidden_size, spec.layers[0].ffn.intermediate_size, mixer.num_heads * mixer.head_dim
+    qkv = mixer.qkv_rows
     device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
 
     def random(*shape: int) -> Tensor:

@@ -27,9 +27,9 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.checkpoint.readahead import cached
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime.shapes import named_shape, random_target
-from dflash_toolkit.runtime.weights import ModelSpec
 
 SHARD = 4 << 30  # bytes
 FIRST = ("nothing compiled", True)
@@ -70,7 +70,7 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[Path, Path]:
         save_file(shard, target / name)
         shard.clear()
 
-    for name, tensor in weights.places().items():
+    for name, tensor in weights.parameter_views().items():
         shard[name] = tensor.cpu().contiguous()
         if sum(t.nbytes for t in shard.values()) > SHARD:
             flush()

@@ -27,12 +27,13 @@ from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
-from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from dflash_toolkit.runtime.weights import DrafterWeights, LayerWeights, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 ACCEPT = 0.865
@@ -57,7 +58,7 @@ def run(
         first: they are the first ones of an engine, as far as it knows.
     """
     if first:
-        engine.forget_acceptance()
+        engine.reset_acceptance()
     dice = random.Random(f"{seed} {tokens}")  # no prompt twice, for a prefix cache would know it
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, logprobs=logprobs)
     prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
@@ -129,11 +130,14 @@ def measure(
 
 def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
     """Weights that one step must read."""
-    layers = sum(t.nbytes for layer in target.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    total = layers + target.head.nbytes
-    if drafter is not None and block > 1:  # plain steps leave the context for later
-        total += drafter.fc.nbytes + drafter.context_kv.nbytes
-        total += sum(t.nbytes for layer in drafter.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
+
+    def of_layers(layers: Sequence[LayerWeights]) -> int:
+        matrices = ((w.mixer.qkv, w.mixer.o, w.ffn.gate_up, w.ffn.down) for w in layers)
+        return sum(t.nbytes for layer in matrices for t in layer)
+
+    total = of_layers(target.layers) + target.head.nbytes
+    if drafter is not None and block > 1:  # an engine that never drafts writes no context
+        total += drafter.fc.nbytes + drafter.context_kv.nbytes + of_layers(drafter.layers)
         total += (drafter.head if drafter.head is not None else target.head).nbytes
     return total
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import LlamaConfig
 
 pytest.importorskip("triton")
 
@@ -23,8 +24,9 @@ from dflash_toolkit.kernels.hopper.head import launch_head
 from dflash_toolkit.kernels.ops import Ops
 from dflash_toolkit.kernels.triton import linear
 from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
-from dflash_toolkit.runtime.stack import post_attention
-from dflash_toolkit.runtime.weights import LayerWeights
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.runtime.stack import Stack
+from dflash_toolkit.runtime.weights import AttentionWeights, LayerWeights, MlpWeights
 
 EPS = 1e-6
 # D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
@@ -114,12 +116,15 @@ def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
     bias = torch.randn(128, device=device) if biased else None
     x, a = torch.randn(3, 128, device=device), torch.randn(3, 64, device=device)
     tap = torch.full((3, 300), math.nan, device=device)
+    config = LlamaConfig(hidden_size=128, num_hidden_layers=2, rms_norm_eps=EPS)
+    spec = ModelSpec.of_target(config)
 
     def behind(ops: Ops, dtype: torch.dtype, tap: Tensor | None = None) -> tuple[Any, ...]:
         w = {name: t.to(dtype) for name, t in weights.items()}
-        layer = LayerWeights(w["norm"], w["qkv"], None, None, None, w["o"], None if bias is None else bias.to(dtype),
-                             w["post_norm"], w["gate_up"], w["down"])  # fmt: skip
-        return post_attention(ops, layer, x.to(dtype), a.to(dtype), w["norm"], w["qkv"], EPS, tap)
+        o_bias = None if bias is None else bias.to(dtype)
+        mixer = AttentionWeights(w["qkv"], None, None, None, w["o"], o_bias)
+        layers = [LayerWeights(w["norm"], mixer, w["post_norm"], MlpWeights(w["gate_up"], w["down"]))] * 2
+        return Stack(spec, layers, w["norm"], x, torch.empty(2, 0), ops)._finish(0, x.to(dtype), a.to(dtype), tap)
 
     found = behind(gpu, torch.float32, tap[:, 100:228])
     assert_close(found, behind(reference, torch.float32), behind(reference, torch.float64))

@@ -21,7 +21,6 @@ from dflash_toolkit.doctor.probe import Setting
 from dflash_toolkit.doctor.sweeps import rope
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.rope import RopeScaling
-from dflash_toolkit.runtime.weights import ModelSpec
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -53,7 +52,7 @@ def test_the_frequencies_are_those_of_transformers(scaling: dict[str, Any], targ
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
     drafter = scaled(target, scaling)
     assert torch.equal(drafter.config.rope_frequencies(), theirs) and drafter.config.rope_factor == factor
-    spec = ModelSpec.of_drafter(drafter.config)
+    spec = drafter.config.spec()
     assert spec.rope_frequencies == tuple(theirs.double().tolist()) and spec.rope_factor == factor
     assert (factor != 1.0) == (scaling["rope_type"] == "yarn")
     assert not torch.equal(theirs, make_drafter(target).config.rope_frequencies())

@@ -105,11 +105,11 @@ def test_acceptance_is_forgotten_between_requests_only() -> None:
     engine = make_engine(*pair(), num_speculative_tokens=None)
     engine.generate(prompts_of(5), SamplingParams(max_new_tokens=60, ignore_eos=True))
     learnt = engine.request([1]).acceptance.rate
-    engine.forget_acceptance()
+    engine.reset_acceptance()
     assert learnt < engine.request([1]).acceptance.rate == pytest.approx(0.7)
     engine.submit([1, 2])
     with pytest.raises(ValueError, match="idle"):
-        engine.forget_acceptance()
+        engine.reset_acceptance()
 
 
 @pytest.mark.gpu

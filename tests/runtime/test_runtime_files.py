@@ -10,9 +10,10 @@ from conftest import make_target
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import context_limit
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
-from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
+from dflash_toolkit.runtime.weights import TargetWeights
 
 PROMPT, SHORT = [1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True)
 OPTIONS = EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)

@@ -15,6 +15,7 @@ from conftest import make_drafter, make_target
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.evaluation import decoders as runtimes
 from dflash_toolkit.models import target as target_module
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
@@ -22,7 +23,7 @@ from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, ch
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
-from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from train.responses import backends
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
@@ -100,7 +101,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
         raise errors.OutOfResources(180480, 166912, "shared memory")
 
     def runner_of_heads(room: Room) -> Any:
-        return SimpleNamespace(**vars(runner(room)), target=SimpleNamespace(spec=SimpleNamespace(head_dim=128)))
+        return SimpleNamespace(**vars(runner(room)), target=SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128))))
 
     monkeypatch.setattr(memory, "workspace_of", full)
     with pytest.raises(UserError, match=r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
@@ -136,7 +137,7 @@ def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_options(
 def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec.of_target(make_target(tied=False).config)
     needed = sum(
-        view.nbytes for view in TargetWeights.empty(spec, torch.device("cpu"), torch.float32).places().values()
+        view.nbytes for view in TargetWeights.empty(spec, torch.device("cpu"), torch.float32).parameter_views().values()
     )
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
@@ -192,7 +193,8 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     pytest.importorskip("triton")
     named.update(shared=shared << 10)
     target = make_target()
-    spec = replace(ModelSpec.of_target(target.config), head_dim=width)
+    target.config.head_dim = width
+    spec = ModelSpec.of_target(target.config)
     loaded = []
     monkeypatch.setattr(TargetWeights, "load", lambda *_: loaded.append(1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))

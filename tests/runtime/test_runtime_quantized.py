@@ -13,20 +13,20 @@ from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import weights as model
-from dflash_toolkit.runtime.stack import Decoder
+from dflash_toolkit.runtime.stack import Stack
 
 
 def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[bool] = []  # of the drafter: whether in eight bits
-    forward = Decoder.forward
+    forward = Stack.forward
 
-    def noted(decoder: Decoder, x: Tensor, *rest: Any) -> Tensor:
-        if decoder.spec == weights.spec:
-            passes.append(isinstance(decoder.layers[0].down, RowScaledFp8))
-        return forward(decoder, x, *rest)
+    def noted(stack: Stack, x: Tensor, *rest: Any) -> Tensor:
+        if stack.spec == weights.spec:
+            passes.append(isinstance(stack.layers[0].ffn.down, RowScaledFp8))
+        return forward(stack, x, *rest)
 
     monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
-    monkeypatch.setattr(Decoder, "forward", noted)
+    monkeypatch.setattr(Stack, "forward", noted)
     target, drafter = pair("qwen3")
     engine = make_engine(target, drafter, draft_dtype="fp8")
     weights = engine.runner.drafter
@@ -36,8 +36,8 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
     for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
         assert got.tokens == generate(target, None, prompt, params).tokens
     assert passes and all(passes)
-    assert isinstance(weights.layers[0].qkv, Tensor), "has a launch of its own, in bf16"
-    for name, matrix in (("down", weights.layers[1].down), ("o", weights.layers[0].o)):
+    assert isinstance(weights.layers[0].mixer.qkv, Tensor), "has a launch of its own, in bf16"
+    for name, matrix in (("down", weights.layers[1].ffn.down), ("o", weights.layers[0].mixer.o)):
         assert isinstance(matrix, RowScaledFp8)
         exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
         error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
@@ -53,15 +53,17 @@ def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size:
             norm.copy_(size * (0.5 + torch.rand(len(norm))))
     for i, layer in enumerate(weights.layers):
         quantized = layer.quantized(first=i == 0)
-        pairs = [("post_norm", "gate_up")] + [("input_norm", "qkv")] * (i > 0)
-        for norm, matrix in pairs:
-            old, new, narrow = getattr(layer, norm), getattr(quantized, norm), getattr(quantized, matrix)
+        pairs = [(layer.post_norm, quantized.post_norm, layer.ffn.gate_up, quantized.ffn.gate_up)]
+        if i > 0:
+            pairs.append((layer.input_norm, quantized.input_norm, layer.mixer.qkv, quantized.mixer.qkv))
+        for old, new, matrix, narrow in pairs:
+            assert isinstance(narrow, RowScaledFp8)
             assert 0.5 < float(new.square().mean().sqrt()) < 2
-            exact = getattr(layer, matrix) * old
+            exact = matrix * old
             error = (narrow.dense(torch.float32) * new - exact).norm() / exact.norm()
             assert 0.001 < error < 0.04, "what the one lost the other has"
         if i == 0:
-            assert quantized.qkv is layer.qkv and quantized.input_norm is layer.input_norm
+            assert quantized.mixer.qkv is layer.mixer.qkv and quantized.input_norm is layer.input_norm
 
 
 def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatc
 def test_layers_of_a_small_model_stay_what_they_are() -> None:
     weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
     assert weights is not None and isinstance(weights.head, RowScaledFp8)
-    assert all(isinstance(layer.o, Tensor) for layer in weights.layers)
+    assert all(isinstance(layer.mixer.o, Tensor) for layer in weights.layers)
 
 
 def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +88,10 @@ def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest
     weights = make_engine(*pair("qwen3")).runner.drafter
     assert weights is not None
     (first, *rest), size = weights.layers, weights.spec.hidden_size
-    biased = replace(weights.layers[-1], o_bias=torch.zeros(size))
+    last = weights.layers[-1]
+    biased = replace(last, mixer=replace(last.mixer, o_bias=torch.zeros(size)))
     for layers, in_fp8 in (([first, *rest], True), ([first, biased], False)):
         weights.layers = layers
         quantized = weights.quantized(torch.randn(40, size))
-        assert all(isinstance(layer.down, RowScaledFp8) == in_fp8 for layer in quantized.layers)
+        assert all(isinstance(layer.ffn.down, RowScaledFp8) == in_fp8 for layer in quantized.layers)
         assert isinstance(quantized.head, RowScaledFp8)

@@ -15,9 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.shapes import SHAPES, named_shape, random_drafter, random_target
-from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
+from dflash_toolkit.runtime.weights import TargetWeights
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 CPU = torch.device("cpu")
@@ -78,10 +79,10 @@ def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
     spec = ModelSpec.of_target(target.config)
     loaded = TargetWeights.load(tmp_path, spec, CPU, torch.float32)
     copied = TargetWeights.of_module(target.model, spec)
-    for name, view in loaded.places().items():
-        assert torch.equal(view, copied.places()[name]), name
-    assert (loaded.layers[0].q_norm is not None) == (kind == "qwen3")
-    assert (loaded.layers[0].qkv_bias is not None) == (kind == "qwen2")
+    for name, view in loaded.parameter_views().items():
+        assert torch.equal(view, copied.parameter_views()[name]), name
+    assert (loaded.layers[0].mixer.q_norm is not None) == (kind == "qwen3")
+    assert (loaded.layers[0].mixer.qkv_bias is not None) == (kind == "qwen2")
 
 
 def edited(target_dir: Path, tmp_path: Path, edit: Any) -> Path:
@@ -175,7 +176,7 @@ def test_named_shapes_make_random_weights_that_fit() -> None:
         num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
     a, b = (random_target(ModelSpec.of_target(small), CPU, torch.float32, seed=3) for _ in range(2))
-    assert torch.equal(a.layers[7].down, b.layers[7].down) and 0.01 < a.head.std() < 0.03
+    assert torch.equal(a.layers[7].ffn.down, b.layers[7].ffn.down) and 0.01 < a.head.std() < 0.03
     assert random_drafter(drafter_shape(small), CPU, torch.float32).context_kv.shape == (5 * 2 * 2 * 4, 16)
     with pytest.raises(UserError, match="shape 'qwen9' is not known"):
         named_shape("qwen9")

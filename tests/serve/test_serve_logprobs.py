@@ -19,7 +19,7 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import TokenLogprobs
 from dflash_toolkit.runtime import Progress
 from serve.answer import Answer
-from serve.logprobs import FLOOR, Spelling, SpokenToken, chat_logprobs, text_logprobs
+from serve.logprobs import FLOOR, AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 
 BYTE_OF = {BYTES.convert_tokens_to_ids(letter): bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 ID_OF = {raw: i for i, raw in BYTE_OF.items()}
@@ -178,7 +178,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it(client: OpenAI) -> None
     assert choice.logprobs.to_dict() == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def play(ids: list[int], stops: list[str], reason: Any, steps: list[list[int]]) -> tuple[str, list[SpokenToken]]:
+def play(ids: list[int], stops: list[str], reason: Any, steps: list[list[int]]) -> tuple[str, list[AnswerToken]]:
     """What an answer sends; every token but a silent one must come with its text."""
     answer, text, tokens = Answer(BYTES, 1, stops, SPELLING), "", []
     for i, step in enumerate(steps):
@@ -194,7 +194,7 @@ def play(ids: list[int], stops: list[str], reason: Any, steps: list[list[int]]) 
     return text, tokens
 
 
-SPELLING = Spelling(BYTES)
+SPELLING = TokenStrings(BYTES)
 
 
 @given(ids=byte_ids, stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), cuts=cuts)
@@ -219,7 +219,7 @@ def test_the_tokens_sent_are_those_of_the_text(ids: list[int], stops: list[str],
 
 
 def test_a_token_whose_text_the_decoder_drops_leaves_at_the_end() -> None:
-    answer = Answer(PIECES, 1, (), Spelling(PIECES))
+    answer = Answer(PIECES, 1, (), TokenStrings(PIECES))
     piece = answer.add(Progress((1,), None, "length", (TokenLogprobs(-1.0, ()),)))
     assert (piece.text, [t.token for t in piece.tokens]) == ("", [1])
 
@@ -230,7 +230,7 @@ def test_a_token_whose_text_the_decoder_drops_leaves_at_the_end() -> None:
 def test_the_bytes_of_tokens_joined_are_those_of_the_text() -> None:
     for i in range(VOCAB):
         assert SPELLING[i].raw == BYTE_OF.get(i)
-    pieces = Spelling(PIECES)
+    pieces = TokenStrings(PIECES)
     text = "b a éb😀é a"
     ids = [3, 2, 4, 3, *(5 + byte for byte in "😀é".encode()), 2]
     assert b"".join(pieces[i].raw or b"" for i in ids).decode() == "b a éb😀é a" == text
@@ -251,11 +251,11 @@ def test_a_token_of_a_character_and_a_half_keeps_its_ascii() -> None:
         def convert_ids_to_tokens(self, token: int) -> str:
             return "xâ"
 
-    token = SpokenToken(1, 0, TokenLogprobs(-torch.inf, ((0, -1.0), (1, -torch.inf))))
-    spelling = Spelling(Half())
-    (entry,) = chat_logprobs(spelling, [token])["content"]
+    token = AnswerToken(1, 0, TokenLogprobs(-torch.inf, ((0, -1.0), (1, -torch.inf))))
+    strings = TokenStrings(Half())
+    (entry,) = chat_logprobs(strings, [token])["content"]
     assert (entry["token"], entry["bytes"], entry["logprob"]) == ("x\\xe2", [120, 226], FLOOR)
-    text = text_logprobs(spelling, [token], 7)
+    text = text_logprobs(strings, [token], 7)
     assert text == {
         "tokens": ["bytes:x\\xe2"], "token_logprobs": [FLOOR], "text_offset": [7],
         "top_logprobs": [{"a": -1.0, "bytes:x\\xe2": FLOOR}],

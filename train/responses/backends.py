@@ -11,13 +11,13 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import Message, Tool
 from dflash_toolkit.decode import generate
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.load import load_draft, load_target
 from dflash_toolkit.runtime.memory import check_heads
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.weights import ModelSpec
 from dflash_toolkit.sampling import SamplingParams
 
 

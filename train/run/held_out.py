@@ -14,12 +14,13 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import generate
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.engine import operations
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.weights import DrafterWeights, ModelSpec, TargetWeights
+from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions

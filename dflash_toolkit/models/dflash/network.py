@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ..rope import RopeScaling
+from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
 
 LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
 
@@ -105,6 +106,30 @@ class DrafterConfig:
     def feature_size(self) -> int:
         """K * D, the width of the concatenated taps."""
         return len(self.target_layer_ids) * self.hidden_size
+
+    def spec(self) -> ModelSpec:
+        """The layers, as an engine computes them; they are those of Qwen3."""
+        mixers = [
+            ARCHITECTURES["qwen3"].attention(
+                self.attention_bias,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                causal=self.causal_inside_block(i),
+                window=(self.sliding_window or 0) if kind == "sliding_attention" else 0,
+            )
+            for i, kind in enumerate(self.layer_types)
+        ]
+        return ModelSpec(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            layers=tuple(LayerSpec(mixer, MlpSpec(self.intermediate_size)) for mixer in mixers),
+            rms_norm_eps=self.rms_norm_eps,
+            tied_head=True,
+            context_limit=self.max_position_embeddings,
+            rope_frequencies=tuple(self.rope_frequencies().double().tolist()),
+            rope_factor=self.rope_factor,
+        )
 
     def causal_inside_block(self, layer: int) -> bool:
         """Whether block slots of this layer see only earlier slots (the rule of vLLM and z-lab 0.1.0)."""

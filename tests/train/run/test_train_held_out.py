@@ -12,8 +12,9 @@ from conftest import make_drafter, make_target
 from test_train_loop import argv, lines_without_speed
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, load_drafter
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine
-from dflash_toolkit.runtime.weights import ModelSpec, TargetWeights
+from dflash_toolkit.runtime.weights import TargetWeights
 from train.cli import main
 from train.config import RunOptions
 from train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
@@ -106,7 +107,7 @@ def test_one_is_clearly_better_only_beyond_the_error_of_the_difference_over_the_
 def test_the_engine_and_the_target_read_the_same_memory(kind: str) -> None:
     target, other = make_target(kind), make_target(kind)
     weights = TargetWeights.shared_with(target.model, ModelSpec.of_target(target.config))
-    held = {view.untyped_storage().data_ptr() for view in weights.places().values()}
+    held = {view.untyped_storage().data_ptr() for view in weights.parameter_views().values()}
     for name, parameter in target.model.named_parameters():
         assert parameter.untyped_storage().data_ptr() in held, name
     for a, b in zip(target.model.parameters(), other.model.parameters(), strict=True):
@@ -127,14 +128,14 @@ def test_new_weights_are_taken_in_place() -> None:
     held = HeldOut(target, first.config, PROMPTS, options("engine"))
     assert held._engine is not None and held._engine.runner.drafter is not None
     weights = held._engine.runner.drafter
-    before = [t.data_ptr() for t in (*weights.places().values(), weights.context_kv, weights.k_norms)]
+    before = [t.data_ptr() for t in (*weights.parameter_views().values(), weights.context_kv, weights.k_norms)]
     held(first), held(second)
-    after = [t.data_ptr() for t in (*weights.places().values(), weights.context_kv, weights.k_norms)]
+    after = [t.data_ptr() for t in (*weights.parameter_views().values(), weights.context_kv, weights.k_norms)]
     assert before == after, "a captured step reads these addresses"
     fresh = Engine.of_modules(make_target(), second).runner.drafter
     assert fresh is not None
-    rounded = [view.bfloat16().float() for view in (*fresh.places().values(), fresh.context_kv, fresh.k_norms)]
-    now = (*weights.places().values(), weights.context_kv, weights.k_norms)
+    rounded = [view.bfloat16().float() for view in (*fresh.parameter_views().values(), fresh.context_kv, fresh.k_norms)]
+    now = (*weights.parameter_views().values(), weights.context_kv, weights.k_norms)
     assert all(itertools.starmap(torch.equal, zip(rounded, now, strict=True)))
     with pytest.raises(ValueError, match="no prefix cache"):
         Engine.of_modules(make_target(), first).load_drafter(second)

@@ -17,7 +17,7 @@ from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.models.dflash.network import weights_hash
 from dflash_toolkit.models.rope import RopeScaling
-from dflash_toolkit.runtime.weights import ModelSpec
+from dflash_toolkit.models.spec import ModelSpec
 from train.cli import main
 from train.config import DataOptions, TrainConfig
 from train.optim.optimizers import update_average

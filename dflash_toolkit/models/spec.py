@@ -1,0 +1,155 @@
+"""What fixes the shapes and the arithmetic of a stack of decoder layers, read from its configuration."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import UserError
+from .rope import ROPE_TYPES, scaled_frequencies
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Softmax attention over the keys and values of all tokens."""
+
+    num_heads: int  # N
+    num_kv_heads: int  # G
+    head_dim: int  # H
+    qk_norm: bool  # of every head
+    qkv_bias: bool
+    o_bias: bool
+    causal: bool = True  # inside the block
+    window: int = 0  # 0 is full attention
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """down(silu(gate(h)) * up(h))."""
+
+    intermediate_size: int  # I
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """x + mixer(norm(x)), then x + ffn(norm(x)); the norms are RMSNorms."""
+
+    mixer: AttentionSpec
+    ffn: MlpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What tells the layers of a family of models from Llama's."""
+
+    qk_norm: bool = False
+    qkv_bias: bool | None = None  # None: as `attention_bias` of the configuration says
+    o_bias: bool | None = None
+
+    def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
+        qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
+        return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, **sizes)
+
+
+# by `model_type`
+ARCHITECTURES = {
+    "llama": Architecture(),
+    "qwen2": Architecture(qkv_bias=True, o_bias=False),
+    "qwen3": Architecture(qk_norm=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A stack of decoder layers between an embedding and a head."""
+
+    hidden_size: int  # D
+    vocab_size: int  # V
+    layers: tuple[LayerSpec, ...]
+    rms_norm_eps: float
+    tied_head: bool
+    context_limit: int  # prompt and answer, in tokens
+    rope_frequencies: tuple[float, ...]  # [H / 2], radians per position
+    rope_factor: float = 1.0  # on cosines and sines (yarn)
+
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        """G and H of the paged cache, which all layers share."""
+        (shape,) = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers}
+        return shape
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the cache keeps of a token, keys and values of all layers."""
+        return sum(2 * layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in self.layers)
+
+    @classmethod
+    def of_target(cls, config: "PreTrainedConfig") -> "ModelSpec":
+        """Read a Hugging Face config. Raises UserError for what the runtime does not compute."""
+        c: Any = config
+        name = c.name_or_path or c.model_type
+        if getattr(c, "quantization_config", None):
+            raise UserError(f"target {name}: quantised weights are not supported by the runtime")
+        if getattr(c, "use_sliding_window", False) or "sliding_attention" in (getattr(c, "layer_types", None) or ()):
+            raise UserError(f"target {name}: sliding-window attention is not supported by the runtime")
+        if getattr(c, "mlp_bias", False):
+            raise UserError(f"target {name}: mlp_bias is not supported by the runtime")
+        if getattr(c, "hidden_act", "silu") != "silu":
+            raise UserError(f"target {name}: hidden_act {c.hidden_act!r} is not supported by the runtime; only silu")
+        kind = (c.rope_parameters or {}).get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(
+                f"target {name}: rope type {kind!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
+            )
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            plain = 1.0 / c.rope_parameters["rope_theta"] ** exponents
+            frequencies, factor = tuple(plain.double().tolist()), 1.0
+        else:
+            frequencies, factor = scaled_frequencies(c)
+        mixer = ARCHITECTURES[c.model_type].attention(
+            bool(getattr(c, "attention_bias", False)),
+            num_heads=c.num_attention_heads,
+            num_kv_heads=c.num_key_value_heads,
+            head_dim=head_dim,
+        )
+        return cls(
+            hidden_size=c.hidden_size,
+            vocab_size=c.vocab_size,
+            layers=(LayerSpec(mixer, MlpSpec(c.intermediate_size)),) * c.num_hidden_layers,
+            rms_norm_eps=c.rms_norm_eps,
+            tied_head=bool(c.tie_word_embeddings),
+            context_limit=context_limit(c),
+            rope_frequencies=frequencies,
+            rope_factor=factor,
+        )
+
+    def rope_table(self, positions: int, device: torch.device) -> Tensor:
+        """Cosines and sines, fp32 [2, positions, H / 2]."""
+        frequencies = torch.tensor(self.rope_frequencies, dtype=torch.float32, device=device)
+        angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
+        return torch.stack([angles.cos(), angles.sin()]) * self.rope_factor
+
+
+def context_limit(config: "PreTrainedConfig") -> int:
+    """Tokens of prompt and answer that a model was made for.
+
+    YaRN stretches `original_max_position_embeddings` by its factor; model cards add it to a config.json whose
+    `max_position_embeddings` stays what it was.
+    """
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if limit < 1:
+        raise UserError(f"target {config.name_or_path}: max_position_embeddings is {limit}; no token has room")
+    return limit
