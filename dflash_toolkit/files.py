@@ -13,10 +13,15 @@ from .config import UserError
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON as `write_text` writes. Raises UserError."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Write to a temporary name, then rename. Raises UserError when it cannot be written; an older file stays."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -61,6 +61,7 @@ from .run.data import (
 )
 from .run.identity import target_digest
 from .run.metrics import import_wandb, log_in
+from .run.publish import BESIDE, make_repository, upload, write_cards
 from .run.start import Start, load_start, options_of
 from .run.state import first_difference, read_plan
 
@@ -113,8 +114,12 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
             transformers.utils.logging.disable_progress_bar()
         digest = processes.agree(processes.alone(data_digest, config))
         prepared = processes.together(_prepare, config, given, digest)
+        if config.push_to_hub:
+            processes.alone(make_repository, config.push_to_hub)
         if isinstance(prepared, str):
             _say(processes, prepared)
+            if config.push_to_hub:
+                processes.alone(_push_finished, Path(config.output_dir), config.push_to_hub)
             return
         if config.run.wandb:
             processes.alone(log_in, config.run.wandb)  # the first process alone will log
@@ -231,7 +236,7 @@ def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: Corpus, answ
     """The record that says the run is over, and how to serve what came of it."""
     config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
     assert exported is not None
-    for role in ("best", "last"):  # of an earlier end
+    for role in BESIDE:  # of an earlier end
         if outcome.beside is None or outcome.beside.role != role:
             shutil.rmtree(output / role, ignore_errors=True)
     if config.run.speculators:
@@ -239,11 +244,25 @@ def _finish(run: _Prepared, target: Target, outcome: Outcome, rows: Corpus, answ
         copies = (target.embedding.weight, target.head_weight)
         save_speculators(drafter, output / "speculators", target.config, *copies, provenance=note)
     result = _result(run, outcome, rows, answered)
-    write_json(output / "run.json", run.record | {"finished": _now(), "result": finite(result)})
+    record = run.record | {"finished": _now(), "result": finite(result)}
+    write_cards(output, record, config.push_to_hub)
+    write_json(output / "run.json", record)
     print(f"\n{output}: drafter exported", file=sys.stderr)
     for line in _said(output, outcome):
         print(line, file=sys.stderr)
     print(serving_commands(config.target, str(output), run.shape.block_size))
+    if config.push_to_hub:
+        _push(output, config.push_to_hub)
+
+
+def _push(output: Path, name: str) -> None:
+    print(f"uploaded to {upload(output, name)}", file=sys.stderr)
+
+
+def _push_finished(output: Path, name: str) -> None:
+    """Upload what an earlier run made."""
+    write_cards(output, read_json(output / "run.json"), name)
+    _push(output, name)
 
 
 def _said(output: Path, outcome: Outcome) -> list[str]:
@@ -470,7 +489,17 @@ def _asked(config: dict[str, Any]) -> dict[str, Any]:
 def _fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
     # what the files hold is in the hashes; devices and threads change how fast it is
-    places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "device", "threads")
+    places = (
+        "output",
+        "data",
+        "held_out",
+        "answer_files",
+        "trust_answers",
+        "init_from",
+        "push_to_hub",
+        "device",
+        "threads",
+    )
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}

@@ -251,6 +251,9 @@ class TrainConfig(ModelOptions):
     )
     held_out: tuple[str, ...] = option((), "sources of prompts to measure acceptance on, instead of a part of the data")
     output: str | None = option(None, "where the checkpoint goes (default: out/dflash-TARGET)")
+    push_to_hub: str | None = option(
+        None, "also upload the drafter and its model card to this repository of the Hugging Face hub, made if missing"
+    )
     init_from: str | None = option(
         None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
     )

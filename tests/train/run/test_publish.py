@@ -1,0 +1,112 @@
+"""A model card says what its run found, and `--push-to-hub` uploads the drafter with it."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import yaml
+from test_train_loop import argv
+
+from train.cli import main
+
+SHORT = ("optim.steps=2", "run.evaluate_every=0", "run.evaluate_prompts=1", "run.evaluate_tokens=6")
+
+
+class Hub(ThreadingHTTPServer):
+    """The part of the hub's API that an upload needs; the client is the real one."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repositories: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.refuses = 0  # a status code
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        place = self.path.partition("?")[0].removeprefix("/api/")
+        if self.server.refuses:
+            return self.answer({"error": "Invalid user token."}, self.server.refuses)
+        if place == "repos/create":
+            wanted = json.loads(body)
+            self.server.repositories.append("/".join(filter(None, (wanted.get("organization"), wanted["name"]))))
+            return self.answer({"url": f"{huggingface_hub.constants.ENDPOINT}/{self.server.repositories[-1]}"})
+        if place.endswith("/preupload/main"):
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            return self.answer({"files": [file | {"shouldIgnore": False} for file in files]})
+        if place.endswith("/commit/main"):
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            url = f"{huggingface_hub.constants.ENDPOINT}/me/tiny/commit/{'0' * 40}"
+            return self.answer({"commitUrl": url, "commitOid": "0" * 40})
+        assert place == "validate-yaml", place
+        return self.answer({"errors": [], "warnings": []})
+
+    def answer(self, values: dict[str, Any], status: int = 200) -> None:
+        content = json.dumps(values).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_token")
+        yield server
+        server.shutdown()
+
+
+def metadata_of(card: str) -> dict[str, Any]:
+    start, metadata, _ = card.split("---\n", 2)
+    assert start == ""
+    return yaml.safe_load(metadata)
+
+
+def test_a_run_writes_a_card_and_the_same_command_uploads_it(
+    target_dir: Path, data: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    command = argv(target_dir, data, output, *SHORT)
+    assert main(command) == 0 and hub.repositories == []
+    card, result = (output / "README.md").read_text(), json.loads((output / "run.json").read_text())["result"]
+    assert metadata_of(card)["tags"] == ["dflash", "speculative-decoding", "draft-model"]
+    assert not {"base_model", "datasets"} & metadata_of(card).keys(), "neither has a name on the hub"
+    assert f"**{result['acceptance_length']:.2f} tokens a step**" in card
+    assert f"dflash-serve --target {target_dir} --drafter run\n" in card and "vllm serve" in card
+
+    weights = (output / "model.safetensors").read_bytes()
+    assert main([*command, "--push-to-hub", "me/tiny"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("uploaded to http://127.0.0.1:")
+    assert hub.repositories == ["me/tiny"] and set(hub.files) == {"README.md", "config.json", "model.safetensors"}
+    assert hub.files["model.safetensors"] == weights and b"--drafter me/tiny\n" in hub.files["README.md"]
+
+
+def test_a_hub_that_refuses_is_one_line_before_anything_is_done(
+    target_dir: Path, data: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.refuses = 401
+    assert main([*argv(target_dir, data, tmp_path / "run", *SHORT), "--push-to-hub", "me/tiny"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (
+        line.startswith("error: push_to_hub me/tiny: Client error '401 Unauthorized' for url 'http")
+        and "hf auth login" in line
+    )
+    assert not (tmp_path / "run/work/prompts.jsonl").exists()
