@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.reader import cached_folder, weight_files
 from .config import UserError
 from .progress import Progress
 
@@ -24,6 +25,7 @@ BAR_BYTES = 1 << 30  # from here on it takes long enough for a bar
 MOST_HEADER = 100_000_000  # bytes, as the format allows
 SETTLED_S = 2.0  # a file that was just written may be written again without its time telling
 FORM = "dflash-toolkit model 1"
+KINDS = ("model.safetensors", "pytorch_model.bin")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 # keys of a config.json that do not change what is computed: who wrote it, in which form it was held, and training's own
 VOLATILE = {
@@ -56,8 +58,8 @@ def model_digest(name: str | Path) -> str | None:
     Raises:
         UserError: a damaged file, or one that cannot be read.
     """
-    folder = _folder(name)
-    if folder is None or (not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))):
+    folder = cached_folder(str(name))
+    if folder is None or not weight_files(folder, KINDS):
         return None
     path = folder / "config.json"
     try:
@@ -74,7 +76,9 @@ def weights_digest(folder: str | Path) -> str:
     Raises:
         UserError: none of these files, a damaged one, or one that cannot be read.
     """
-    files = weight_files(Path(folder))
+    files = weight_files(Path(folder), KINDS)
+    if not files:
+        raise UserError(f"{folder}: no *.safetensors and no *.bin file in this directory")
     try:
         before = [_state(file) for file in files]
         kept = _cache_file([FORM, before])
@@ -87,38 +91,6 @@ def weights_digest(folder: str | Path) -> str:
         return digest
     except OSError as error:
         raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from error
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's tensors, as Hugging Face chooses among those in its folder. Raises UserError."""
-    for stem in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / stem).is_file():
-            return [folder / stem]
-        if (index := folder / f"{stem}.index.json").is_file():
-            try:
-                names = set(json.loads(index.read_bytes())["weight_map"].values())
-                files = sorted(folder / name for name in names)
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f"{index}: cannot be read ({error})") from error
-            if missing := [file for file in files if not file.is_file()]:
-                raise UserError(f"{missing[0]}: no such file, and {index.name} names it")
-            return files
-        if files := sorted(folder.glob(f"*{Path(stem).suffix}")):
-            return files
-    raise UserError(f"{folder}: no *.safetensors and no *.bin file in this directory")
-
-
-def _folder(name: str | Path) -> Path | None:
-    if os.path.isdir(name):  # unlike Path's it answers for names of any length
-        return Path(name)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(str(name), "config.json")
-    except (HFValidationError, ValueError):
-        return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _lasting(value: Any) -> Any:

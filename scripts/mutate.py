@@ -51,7 +51,7 @@ TABLE = {  # a module and the tests that answer for it, the quickest first; none
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/scheduler.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_engine.py"],
     "dflash_toolkit/models/dflash/checkpoint.py": [
-        "models/test_checkpoint.py", "models/test_drafter_config.py", "checkpoint/test_speculators.py",
+        "models/test_checkpoint.py", "models/test_drafter_config.py", "models/test_speculators.py",
     ],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
     "train/objective/losses.py": [

@@ -23,9 +23,9 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"models.packed", "models.spec"},
+    {"checkpoint", "models.packed", "models.spec"},
     {"data", "files", "fingerprint", "generation", "models", "models.dflash", "models.target", "sampling"},
-    {"checkpoint", "decode", "record"},
+    {"decode", "record"},
     {"options"},
     {"acceptance", "runtime"},
     {"doctor"},

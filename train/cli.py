@@ -19,13 +19,13 @@ import transformers
 
 import dflash_toolkit
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.config import given_values, run_command, to_mapping
 from dflash_toolkit.data.prompts import encode_chat, template_hash
 from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
 from dflash_toolkit.models.dflash.network import weights_hash
 from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.target import (
     choose_mask_token,
     context_limit,

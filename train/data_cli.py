@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command, to_mapping
 from dflash_toolkit.data.prompts import encode_chat, template_hash
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import locked, write_json
-from dflash_toolkit.models.dflash.checkpoint import check_fits, locate, read_config
+from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
 from dflash_toolkit.models.target import (
     context_limit,
     declared_stop_ids,
@@ -205,7 +206,7 @@ def _check(config: DataConfig, target_config: Any) -> None:
         return
     resolve_dtype(config.dtype, resolve_device(config.device))
     if config.drafter is not None:
-        check_fits(read_config(locate(config.drafter)), target_config)
+        check_fits(read_config(locate("drafter", config.drafter)), target_config)
     if config.runtime == "vllm":
         import_vllm()
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ..checkpoint.reader import locate
 from ..config import UserError
 from ..data.prompts import template_hash
 from ..models.dflash.checkpoint import (
     PROVENANCE_KEY,
     check_fits,
-    locate,
     read_config,
     read_json,
     read_tensors,
@@ -47,7 +47,7 @@ class Case:
     @classmethod
     def read(cls, name: str, target: PreTrainedConfig, tokenizer: Any, thinking: bool | None) -> "Case":
         """Read a drafter without refusing a wrong one. Raises UserError where there is nothing to examine."""
-        path: Path = locate(name)
+        path: Path = locate("drafter", name)
         raw = read_json(path / "config.json")
         config, problem = None, ""
         try:

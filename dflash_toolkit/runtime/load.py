@@ -1,12 +1,10 @@
 """An engine from names: checkpoints go from disk to the device without a Hugging Face module in between."""
 
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.readahead import read_ahead
-from ..config import UserError
+from ..checkpoint.reader import locate
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -81,19 +79,8 @@ def load_target(
     from .memory import check_heads, check_weights
     from .weights import TargetWeights
 
-    folder = _folder(name)
+    folder = locate("target", name)
     stop_ids = declared_stop_ids(config, load_generation_config(folder))
     check_heads(spec, device, dtype)
     check_weights(name, spec, device, dtype)
     return TargetWeights.load(folder, spec, device, dtype), stop_ids
-
-
-def _folder(name: str) -> Path:
-    if os.path.isdir(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        raise UserError(f"target {name}: cannot fetch its weights ({' '.join(str(error).split())})") from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.filling import EMBEDDING, HEAD, check_tied, fill, fill_from_files, tensor_files
+from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, weight_files
 from ..kernels.ops import ops_for
 from ..kernels.weight import RowScaledFp8, Weight
 from ..models.dflash.network import Drafter, DrafterConfig
@@ -154,7 +154,7 @@ class TargetWeights:
     def load(cls, folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
         """Read the safetensors of a checkpoint directory. Raises UserError naming what is wrong."""
         weights = cls.empty(spec, device, dtype)
-        fill_from_files(f"target {folder}", weights.parameter_views(), tensor_files(folder))
+        load_files(f"target {folder}", weights.parameter_views(), weight_files(folder))
         return weights
 
     @classmethod
@@ -163,7 +163,7 @@ class TargetWeights:
         state = model.state_dict()
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
-        fill("target", weights.parameter_views(), state)
+        load_weights("target", weights.parameter_views(), state)
         return weights
 
     @classmethod
@@ -174,15 +174,15 @@ class TargetWeights:
         """
         state = dict(model.named_parameters())
         embedding = state.pop(EMBEDDING).data
-        if spec.tied_head:
-            check_tied("target", {EMBEDDING: embedding}, state)
+        if spec.tied_head and HEAD in state:
+            check_tied("target", embedding, state[HEAD])
         head = embedding if spec.tied_head else state.pop(HEAD).data
         weights = cls(spec, embedding, [], state.pop("model.norm.weight").data, head)
         for i, kind in enumerate(spec.layers):
             layer = LayerWeights.empty(kind, spec.hidden_size, embedding.device, embedding.dtype)
             prefix = f"model.layers.{i}."
             views = {prefix + name: view for name, view in layer.parameter_views(kind).items()}
-            fill("target", views, {name: state[name] for name in state if name.startswith(prefix)})
+            load_weights("target", views, {name: state[name] for name in state if name.startswith(prefix)})
             for name, view in views.items():
                 state[name].data = view
             weights.layers.append(layer)
@@ -222,7 +222,7 @@ class DrafterWeights:
             [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers],
             torch.empty(d, device=device, dtype=dtype),
         )
-        fill("drafter", weights.parameter_views(), state)
+        load_weights("drafter", weights.parameter_views(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
         return weights
 
@@ -235,7 +235,7 @@ class DrafterWeights:
 
     def copy_from(self, drafter: Drafter) -> None:
         """Take the weights of a drafter of the same shape in place: captured steps go on with them."""
-        fill("drafter", self.parameter_views(), drafter.state_dict())
+        load_weights("drafter", self.parameter_views(), drafter.state_dict())
         for old, new in zip((self.context_kv, self.context_bias, self.k_norms), self._stacked(), strict=True):
             if old is not None and new is not None:
                 old.copy_(new)

@@ -20,6 +20,7 @@ import torch
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.markdown import render_table
@@ -27,7 +28,7 @@ from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.weight import RowScaledFp8
-from dflash_toolkit.models.dflash.checkpoint import locate, read_config
+from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime import weights as model
 
@@ -48,7 +49,7 @@ def length(answers: Sequence[Generation]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     asked = read_prompt_sets(args.prompts, args.limit)
-    block = read_config(locate(args.drafter)).block_size
+    block = read_config(locate("drafter", args.drafter)).block_size
     found: dict[str, dict[str, Any]] = {}
     full: dict[str, list[Generation]] = {}
     for name, (dtype, narrowest) in VARIANTS.items():

@@ -5,7 +5,7 @@
 Writes the checkpoint once (an 8B target in bf16 is 16 GB), then starts a fresh process for each case: the first
 compiles every kernel, the second finds them compiled; the third also has to read the files from the disk instead of
 the system's file cache, and so does the fourth, without reading ahead. That goes on while load_engine imports torch and
-transformers; so `load_s` has the imports in it. `cached_gb` is what the file cache held before the start.
+transformers; so `load_s` has the imports in it.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.benchmark import setting
-from dflash_toolkit.checkpoint.readahead import cached
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
@@ -88,28 +87,15 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cached_gb(folder: Path) -> float:
-    """What the system's file cache holds of the checkpoints, by parts of 64 MiB; to ask does not change it."""
-    found, part = 0, 64 << 20
-    for path in folder.rglob("*.safetensors"):
-        with open(path, "rb") as handle:
-            size = path.stat().st_size
-            found += sum(
-                min(part, size - at) for at in range(0, size, part) if cached(handle.fileno(), at, min(part, size - at))
-            )
-    return found / 1e9
-
-
 def start(target: Path, drafter: Path, caches: Path, ahead: bool) -> dict[str, Any]:
     """Seconds of a process that keeps what it compiles and measures in `caches`."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(caches / "triton"), "XDG_CACHE_HOME": str(caches)}
     command = [sys.executable, "-c", CHILD, str(target), str(drafter), "ahead" if ahead else "not ahead"]
-    found = {"cached_gb": cached_gb(target.parent)}
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-    return found | {"process_s": time.perf_counter() - began} | json.loads(done.stdout.splitlines()[-1])
+    return {"process_s": time.perf_counter() - began} | json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:

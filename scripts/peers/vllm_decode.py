@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.markdown import render_table
@@ -36,7 +37,7 @@ from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.report import answer_hash
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import finite, write_json
-from dflash_toolkit.models.dflash.checkpoint import locate, read_config
+from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import (
     context_limit,
     declared_stop_ids,
@@ -267,7 +268,7 @@ def run(args: argparse.Namespace) -> None:
     ours = read_ours(args.ours, args.drafter, args.run) if args.ours else None
     if ours:
         check_same(ours, sets, args.max_tokens)
-    drafter = locate(args.drafter)
+    drafter = locate("drafter", args.drafter)
     block = read_config(drafter).block_size
     config = load_config(args.target)
     longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)

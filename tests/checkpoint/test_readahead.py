@@ -1,7 +1,6 @@
 """Reading ahead: what is read and what not, and that it begins before torch and transformers are imported."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ from paths import ROOT
 import dflash_toolkit
 import dflash_toolkit.evaluation
 import dflash_toolkit.runtime
-from dflash_toolkit.checkpoint import readahead
-from dflash_toolkit.checkpoint.readahead import cached, read_ahead
+from dflash_toolkit.checkpoint import readahead, reader
+from dflash_toolkit.checkpoint.readahead import read_ahead
 
 LAZY = (dflash_toolkit, dflash_toolkit.runtime, dflash_toolkit.evaluation)
 PART = 4096
@@ -31,8 +30,6 @@ def fresh(program: str, *arguments: str) -> str:
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small files have several parts, and the memory is the tests' own, whatever the machine's."""
     monkeypatch.setattr(readahead, "PART", PART)
-    monkeypatch.setattr(readahead, "READ", PART // 4)
-    monkeypatch.setattr(readahead, "cached", lambda *_: False)  # the tests have just written them
     (tmp_path / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   1048576 kB\nBuffers: 1 kB\n")
     monkeypatch.setattr(readahead, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(readahead, "CONTAINER", (tmp_path / "memory.max",))
@@ -72,7 +69,7 @@ def test_files_that_the_loader_passes_over_are_not_read(tmp_path: Path) -> None:
 
 
 def test_an_id_is_read_where_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readahead, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(reader.constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--some--target"
     checkpoint(repository / "snapshots" / "5eed", model=40)
     checkpoint(repository / "snapshots" / "01d", model=500)
@@ -97,47 +94,6 @@ def test_a_file_that_goes_away_ends_the_reading(tmp_path: Path) -> None:
     reading = readahead.ReadAhead([(tmp_path / "gone", 9 * PART)])
     reading.join()
     assert reading.bytes == 0
-
-
-def test_what_is_in_the_file_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = checkpoint(tmp_path / "target", a=3 * PART, b=10)
-    asked: list[int] = []
-
-    def known(_: int, start: int, size: int) -> bool:
-        asked.append(start)
-        return start == PART
-
-    monkeypatch.setattr(readahead, "cached", known)
-    assert bytes_read(target) == 2 * PART + 10 and sorted(asked) == [0, 0, PART, 2 * PART]
-
-
-def test_a_file_says_whether_it_is_cached(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(4 << 20))
-    with path.open("rb") as file:
-        descriptor = file.fileno()
-        assert cached(descriptor, 0, 1 << 20) and cached(descriptor, 2 << 20, 8 << 20)
-        assert not cached(descriptor, 4 << 20, 1 << 20), "behind the end there is nothing"
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        found = [cached(descriptor, start, 1 << 20) for _ in range(3) for start in (0, 1 << 20, 3 << 20)]
-        if all(found):
-            pytest.skip("a file system in memory")
-        assert not any(found), "to ask does not fetch"
-        os.pread(descriptor, 1 << 20, 2 << 20)
-        assert cached(descriptor, 2 << 20, 1 << 20) and not cached(descriptor, 0, 4 << 20)
-
-
-def test_where_nobody_can_tell_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-
-    def without_mincore(_: None) -> object:
-        return object()
-
-    monkeypatch.setattr(readahead.ctypes, "CDLL", without_mincore)
-    with path.open("rb") as file:
-        assert not cached(file.fileno(), 0, 1 << 20)
 
 
 # ---- what fits ----------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 import train.loop
 import train.objective.blocks
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
-from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.data.prompts import encode_chat, template_hash
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
 from dflash_toolkit.fingerprint import model_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.objective.blocks import Blocks

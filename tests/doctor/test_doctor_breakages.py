@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from test_doctor import edit, fit
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
-from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.data.prompts import Prompt, encode_chat
 from dflash_toolkit.doctor.cli import judge
 from dflash_toolkit.doctor.files import Case
 from dflash_toolkit.doctor.finding import Finding
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
 from train.responses.rows import Row
 

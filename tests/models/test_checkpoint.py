@@ -161,7 +161,10 @@ def test_top_level_causality_precedes_the_nested_one(copy: Path, top: Any, neste
     [
         (lambda t: t.update(mask_hidden=torch.ones(3)), "unknown tensor 'mask_hidden'"),
         (lambda t: t.update({"lm_head.weight": torch.ones(3)}), "unknown tensor 'lm_head.weight'"),
-        (lambda t: t.pop("layers.1.mlp.up_proj.weight"), "'layers.1.mlp.up_proj.weight' is missing"),
+        (
+            lambda t: t.pop("layers.1.mlp.up_proj.weight"),
+            "missing from its weights, first 'layers.1.mlp.up_proj.weight'",
+        ),
         (lambda t: t.update({"fc.weight": torch.ones(2, 4)}), "'fc.weight' has shape (2, 4), not (32, 96)"),
     ],
     ids=["unknown", "head", "missing", "shape"],

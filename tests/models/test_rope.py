@@ -15,11 +15,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter, save_drafter
-from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.doctor.files import Case, check_rope
 from dflash_toolkit.doctor.probe import Setting
 from dflash_toolkit.doctor.sweeps import rope
 from dflash_toolkit.models.dflash.checkpoint import read_config
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

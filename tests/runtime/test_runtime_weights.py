@@ -125,10 +125,10 @@ def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
 def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) -> None:
     path = edited(target_dir, tmp_path, lambda t: None)
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:500])
-    with pytest.raises(UserError, match="cannot read its weights"):
+    with pytest.raises(UserError, match=r"model\.safetensors is corrupt"):
         load_engine(str(path), None, "cpu")
     (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no \*.safetensors there"):
+    with pytest.raises(UserError, match=r"no \*.safetensors file"):
         load_engine(str(path), None, "cpu")
 
 

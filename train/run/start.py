@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError
-from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, locate, read_json, reduced_vocabulary
+from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, read_json, reduced_vocabulary
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 
 from ..config import DrafterOptions
@@ -40,7 +41,7 @@ def load_start(
         UserError: it cannot be read, does not fit the target, is not the shape that was asked for, or would be
             overwritten.
     """
-    folder = locate(name)
+    folder = locate("drafter", name)
     if folder.resolve() == output.resolve():
         raise UserError(f"init_from and output are both {name}; the run would overwrite what it starts from")
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)

@@ -11,19 +11,19 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...checkpoint.reader import each_tensor, load_weights, locate, weight_files
 from ...config import UserError
-from ...network import unreachable
 from ..rope import read_rope, tell_of_vllm
 from .network import Drafter, DrafterConfig
 
@@ -172,38 +172,13 @@ def load_drafter(
         UserError: missing or corrupt files, an unknown, missing or misshapen tensor (named), a network that this
             project does not implement (named).
     """
-    path = locate(name)
+    path = locate("drafter", name)
     config = read_config(path, layers_only=layers_only)
-    tensors = read_tensors(path, layers_only=layers_only)
-    expected = tensor_shapes(config)
-    for tensor in tensors:
-        if tensor not in expected:
-            raise UserError(f"drafter {name}: unknown tensor {tensor!r}; this checkpoint is not plain DFlash")
-    for tensor, shape in expected.items():
-        if tensor not in tensors:
-            raise UserError(f"drafter {name}: tensor {tensor!r} is missing from the weights")
-        if tuple(tensors[tensor].shape) != shape:
-            raise UserError(f"drafter {name}: tensor {tensor!r} has shape {tuple(tensors[tensor].shape)}, not {shape}")
-    drafter = Drafter.of_tensors(config, {n: t.to(device, dtype or torch.bfloat16) for n, t in tensors.items()})
-    return drafter.eval().requires_grad_(False)
-
-
-def locate(name: str) -> Path:
-    """The directory of a drafter, downloaded if `name` is a Hugging Face id. Raises UserError."""
-    if os.path.isdir(name):  # unlike Path's it answers for names of any length
-        return Path(name)
-    if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
-        raise UserError(f"drafter {name}: no such directory")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        if unreachable(error):
-            said = f"drafter {name}: no such directory, and the hub cannot be reached; give the directory of a drafter"
-            raise UserError(said) from error
-        raise UserError(f"drafter {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
+    with torch.device("meta"):
+        drafter = Drafter(config).to(dtype or torch.bfloat16)
+    drafter = drafter.to_empty(device=device).eval().requires_grad_(False)
+    load_weights(f"drafter {name}", dict(drafter.named_parameters()), read_tensors(path, layers_only=layers_only))
+    return drafter
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -228,22 +203,16 @@ def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
     left_out = set(SPECULATORS_COPIES if speculators else ())
     if layers_only and (speculators or reduced_vocabulary(raw) is not None):
         left_out |= SPECULATORS_COPIES | SPECULATORS_MAPS
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"drafter {path}: no *.safetensors file in this directory")
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for stored in set(handle.keys()):
-                    name = stored.removeprefix("model.")  # some trainers save their module one level up
-                    if name in left_out:
-                        continue
-                    if speculators and name in SPECULATORS_MAPS:
-                        raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
-                    tensors[name] = handle.get_tensor(stored)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"drafter {path}: {file.name} is corrupt ({error})") from error
+
+    def take(stored: str, read: Callable[[], Tensor]) -> None:
+        name = stored.removeprefix("model.")  # some trainers save their module one level up
+        if speculators and name in SPECULATORS_MAPS - left_out:
+            raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
+        if name not in left_out:
+            tensors[name] = read()
+
+    each_tensor(f"drafter {path}", weight_files(path), take)
     return tensors
 
 

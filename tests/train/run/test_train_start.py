@@ -13,9 +13,9 @@ from test_train_loop import argv, weights
 
 import train.loop
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.models.dflash.network import weights_hash
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
 from train.cli import main

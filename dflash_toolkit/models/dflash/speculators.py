@@ -1,4 +1,4 @@
-"""Drafter checkpoints in the speculators form; `checkpoint` reads them."""
+"""Drafter checkpoints in the speculators form; `checkpoint.py` reads them."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..config import UserError
-from ..models.dflash.checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, staged
-from ..models.dflash.network import Drafter
-from ..models.rope import tell_of_vllm
+from ...config import UserError
+from ..rope import tell_of_vllm
+from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, staged
+from .network import Drafter
 
 
 def save_speculators(

@@ -10,9 +10,9 @@ from conftest import check_same, make_drafter, make_target
 from safetensors.torch import load_file
 
 from dflash_toolkit import Drafter, Target, UserError, load_drafter
-from dflash_toolkit.checkpoint.speculators import save_speculators
 from dflash_toolkit.models.dflash import checkpoint
 from dflash_toolkit.models.dflash.checkpoint import config_json
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 
 Changes = dict[str, Any]

@@ -1,0 +1,175 @@
+"""A model's folder: where it is, which files hold its tensors, and how these get into a model's parameters.
+
+Nothing here imports torch: files are looked for, and read ahead, while that is imported.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
+
+from ..config import UserError
+from ..network import unreachable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def locate(what: str, name: str) -> Path:
+    """The directory of a model, downloaded if `name` is a Hugging Face id.
+
+    Args:
+        what: target or drafter, for messages.
+
+    Raises:
+        UserError: there is none.
+    """
+    if os.path.isdir(name):  # unlike Path's it answers for names of any length
+        return Path(name)
+    if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise UserError(f"{what} {name}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        if unreachable(error):
+            said = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"
+            raise UserError(said) from error
+        raise UserError(f"{what} {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
+
+
+def cached_folder(name: str) -> Path | None:
+    """A model's directory on this machine: for an id, what huggingface_hub's cache has of its main branch."""
+    if os.path.isdir(name):
+        return Path(name)
+    # not by huggingface_hub's own functions: their imports in a thread could meet those of transformers half-way
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        folder = cached / "snapshots" / (cached / "refs" / "main").read_text()
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):
+        return None
+
+
+def weight_files(folder: Path, kinds: Sequence[str] = ("model.safetensors",)) -> list[Path]:
+    """The files of a model's tensors, looked for in transformers' order; none if there are none.
+
+    Whatever else lies there, as adapters or states of an optimizer, is passed over.
+
+    Args:
+        kinds: the name that a file of all tensors would have, of every kind of file that will do.
+
+    Raises:
+        UserError: a damaged index, or one that names a file that is not there.
+    """
+    for whole in kinds:
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (index := folder / f"{whole}.index.json").is_file():
+            try:
+                files = sorted(folder / name for name in set(json.loads(index.read_bytes())["weight_map"].values()))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UserError(f"{index}: not the index of a checkpoint's files; fetch it again") from error
+            if missing := [file for file in files if not file.is_file()]:
+                raise UserError(f"{missing[0]}: no such file, and {index.name} names it")
+            return files
+        if files := sorted(folder.glob(f"*{Path(whole).suffix}")):
+            return files
+    return []
+
+
+def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable[[], Tensor]"], None]) -> None:
+    """Call `take(name, read)` for every tensor of safetensors files, a thread per file; `read()` is the tensor.
+
+    Raises:
+        UserError: there are no files, or one is damaged; and what `take` raises.
+    """
+    if not files:
+        raise UserError(f"{what}: no *.safetensors file in its directory; no other format is read")
+
+    def run(file: Path) -> None:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                stored = tensors.keys()
+                for name in stored:
+                    take(name, lambda name=name: tensors.get_tensor(name))  # type: ignore[misc]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{what}: {file.name} is corrupt ({' '.join(str(error).split())})") from error
+
+    with ThreadPoolExecutor(min(8, len(files))) as pool:  # reading and copying overlap
+        list(pool.map(run, files))
+
+
+def load_files(what: str, views: Mapping[str, "Tensor"], files: Sequence[Path]) -> None:
+    """Copy every tensor of `files` to the parameter view of its name.
+
+    Raises:
+        UserError: there are none, or a tensor is missing, unknown or misshapen.
+    """
+    weights = _Weights(what, views)
+    each_tensor(what, files, weights.take)
+    weights.check_complete()
+
+
+def load_weights(what: str, views: Mapping[str, "Tensor"], tensors: Mapping[str, "Tensor"]) -> None:
+    """Copy every tensor to the parameter view of its name. Raises UserError as `load_files` does."""
+    weights = _Weights(what, views)
+    for name, tensor in tensors.items():
+        weights.take(name, lambda tensor=tensor: tensor)  # type: ignore[misc]
+    weights.check_complete()
+
+
+class _Weights:
+    """Parameter views that fill up."""
+
+    def __init__(self, what: str, views: Mapping[str, "Tensor"]) -> None:
+        self._what, self._views = what, views
+        self._left = dict(views)
+        self._head: Tensor | None = None  # stored beside the embedding that it is tied to
+
+    def take(self, name: str, read: "Callable[[], Tensor]") -> None:
+        view = self._left.pop(name, None)
+        if view is not None:
+            tensor = read()
+            if tensor.shape != view.shape:
+                raise UserError(
+                    f"{self._what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}"
+                )
+            view.copy_(tensor)
+        elif name == HEAD and EMBEDDING in self._views:
+            self._head = read()
+        elif not name.endswith("rotary_emb.inv_freq"):  # which old checkpoints carry
+            raise UserError(
+                f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"
+            )
+
+    def check_complete(self) -> None:
+        if self._left:
+            raise UserError(
+                f"{self._what}: {len(self._left)} tensors are missing from its weights, first {min(self._left)!r}"
+            )
+        if self._head is not None:
+            check_tied(self._what, self._views[EMBEDDING], self._head)
+
+
+def check_tied(what: str, embedding: "Tensor", head: "Tensor") -> None:
+    """Refuse a stored head of its own where the head is to be the embedding: transformers decodes with it.
+
+    Raises:
+        UserError: it is another.
+    """
+    if head is embedding:
+        return
+    if head.shape != embedding.shape or not bool((head.to(embedding) == embedding).all()):
+        raise UserError(
+            f"{what}: its config.json ties the head to the embedding, but it stores another {HEAD}; set "
+            f"tie_word_embeddings to false in config.json"
+        )
