@@ -215,15 +215,6 @@ def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clini
     assert not found["fault"] and [finding["check"] for finding in found["warning"]] == ["target"]
 
 
-def test_two_mistakes_are_both_found(clinic: Clinic) -> None:
-    def both(path: Path) -> None:
-        edit(target_layer_ids=[2, 3, 4], mask_token_id=MASK - 1)(path)
-
-    faults = clinic.examine(break_it=both)["fault"]
-    assert [fault["check"] for fault in faults] == ["layer ids", "mask row"]
-    assert all(wanted in fault["remedy"] for wanted, fault in zip(("[1, 2, 3]", "299"), faults, strict=True))
-
-
 def test_loaders_that_would_read_two_thetas_are_warned_of(clinic: Clinic) -> None:
     def disagree(path: Path) -> None:
         values = json.loads((path / "config.json").read_text())
@@ -372,34 +363,15 @@ def test_a_gain_counts_the_accepted_drafts_and_noise_is_not_clear() -> None:
 
 
 def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) -> None:
-    def converted(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
-        def convert(path: Path) -> None:
-            drafter, target = load_drafter(str(path)), Target.load(clinic.target, "cpu")
-            shutil.rmtree(path)
-            save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
-            for change in changes:
-                change(path)
+    def converted(path: Path) -> None:
+        drafter, target = load_drafter(str(path)), Target.load(clinic.target, "cpu")
+        shutil.rmtree(path)
+        save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
+        edit(rope_theta=1e2, mask_token_id=PAD)(path)
 
-        return convert
-
-    def mended(path: Path) -> None:  # as the remedies say
-        config = json.loads((path / "config.json").read_text())
-        layer = config["transformer_layer_config"]
-        layer["rope_theta"] = layer["rope_parameters"]["rope_theta"] = 1e4
-        config["mask_token_id"] = MASK
-        (path / "config.json").write_text(json.dumps(config))
-
-    for change, check, named in (
-        (
-            edit(rope_theta=1e2),
-            "rope",
-            "rope_parameters.rope_theta of transformer_layer_config to 10000.0 in",
-        ),
-        (edit(mask_token_id=PAD), "mask row", f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}"),
-    ):
-        found = clinic.examine(break_it=converted(change))
-        assert any(f["check"] == check and named in f["remedy"] for f in found["fault"]), found["fault"]
-        assert not clinic.examine(break_it=converted(change, mended))["fault"]
+    remedies = {fault["check"]: fault["remedy"] for fault in clinic.examine(break_it=converted)["fault"]}
+    assert "rope_parameters.rope_theta of transformer_layer_config to 10000.0 in" in remedies["rope"]
+    assert f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}" in remedies["mask row"]
 
 
 def test_what_the_files_say_stands_where_answers_are_too_short_to_measure(

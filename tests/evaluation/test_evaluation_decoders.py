@@ -87,27 +87,6 @@ def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatc
             assert a.drafted.finish_reason == b.drafted.finish_reason
 
 
-def test_the_commands_report_is_the_same_on_both(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
-    command = [
-        "--target",
-        str(target_dir),
-        "--drafter",
-        str(drafter_dir),
-        "--device",
-        "cpu",
-        "num_speculative_tokens=4",
-    ]
-    command += ["--max-tokens", "20", "--prompts", f"a={prompts}"]
-    for name in ("engine", "reference"):
-        assert main([*command, "--runtime", name, "--output", str(tmp_path / name)]) == 0
-    ours, definition = (untimed(load(tmp_path / name)) for name in ("engine", "reference"))
-    assert ours["arguments"].pop("runtime") == "engine"
-    assert definition["arguments"].pop("runtime") == "reference"
-    assert ours == definition
-    assert ours["arguments"]["block_size"] == 5
-
-
 def test_drafting_in_eight_bits_is_measured_and_reported(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,8 +242,3 @@ def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, m
         evaluate(EngineRuntime.of_modules(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
     with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):
         evaluate(EngineRuntime.of_modules(target, drafter, "fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
-
-
-def test_an_unknown_draft_dtype_is_refused_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
-    with pytest.raises(ValueError, match="draft_dtype is 'int4'; it must be one of auto, fp8, full"):
-        EngineRuntime.of_modules(target, drafter, "int4")
