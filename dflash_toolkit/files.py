@@ -1,20 +1,15 @@
-"""JSON files that no reader ever meets half of, and outputs that one run writes at a time."""
+"""Files that no reader ever meets half of, journals of JSON lines, and outputs that one run writes at a time."""
 
 import contextlib
 import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .config import UserError
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON as `write_text` writes. Raises UserError."""
-    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -25,7 +20,35 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+        raise unwritable(path, error) from error
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """As `write_text` does."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def append_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Add rows to a journal of JSON lines in one write: a kill tears the last line at most. Raises UserError."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:  # closing flushes, and may fail like a write
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def cut_journal(path: Path, size: int) -> None:
+    """Drop what stands behind so many bytes: what a kill has torn. Raises UserError."""
+    try:
+        if path.exists() and path.stat().st_size > size:
+            os.truncate(path, size)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """What to raise where a file cannot be written."""
+    return UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again")
 
 
 def read_json(path: Path) -> Any:

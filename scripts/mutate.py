@@ -54,7 +54,7 @@ TABLE = {  # a module and the tests that answer for it, the quickest first; none
         "models/test_checkpoint.py", "models/test_drafter_config.py", "models/test_speculators.py",
     ],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
-    "train/objective/losses.py": [
+    "train/objective/loss.py": [
         "train/objective/test_train_losses.py", "train/objective/test_train_distribution.py",
     ],
 }  # fmt: skip

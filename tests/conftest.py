@@ -121,16 +121,18 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Training by a clock of the test: a step takes a second, an evaluation 100, the part of a save that is waited
     for 1000.
 
-    The seam is the name `time` in train.loop and train.run.metrics: all they know of time is `time.perf_counter()`.
+    The seam is the name `time` in the modules that read it: all that they know of time is `time.perf_counter()`.
     """
     import train.loop
     import train.run.metrics
+    from train.run import budget, save
+    from train.run.held_out import HeldOut
 
-    for module in (train.loop, train.run.metrics):
+    for module in (budget, save, train.run.metrics):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(train.loop, "compute_loss", clock.costs(1, train.loop.compute_loss))
-    monkeypatch.setattr(train.loop, "host_copy", clock.costs(1000, train.loop.host_copy))
-    monkeypatch.setattr(train.loop.HeldOut, "__call__", clock.costs(100, train.loop.HeldOut.__call__))
+    monkeypatch.setattr(save, "host_copy", clock.costs(1000, save.host_copy))
+    monkeypatch.setattr(HeldOut, "__call__", clock.costs(100, HeldOut.__call__))
     return clock
 
 
@@ -248,7 +250,7 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
     """What a run of `dflash-train --data` would train on and measure on, in `work`: prompts as they are rendered."""
     from dflash_toolkit.data.prompts import encode_chat
     from train.prompts.choosing import chosen
-    from train.run.data import PROMPTS, Reading, choose_prompts
+    from train.prompts.split import PROMPTS, Reading, choose_prompts
 
     work.mkdir(parents=True, exist_ok=True)
     data = choose_prompts(Reading(config, tokenizer, "prompts.max_length"), work)
@@ -262,9 +264,10 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
 def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB) -> tuple[Any, list[list[int]]]:
     """The corpus and the held-out prompts of a run of `dflash-train --answers`, in `work`."""
     from dflash_toolkit.data.prompts import template_hash
+    from train.prompts.split import PromptData, Reading
+    from train.responses.build_corpus import write_given
     from train.responses.corpus import Corpus
     from train.responses.file import Match
-    from train.run.data import PromptData, Reading, write_given
     from train.run.identity import target_digest
 
     work.mkdir(parents=True, exist_ok=True)

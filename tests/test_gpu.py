@@ -16,9 +16,9 @@ from train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
 from train.objective.blocks import dense_mask, flex_mask, sample_blocks
-from train.objective.losses import draft_loss
-from train.objective.step import compute_loss
+from train.objective.loss import compute_loss, draft_loss
 from train.responses.rows import Row
+from train.run.definition import Run
 
 pytestmark = pytest.mark.gpu
 
@@ -92,10 +92,9 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: 
         run=RunOptions(log_every=50),
     )
     exported: list[Drafter] = []
-    train(
-        _with_block_size(config, 8), target, drafter, [Row(0, len(prompt), prompt + answer)], [], tmp_path, {},
-        lambda trained, tau: exported.append(trained),
-    )  # fmt: skip
+    rows = [Row(0, len(prompt), prompt + answer)]
+    asked = _with_block_size(config, 8)
+    train(Run(asked, target, drafter, rows, [], tmp_path, {}, lambda trained, export: exported.append(trained)))
     served = exported[-1].to(torch.bfloat16).eval()
     result = generate(target, served, prompt, SamplingParams(max_new_tokens=64, ignore_eos=True))
     assert result.acceptance_length > 5.0

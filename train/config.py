@@ -1,12 +1,12 @@
 """Every option of a training run, with its default. The defaults are a complete run for an 8B target on one large GPU.
 
 The choices among them are from an ablation (docs/benchmarks.md, "Settings"): Qwen2.5-Coder-0.5B-Instruct, an
-H200, two minutes each on the same answers, acceptance length decoded on four sets. As chosen here it was 2.92; with
+H200, two minutes each on the same responses, acceptance length decoded on four sets. As chosen here it was 2.92; with
 AdamW instead of Muon 2.23, with decay weights instead of D-PACE 2.86, with 3 taps for 5 2.77, with KL for half of the
 cross-entropy 2.85, with 2 layers for 5 2.77 (and 3 % more tokens a second on that small target; five are the
 checkpoints' usual shape). Muon's learning rate is from half a minute each: 2.28 at 6e-4, 2.73 at 1.2e-3, 2.95 at 3e-3
 (teacher-forced, after 200 steps). One run each: the gaps to decay and KL are within chance. The same 2304 blocks of a
-step from 12288 tokens gave 4.91 instead of 3.98 (teacher-forced, after 66 seconds), with four times as many answers
+step from 12288 tokens gave 4.91 instead of 3.98 (teacher-forced, after 66 seconds), with four times as many responses
 seen; that is about the density of the paper's recipe.
 """
 

@@ -1,4 +1,4 @@
-"""dflash-data: prompts -> the target's own answers, one JSON line each, for `dflash-train --answers`.
+"""dflash-data: prompts -> the target's own responses, one JSON line each, for `dflash-train --answers`.
 
 Beside FILE.jsonl (its rows: `responses/file.py`) stand FILE.prompts.jsonl, the prompts that were chosen, and
 FILE.run.json, what was asked for.
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command, to_mapping
-from dflash_toolkit.data.prompts import encode_chat, template_hash
+from dflash_toolkit.data.prompts import template_hash
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
@@ -23,7 +23,6 @@ from dflash_toolkit.models.target import (
     declared_stop_ids,
     load_config,
     load_generation_config,
-    load_tokenizer,
     resolve_device,
     resolve_dtype,
 )
@@ -34,10 +33,10 @@ from .config import RUNTIMES
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
 from .responses.backends import Backend, EngineBackend, open_backend
-from .responses.conversation import likeliest_end_first
+from .responses.conversation import likeliest_end_first, load_chat_tokenizer
 from .responses.endpoint import APIS, EndpointBackend
-from .responses.file import resume
-from .responses.generate import SAID, Asking, Tally, answer, limit_of, reasons
+from .responses.file import of_another_run, resume
+from .responses.generate import SAID, ResponsePlan, Tally, limit_of, reasons, respond
 from .responses.openai_http import find_models
 from .responses.vllm_backend import VllmBackend, import_vllm
 from .run.identity import target_digest
@@ -152,15 +151,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: DataConfig) -> None:
-    """Read prompts, answer them, write the answers; goes on where an earlier run stopped."""
+    """Read prompts, answer them, write the responses; goes on where an earlier run stopped."""
     use_threads(config.threads)
     output = Path(config.output)
     own = {path.resolve() for path in (output, _prompts_file(output), _record_file(output))}
     if clash := next((name for name in config.data if Path(Source(name).place).resolve() in own), None):
         raise UserError(f"data {clash} is a file that this run would write; choose another --output")
     target_config = load_config(config.target)
-    tokenizer = load_tokenizer(config.target)
-    encode_chat(tokenizer, [{"role": "user", "content": "?"}], config.sampler.thinking)  # is there a template at all?
+    tokenizer = load_chat_tokenizer(config.target, config.sampler.thinking)
     length = min(config.prompts.max_length, context_limit(target_config))
     record = {
         "target": config.target,
@@ -189,7 +187,7 @@ def run(config: DataConfig) -> None:
         try:
             answering = _answering(config, backend)
             if begun and (difference := first_difference(begun, answering)):
-                raise _other(output, difference)
+                raise of_another_run(output, difference)
             record |= answering
             write_json(_record_file(output), record)
             summary = _answer(config, record, tokenizer, backend, prompts, output, length)
@@ -240,23 +238,19 @@ def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
     if difference := first_difference(old, json.loads(json.dumps(record))):
-        raise _other(output, difference)
+        raise of_another_run(output, difference)
     if begun.get("finished") and not output.stat().st_size:
         raise UserError(f"{path} says that {output} was finished, but that is empty; remove {path.name} to begin again")
     return begun
 
 
 def _answering(config: DataConfig, backend: Backend) -> dict[str, Any]:
-    """What answers: another model or runtime does not go on with its answers."""
+    """What answers: another model or runtime does not go on with its responses."""
     if isinstance(backend, EndpointBackend):
         return {"runtime": "endpoint", "model": ", ".join(sorted(set(backend.models)))}
     if config.runtime == "vllm":
         return {"runtime": "vllm"}
     return {"runtime": "engine" if isinstance(backend, EngineBackend) else "reference"}
-
-
-def _other(output: Path, difference: str) -> UserError:
-    return UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
 
 
 @contextlib.contextmanager
@@ -276,15 +270,12 @@ def _alone(output: Path) -> Iterator[None]:
 def _choose(config: DataConfig, path: Path) -> None:
     """Read the sources into a file of prompts, each there once. Raises UserError."""
     options = config.prompts
-    wanted = Wanted(
-        names=config.data, similarity=options.similarity, strict=options.strict, most=options.max_prompts,
-        seed=config.sampler.seed, split=options.split, shuffle=options.shuffle, form=options.form,
-    )  # fmt: skip
+    wanted = Wanted(names=config.data, options=options, seed=config.sampler.seed, shuffle=options.shuffle)
     counts = choose(wanted, path, Duplicates(options.similarity))
     print(f"{counts['prompts']} prompts; left out: {left_out(counts)}", file=sys.stderr)
 
 
-# ---- answers -------------------------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------------------------------
 
 
 def _answer(
@@ -300,12 +291,12 @@ def _answer(
     sampler = config.sampler
     done, rows, tokens, found = resume(output)
     total = sampler.samples * sum(1 for _ in chosen(prompts))
-    asking = Asking(
+    plan = ResponsePlan(
         tokenizer=tokenizer, params=sampler.params(), length=length, thinking=sampler.thinking, seed=sampler.seed,
         samples=sampler.samples, greedy_first=sampler.greedy_first,
     )  # fmt: skip
     tally = Tally(rows, tokens, left_out=found)
-    tally.add(answer(backend, asking, prompts, output, {key: record[key] for key in SAID}, done, total))
+    tally.add(respond(backend, plan, prompts, output, {key: record[key] for key in SAID}, done, total))
     limit = limit_of(config.prompts.max_length, length)
     if not tally.rows:
         raise UserError(f"none of {total} answers can be trained on: {reasons(tally.dropped, limit)}")

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
-from ..generation import Generation, Step
+from ..decode import Generation, Step
+from ..files import append_lines, cut_journal, unwritable
 from .measure import Difference, Measurement
 
 Key = tuple[str, int]  # name of the prompt set, index of the prompt in it
@@ -24,20 +24,18 @@ class Journal:
         """Continue the journal at `path`, or start it afresh. Raises UserError if it cannot be written."""
         self._path = path
         self.done: dict[Key, Measurement] = {}
-        header = json.dumps({"fingerprint": fingerprint}).encode() + b"\n"
+        header = {"fingerprint": fingerprint}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             old = path.read_bytes() if path.exists() else b""
-            kept = self._read(old, header)
-            if kept == 0:
-                if old.count(b"\n") > 1:
-                    print(f"{path} is of a run that differs; its measurements are made again", file=sys.stderr)
-                path.write_bytes(header)
-            elif kept < len(old):
-                with path.open("r+b") as file:
-                    file.truncate(kept)
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise unwritable(path, error) from error
+        kept = self._read(old, json.dumps(header).encode() + b"\n")
+        if kept == 0 and old.count(b"\n") > 1:
+            print(f"{path} is of a run that differs; its measurements are made again", file=sys.stderr)
+        cut_journal(path, kept)
+        if kept == 0:
+            append_lines(path, [header])
 
     def _read(self, content: bytes, header: bytes) -> int:
         """Fill `done` and return how many leading bytes are whole lines of this very run."""
@@ -58,17 +56,8 @@ class Journal:
 
     def append(self, key: Key, measurement: Measurement) -> None:
         """Record a finished measurement. Raises UserError if the disk is full."""
-        row = {"set": key[0], "index": key[1], "measurement": asdict(measurement)}
-        try:
-            with self._path.open("ab") as file:
-                file.write(json.dumps(row).encode() + b"\n")
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        append_lines(self._path, [{"set": key[0], "index": key[1], "measurement": asdict(measurement)}])
         self.done[key] = measurement
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror}); mend that and run the same command again")
 
 
 def _measurement(row: dict[str, Any]) -> Measurement:

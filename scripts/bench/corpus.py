@@ -25,9 +25,10 @@ import numpy as np
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.files import write_json
 from dflash_toolkit.train.config import DataOptions, TrainConfig
+from dflash_toolkit.train.prompts.split import Reading
+from dflash_toolkit.train.responses.build_corpus import write_given
 from dflash_toolkit.train.responses.corpus import Corpus
 from dflash_toolkit.train.responses.file import Match
-from dflash_toolkit.train.run.data import Reading, write_given
 
 LENGTH, PROMPT, WORDS, POOL = 2000, 200, 151_936, 200
 

@@ -23,7 +23,7 @@ from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.config import LossOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
-from dflash_toolkit.train.objective.step import compute_loss, use_flex
+from dflash_toolkit.train.objective.loss import compute_loss, use_flex
 from dflash_toolkit.train.optim.optimizers import make_optimizer
 from dflash_toolkit.train.responses.rows import Row
 

@@ -49,18 +49,19 @@ from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
 from dflash_toolkit.record import RECORD_KEY, export_record
-from dflash_toolkit.train.cli import drafter_config
 from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data_cli import DataConfig
 from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.features.source import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import packing
+from dflash_toolkit.train.responses.build_corpus import digest_of
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.data import hold_out, usable
+from dflash_toolkit.train.run.definition import Export, Run
 from dflash_toolkit.train.run.estimate import teacher_forced_length
 from dflash_toolkit.train.run.identity import target_digest
+from dflash_toolkit.train.run.prepare import drafter_config
 
 # a 0.5B target on one large GPU; what is given on the command line comes later and wins
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
@@ -226,18 +227,21 @@ class Lab:
             source = self.source(config, shape.target_layer_ids)
         with timed(seconds, "compile"):
             short = replace(config, optim=replace(config.optim, minutes=0.0, steps=WARM_UP_STEPS))
-            train(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, keep_nothing, source=source)
+            train(
+                Run(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, keep_nothing),
+                None,
+                source,
+            )
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         note = {"template_hash": template_hash(self.target.tokenizer)}
+
+        def export(trained: Drafter, made: Export) -> None:
+            save_drafter(trained, folder, note | {RECORD_KEY: export_record(trained, self.target)})
+
         with timed(seconds, "training"):
-            outcome = train(
-                config, self.target, self.drafter(config), self.rows, [], fresh(work), {},
-                lambda trained, _: save_drafter(
-                    trained, folder, note | {RECORD_KEY: export_record(trained, self.target)}
-                ),
-                source=source,
-            )  # fmt: skip
+            run = Run(config, self.target, self.drafter(config), self.rows, [], fresh(work), {}, export)
+            outcome = train(run, None, source)
         (work / "state.pt").unlink()  # a run by the clock is not resumed
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         held_out = None
@@ -332,6 +336,52 @@ def table(result: dict[str, Any], sets: Sequence[str]) -> str:
         figures += [pooled.get("tau"), pooled.get("tokens_per_second")]
         rows.append((run["name"], str(run["steps"]), *map(number, figures)))
     return render_table(Table("", header, tuple(rows)))
+
+
+def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tuple[list[Row], dict[str, int]]:
+    """Rows to train on, each there once, cut to `longest` and renumbered, and how many were left out for what.
+
+    Args:
+        forbidden: prompts (token ids) that are measured on.
+
+    Raises:
+        UserError: none is left.
+    """
+    left_out = dict.fromkeys(("repeated", "in_evaluation", "too_short"), 0)
+    measured = {digest_of(prompt) for prompt in forbidden}
+    seen: set[bytes] = set()
+    kept: list[Row] = []
+    for row in (row.cut(longest) for row in rows):
+        tokens = digest_of(row.tokens)
+        if tokens in seen:
+            left_out["repeated"] += 1
+        elif digest_of(row.tokens[: row.prompt_tokens]) in measured:
+            left_out["in_evaluation"] += 1
+        elif not row.has_anchor:
+            left_out["too_short"] += 1
+        else:
+            kept.append(replace(row, index=len(kept)))
+        seen.add(tokens)
+    if not kept:
+        raise UserError(f"none of {len(rows)} answers can be trained on: {left_out}")
+    return kept, left_out
+
+
+def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on, and the first row of each of so many prompts, all of whose rows are kept out.
+
+    Raises:
+        UserError: there are not more prompts than that.
+    """
+    prompts_of = [digest_of(row.tokens[: row.prompt_tokens]) for row in rows]
+    by_prompt = dict(zip(reversed(prompts_of), reversed(rows), strict=True))
+    names = list(by_prompt)
+    if prompts >= len(names):
+        raise UserError(f"{prompts} prompts are to be kept out of training and there are {len(names)}; keep fewer out")
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = {names[i] for i in order[:prompts]}
+    training = [row for row, name in zip(rows, prompts_of, strict=True) if name not in chosen]
+    return training, [by_prompt[name] for name in names if name in chosen]
 
 
 def run(args: argparse.Namespace) -> None:

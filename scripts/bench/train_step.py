@@ -40,7 +40,7 @@ from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Blocks, sample_blocks
-from dflash_toolkit.train.objective.step import compute_loss, use_flex
+from dflash_toolkit.train.objective.loss import compute_loss, use_flex
 from dflash_toolkit.train.optim.schedule import draws
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
@@ -147,12 +147,12 @@ class Bench:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         synchronize(device)
-        self.processes.gather(None)
+        self.processes.all_gather(None)
         began = time.perf_counter()
         for _ in range(steps):
             self.step()
         synchronize(device)
-        seconds = max(self.processes.gather(time.perf_counter() - began)) / steps
+        seconds = max(self.processes.all_gather(time.perf_counter() - began)) / steps
         timed = -(-steps // 2)
         for _ in range(timed):
             self.step(parts=True)
@@ -170,7 +170,7 @@ class Bench:
             "mfu_without_optimizer": flops / parts["drafter"] / (self.args.peak_tflops * 1e12),
             "target_share": share,
             "parts_ms": {name: 1e3 * value for name, value in parts.items()},
-            "peak_gib": peak and max(self.processes.gather(peak)),  # of a GPU
+            "peak_gib": peak and max(self.processes.all_gather(peak)),  # of a GPU
         }
 
 
@@ -236,7 +236,7 @@ def measure_ways(args: argparse.Namespace, target: Target, processes: Processes,
     before = free(device)
     for at, way in enumerate(left(args, journal)):
         late = time.time() > float(os.environ[UNTIL])
-        if any(processes.gather(late or (at > 0 and free(device) > before + LEFT_BEHIND))):
+        if any(processes.all_gather(late or (at > 0 and free(device) > before + LEFT_BEHIND))):
             return
         args.optimizer, _, args.shard = way.partition("+")
         torch.compiler.reset()

@@ -26,6 +26,7 @@ from dflash_toolkit.record import RECORD_KEY, export_record
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.objective.blocks import Blocks
 from train.responses.rows import Row
+from train.run.definition import Run
 
 TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.", "What is 2+2?")
 TOKENS = 40
@@ -50,7 +51,7 @@ def fit(
         run=RunOptions(feature_cache_gb=1, log_every=1000),
     )  # fmt: skip
     drafter = make_drafter(target, block_size=block_size, **shape).train()
-    train.loop.train(config, target, drafter, rows, [], work, {}, lambda trained, tau: None)
+    train.loop.train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
     return drafter.eval()
 
 

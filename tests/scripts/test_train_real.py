@@ -19,10 +19,10 @@ from dflash_toolkit.models.rope import RopeScaling
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
-from train.objective import step
+from train.objective import loss
 from train.objective.blocks import sample_blocks
 from train.responses.rows import Row
-from train.run.data import hold_out, usable
+from train.run.definition import Run
 from train.run.estimate import teacher_forced_length
 
 SMALL = ["drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "optim.pack_tokens=256", "optim.pack_blocks=32",
@@ -159,16 +159,16 @@ def test_the_commands_of_its_own_text_parse(program: ModuleType) -> None:
 # ---- what it is made of ----------------------------------------------------------------------------------------
 
 
-def test_rows_are_kept_once_and_never_from_what_is_measured() -> None:
+def test_rows_are_kept_once_and_never_from_what_is_measured(program: ModuleType) -> None:
     texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9], [1, 2, 3]]
-    kept, left_out = usable([Row(10 + i, 2, tokens) for i, tokens in enumerate(texts)], 4, {(5, 6)})
+    kept, left_out = program.usable([Row(10 + i, 2, tokens) for i, tokens in enumerate(texts)], 4, {(5, 6)})
     assert kept == [Row(0, 2, [1, 2, 3, 4]), Row(1, 2, [1, 2, 9, 9])], "cut, and numbered anew"
     assert left_out == {"repeated": 1, "in_evaluation": 1, "too_short": 1}
 
 
-def test_all_rows_of_a_held_out_prompt_are_kept_out() -> None:
+def test_all_rows_of_a_held_out_prompt_are_kept_out(program: ModuleType) -> None:
     rows = [Row(i, 2, [i // 3, 1, *range(10 + i)]) for i in range(12)]
-    training, held_out = hold_out(rows, 2, seed=0)
+    training, held_out = program.hold_out(rows, 2, seed=0)
     assert len(training) == 6 and len(held_out) == 2
     assert not {row.tokens[0] for row in training} & {row.tokens[0] for row in held_out}
     assert all(row.index % 3 == 0 for row in held_out), "the first answer of each"
@@ -185,7 +185,7 @@ def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_
         run=RunOptions(log_every=1000),
         optim=OptimOptions(optimizer="adamw", steps=40, learning_rate=3e-3),
     )
-    train(config, target, drafter, rows[:3], [], tmp_path, {}, lambda *_: None)
+    train(Run(config, target, drafter, rows[:3], [], tmp_path, {}, lambda *_: None))
     found = []
     for given in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
         batched = replace(config, optim=OptimOptions(**given))
@@ -199,8 +199,8 @@ def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(
     scaling: RopeScaling | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(step._run, backend="eager", fullgraph=True)  # its guards are those of every backend
-    monkeypatch.setattr(step, "_compiled_run", lambda: compiled)
+    compiled = torch.compile(loss._forward, backend="eager", fullgraph=True)  # its guards are those of every backend
+    monkeypatch.setattr(loss, "_compiled_forward", lambda: compiled)
     target = make_target()
     source = FeatureSource(target, (1, 2, 3), 64, packed=128)
     features = source([Row(i, 3, list(range(40))) for i in range(3)])
@@ -209,7 +209,7 @@ def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(
 
     def one_step() -> None:
         drafter = make_drafter(target, rope_scaling=scaling).train()
-        step.compute_loss(drafter, target, features, blocks, config, False).loss.backward()
+        loss.compute_loss(drafter, target, features, blocks, config, False).loss.backward()
 
     one_step()
     with torch._dynamo.config.patch(error_on_recompile=True):

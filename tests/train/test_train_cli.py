@@ -10,7 +10,6 @@ import torch
 from conftest import EOS, prompts_of
 from test_train_loop import argv, lines_without_speed, weights
 
-import train.loop
 import train.run.state
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
@@ -21,6 +20,7 @@ from dflash_toolkit.record import export_record
 from train.cli import main
 from train.config import DataOptions, TrainConfig
 from train.responses.corpus import Corpus
+from train.run import save
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +150,15 @@ def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on_as_if_nothing_happ
 ) -> None:
     often = ("run.evaluate_every=2", "optim.learning_rate=3e-2")  # the best so far matters too
     with monkeypatch.context() as patch:
-        real, calls = train.loop.save_state, []
+        real, calls = save.save_state, []
 
-        def interrupted(state: train.run.state.RunState, path: Path) -> None:
+        def interrupted(state: train.run.state.ResumePoint, path: Path) -> None:
             calls.append(state.step)
             if len(calls) == 3:  # the metrics are ahead of the resume point
                 raise KeyboardInterrupt
             real(state, path)
 
-        patch.setattr(train.loop, "save_state", interrupted)
+        patch.setattr(save, "save_state", interrupted)
         assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
     assert "run the same command again" in capsys.readouterr().err.splitlines()[-1]
     assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0

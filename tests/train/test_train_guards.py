@@ -17,9 +17,10 @@ from dflash_toolkit import Target, UserError, save_drafter
 from dflash_toolkit.files import locked
 from dflash_toolkit.models.target import load_tokenizer
 from train import loop
-from train.cli import WORK, main
+from train.cli import main
 from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.optim.schedule import learning_rate_factor
+from train.run.definition import WORK, Run
 from train.run.state import load_state
 
 SMALL = (
@@ -56,9 +57,8 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
         optim=OptimOptions(optimizer="adamw", steps=6, batch_size=4), run=RunOptions(log_every=2, save_every=2),
     )  # fmt: skip
     with pytest.raises(UserError, match=f"step {2 * (bad // 2) + 2}: the gradient is not a number"):
-        loop.train(
-            config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: exported.append(1)
-        )
+        drafter = make_drafter(target).train()
+        loop.train(Run(config, target, drafter, rows(16), [], tmp_path, {}, lambda *_: exported.append(1)))
     point = load_state(tmp_path / "state.pt", {})
     assert point is not None and point.step == 2 * (bad // 2) and not exported
     assert all(bool(weight.isfinite().all()) for weight in point.drafter.values())
@@ -185,7 +185,7 @@ def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
             optim=OptimOptions(optimizer="adamw", epochs=6, batch_size=2, accumulate=accumulate, warmup=0.01),
             run=RunOptions(log_every=1, save_every=1),
         )  # fmt: skip
-        loop.train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None)
+        loop.train(Run(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda *_: None))
 
     monkeypatch.setattr(loop, "compute_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):

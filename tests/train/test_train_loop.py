@@ -30,8 +30,10 @@ from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, 
 from train.loop import train
 from train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor
 from train.responses.rows import Row
+from train.run import report
+from train.run.definition import Run
 from train.run.metrics import MetricsLog
-from train.run.state import RunState, first_difference, load_state, save_state
+from train.run.state import ResumePoint, first_difference, load_state, save_state
 
 GOLDEN = ROOT / "tests/golden/loss_curve.json"
 
@@ -55,7 +57,7 @@ def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
         target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=8, weights=weights),
         optim=OptimOptions(optimizer="adamw", steps=40, batch_size=4, learning_rate=3e-3), run=RunOptions(log_every=4),
     )  # fmt: skip
-    train(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda trained, tau: None)
+    train(Run(config, target, make_drafter(target).train(), rows(16), [], tmp_path, {}, lambda trained, made: None))
     curve = losses(tmp_path / "metrics.jsonl")
     assert len(curve) == 10 and curve[-1] < curve[0] - 1
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
@@ -214,7 +216,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(
             super().__init__(*arguments, **more)
             bars.append(self._bar.tasks[0])
 
-    monkeypatch.setattr(sys.modules["train.loop"], "Progress", Watched)
+    monkeypatch.setattr(report, "Progress", Watched)
     clock = ("optim.minutes=0.5", "optim.steps=0", "run.evaluate_every=0", "run.save_every=100")
     assert main(argv(target_dir, data, tmp_path / "run", *clock)) == 0
     lines = lines_without_speed(tmp_path / "run/work/metrics.jsonl")
@@ -294,8 +296,8 @@ def test_a_metrics_file_that_cannot_grow_is_one_line(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def state(step: int) -> RunState:
-    return RunState(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0, step)
+def state(step: int) -> ResumePoint:
+    return ResumePoint(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0, step)
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from dflash_toolkit.models.dflash.network import Drafter, DraftLayer
 
 from ..config import TrainConfig
-from ..objective.step import compiles
+from ..objective.loss import compiles
 from ..optim.optimizers import make_optimizer, rows_of, update_average
-from ..run.state import RunState
+from ..run.state import ResumePoint
 from .parallel import Processes, other_optimizer
 
 Rope = tuple[Tensor, Tensor]
@@ -96,7 +96,7 @@ class _Forward(nn.Module):
 class Fsdp:
     """The drafter in shards. The interface is `parallel.Replicated`'s."""
 
-    def __init__(self, drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None) -> None:
+    def __init__(self, drafter: Drafter, config: TrainConfig, processes: Processes, state: ResumePoint | None) -> None:
         warnings.filterwarnings("ignore", r"`torch.distributed.*` is deprecated", FutureWarning)  # by torch itself
         self.drafter = drafter
         self._processes, self._clip = processes, config.optim.clip

@@ -27,9 +27,9 @@ from dflash_toolkit.models.target import resolve_device
 
 from ..config import TrainConfig
 from ..features.memory import OutOfMemory
-from ..objective.step import Run, runner
+from ..objective.loss import Forward, runner
 from ..optim.optimizers import make_optimizer, update_average
-from ..run.state import RunState
+from ..run.state import ResumePoint
 
 PATIENCE = datetime.timedelta(days=7)  # for the first process, which answers, decodes and saves while others wait
 LETTING_GO_S = 0.05  # for threads that have nothing left to do but that
@@ -123,11 +123,11 @@ class Processes:
             dist.all_reduce(values)
         return values
 
-    def agree(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The first process's `value`, for what clocks or files may say differently elsewhere."""
-        return self.gather(value)[0]
+        return self.all_gather(value)[0]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Everyone's `value`, by rank; returns when all are here."""
         if self.world == 1:
             return [value]
@@ -135,7 +135,7 @@ class Processes:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def together(self, work: Callable[..., T], *args: Any) -> T:
+    def barrier(self, work: Callable[..., T], *args: Any) -> T:
         """`work(*args)` once every process has done its own; the mistake of any ends all of them.
 
         Raises:
@@ -149,15 +149,15 @@ class Processes:
             if self.world == 1:
                 raise
             mistake = str(error)
-        if found := [message for message in self.gather(mistake) if message is not None]:
+        if found := [message for message in self.all_gather(mistake) if message is not None]:
             if self.main:
                 raise UserError(found[0])
             raise SystemExit(2)
         return result  # type: ignore[return-value]
 
-    def alone(self, work: Callable[..., T], *args: Any) -> T | None:
-        """`work(*args)` done by the first process while the others wait, to get None; its mistake ends all of them."""
-        return self.together(work, *args) if self.main else self.together(lambda: None)
+    def rank_zero(self, work: Callable[..., T], *args: Any) -> T | None:
+        """`work(*args)` by the first process alone while the others wait, to get None; its mistake ends all of them."""
+        return self.barrier(work, *args) if self.main else self.barrier(lambda: None)
 
 
 def _number(name: str, otherwise: str) -> int:
@@ -195,9 +195,9 @@ class Replicated:
         state: the resume point to continue from.
     """
 
-    def __init__(self, drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None) -> None:
+    def __init__(self, drafter: Drafter, config: TrainConfig, processes: Processes, state: ResumePoint | None) -> None:
         self.drafter = drafter
-        self.run: Run = runner(config, drafter.device)
+        self.run: Forward = runner(config, drafter.device)
         self._clip = config.optim.clip
         self._optimizer = make_optimizer(drafter, config.optim, processes.rank, processes.world)
         self.peak = self._optimizer.param_groups[0]["lr"]  # learning rate
@@ -305,6 +305,6 @@ class _GradientSums:
             work.wait()
         self._works = []
         if not self._learned:
-            seen = self._processes.agree(self._final)
+            seen = self._processes.broadcast(self._final)
             self._order = [*seen, *(i for i in self._order if i not in seen)]
             self._learned = True

@@ -18,9 +18,9 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.network import Drafter
 
 from ..config import TrainConfig
-from ..objective.step import runner
+from ..objective.loss import runner
 from ..optim.optimizers import FlatMuon, make_optimizer
-from ..run.state import RunState
+from ..run.state import ResumePoint
 from .fsdp import Fsdp
 from .parallel import Processes, Replicated, other_optimizer
 
@@ -86,7 +86,7 @@ class Zero:
     """The drafter in shards. The interface is `parallel.Replicated`'s."""
 
     def __init__(
-        self, drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None,
+        self, drafter: Drafter, config: TrainConfig, processes: Processes, state: ResumePoint | None,
         work: Path, packed: bool,
     ) -> None:  # fmt: skip
         deepspeed = import_deepspeed()
@@ -106,7 +106,7 @@ class Zero:
         if kind == "muon":
             optimizer = FlatMuon(parts[0], parts[1], processes.rank, processes.world)  # type: ignore[arg-type]
         settings = deepspeed_config(config, packed, drafter.device)
-        processes.alone(write_json, work / "deepspeed.json", settings)
+        processes.rank_zero(write_json, work / "deepspeed.json", settings)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=_Forward(drafter, config), optimizer=optimizer, config=settings
         )
@@ -219,7 +219,7 @@ Learner = Replicated | Fsdp | Zero
 
 
 def make_learner(
-    drafter: Drafter, config: TrainConfig, processes: Processes, state: RunState | None, work: Path, packed: bool
+    drafter: Drafter, config: TrainConfig, processes: Processes, state: ResumePoint | None, work: Path, packed: bool
 ) -> Learner:
     """What steps the drafter, by the options; every process must call it. ZeRO leaves its configuration in `work`.
 
@@ -236,7 +236,7 @@ def make_learner(
     return Replicated(drafter, config, processes, state)
 
 
-def _same_shapes(drafter: Drafter, state: RunState) -> bool:
+def _same_shapes(drafter: Drafter, state: ResumePoint) -> bool:
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
     kept = [state.drafter or {}, *([state.average] if state.average else [])]
     return all({name: weight.shape for name, weight in weights.items()} == expected for weights in kept)

@@ -23,7 +23,7 @@ from dflash_toolkit.progress import Progress
 from ..config import TrainConfig
 from ..distributed.parallel import Processes
 from ..objective.blocks import PADDING, TILE, Features, sent
-from ..objective.step import use_flex
+from ..objective.loss import use_flex
 from ..optim.schedule import packing
 from ..responses.corpus import Corpus, lengths_of
 from ..responses.rows import Row
@@ -167,7 +167,7 @@ class FeatureSource:
             return
         self.store.expect(len(missing))
         with Progress("features", sum(map(self._length, missing)), unit="tok", beside=beside) as progress:
-            for group in self._together(missing):
+            for group in self._forwards(missing):
                 for key, hidden in self._computed(group).items():
                     self.store.add(key, Stored.of(hidden, self._dtype))
                 self.store.check()
@@ -204,7 +204,7 @@ class FeatureSource:
         coming, self._coming = self._coming, {}
         fresh: dict[bytes, Stored] = {}
         keys = [self._key(row) for row in rows]
-        for group in self._together(self._missing(zip(keys, rows, strict=True))):
+        for group in self._forwards(self._missing(zip(keys, rows, strict=True))):
             for key, hidden in self._computed(group).items():
                 fresh[key] = Stored.of(hidden, self._dtype)
                 self.store.add(key, fresh[key])
@@ -216,7 +216,7 @@ class FeatureSource:
 
         return [stored(key).restore(self._target.device, self._target.dtype) for key in keys]
 
-    def _together(self, rows: list[Row]) -> Iterator[list[Row]]:
+    def _forwards(self, rows: list[Row]) -> Iterator[list[Row]]:
         """Rows for one forward each."""
         if self._several:
             yield from fitting(rows, self._length)
@@ -278,7 +278,7 @@ def open_features(
         UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
     """
     processes = processes or Processes()
-    source = processes.together(_opened, config, target, taps, work, processes)
+    source = processes.barrier(_opened, config, target, taps, work, processes)
     own = rows
     if mine is not None:
         own = rows.take(mine) if isinstance(rows, Corpus) else [rows[i] for i in mine]
@@ -332,21 +332,21 @@ def _keep(
     run, store = config.run, source.store
     if run.features == "online" or (run.features == "auto" and config.optim.steps):
         return  # auto fills memory before a run over all rows only
-    if run.features == "auto" and not any(processes.gather(store.room[0])):
+    if run.features == "auto" and not any(processes.all_gather(store.room[0])):
         return  # and only a GPU's; one process may have none left where the others have some
     missing = source.missing(own)
-    shares = processes.gather((len(missing), source.nbytes(missing), *store.room))
+    shares = processes.all_gather((len(missing), source.nbytes(missing), *store.room))
     count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # of all processes together
     several = f", of {processes.world} processes together," if processes.world > 1 else ""
     room = f"{device / GIB:.1f} GiB of GPU memory and {host / GIB:.1f} GiB of host memory{several}"
     if isinstance(store, DiskStore):
-        reserved = processes.alone(store.reserve, needed) if count else None
+        reserved = processes.rank_zero(store.reserve, needed) if count else None
         if reserved:
             print(f"features of {count} rows: {reserved}", file=sys.stderr)
         store.expect(len(missing))
         if run.features == "disk":
-            processes.together(source.fill, missing)
-            processes.together(source.flush)
+            processes.barrier(source.fill, missing)
+            processes.barrier(source.flush)
     elif run.features == "memory":
         if any(of_one > on_device + on_host for _, of_one, on_device, on_host in shares):
             raise processes.mistake(

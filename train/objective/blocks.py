@@ -21,7 +21,7 @@ class Features:
 
     tokens: Tensor  # [B, T] long
     hidden: Tensor  # [B, T, K*D] tapped layers, concatenated
-    supervised: Tensor  # [B, T] bool, the target's own answer
+    supervised: Tensor  # [B, T] bool, the target's own response
     document: Tensor  # [B, T] long, which text a token belongs to; PADDING for none
     positions: Tensor  # [B, T] long, position inside its document
     final: Tensor | None = None  # [B, T, D] the target's last hidden state, normed; only for distribution losses
@@ -67,7 +67,7 @@ def sample_blocks(
     """Draw anchors uniformly without replacement from supervised positions, sorted by position.
 
     An anchor is a supervised token whose successor in the same document is supervised too: the first token of an
-    answer is the earliest bonus token there is at inference. Blocks may run past the end of their answer; those
+    response is the earliest bonus token there is at inference. Blocks may run past the end of their response; those
     slots have no loss.
 
     Args:
@@ -95,7 +95,7 @@ def sample_blocks(
     same_document = at(features.document) == features.document.gather(1, anchor)[:, :, None]
     supervised = inside & same_document & at(features.supervised) & valid[:, :, None]
     supervised[:, :, 0] = False
-    # not behind the end of an answer: the next turn's depends on a question that no block has seen
+    # not behind the end of a response: the next turn's depends on a question that no block has seen
     supervised[:, :, 1:] &= supervised[:, :, 1:].long().cumprod(-1).bool()
     labels = at(features.tokens).masked_fill(~supervised, 0)
     inputs = torch.full_like(labels, mask_token_id)

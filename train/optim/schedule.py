@@ -3,6 +3,7 @@
 import bisect
 import functools
 import math
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from dflash_toolkit.config import UserError
 
 from ..config import PACK_TOKENS, TrainConfig
+from ..run.state import ResumePoint
 
 
 def draws(seed: int, stream: int, index: int) -> torch.Generator:
@@ -238,6 +240,26 @@ class PackedSchedule(_Lanes):
             return cuts
 
         super().__init__(tokens, cut, epochs, steps, seed, group, history)
+
+
+def make_schedule(
+    config: TrainConfig, device: torch.device, lengths: np.ndarray, group: int, point: ResumePoint | None
+) -> Schedule | PackedSchedule:
+    """The schedule of a run.
+
+    Args:
+        lengths: tokens of every row.
+        point: where it goes on from.
+    """
+    optim, seed = config.optim, config.run.seed
+    tokens, _ = packing(config, device)
+    limit = sys.maxsize if optim.minutes else optim.steps * group
+    history: list[Part] = []
+    if point:
+        history = point.history or [(1, 0 if limit else optim.epochs, point.micro)]
+    if tokens:
+        return PackedSchedule(np.minimum(lengths, tokens), tokens, optim.epochs, limit, seed, group, history)
+    return Schedule(len(lengths), optim.batch_size, optim.epochs, limit, seed, group, history)
 
 
 def learning_rate_factor(step: int, total: int, warmup: float, decay: float | None = None) -> float:

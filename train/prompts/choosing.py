@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.data.conversations import BY_NAME, Conversation
+from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.sources import Malformed, Source
+from dflash_toolkit.files import unwritable
+from dflash_toolkit.options import PromptOptions
 from dflash_toolkit.progress import Progress
 
 from .dedup import Duplicates
@@ -28,15 +30,11 @@ class Wanted:
     """Which prompts are taken."""
 
     names: tuple[str, ...]  # of sources
-    similarity: float  # of near duplicates
-    strict: bool  # a malformed row of a file is an error
-    most: int = 0  # prompts; 0 is all
-    draw: bool = False  # `most` of all there are, by the seed; else the first
+    options: PromptOptions
     seed: int = 0
-    split: str = "train"
-    form: str = BY_NAME  # of a benchmark
-    shuffle: int = 0  # rows of a dataset that are held to draw the next from
-    recorded: bool = False  # keep the recorded answers too
+    sampled: bool = False  # `max_prompts` of all there are, by the seed; else the first
+    shuffle: int = 0  # rows of a dataset that are held to sample the next from
+    recorded: bool = False  # keep the recorded responses too
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +53,19 @@ def choose(wanted: Wanted, path: Path, duplicates: Duplicates) -> Counter[str]:
         duplicates: what it holds already is not taken.
 
     Returns:
-        counts of `prompts`, `duplicates`, `malformed` and, with `draw`, `found`.
+        counts of `prompts`, `duplicates`, `malformed` and, with `sampled`, `found`.
 
     Raises:
         UserError: a source cannot be read, holds a malformed row, or none is left; the disk is full.
     """
     counts: Counter[str] = Counter()
-    draw = wanted.draw and wanted.most > 0
+    draw = wanted.sampled and wanted.options.max_prompts > 0
     partial, scratch = path.with_suffix(".partial"), path.with_suffix(".scratch")
     try:
         with (
             open(partial, "w", encoding="utf-8") as handle,
             open(scratch, "w+b") as drawn,
-            Progress("prompts", None if draw else wanted.most or None) as progress,
+            Progress("prompts", None if draw else wanted.options.max_prompts or None) as progress,
         ):
             found = _read(wanted, counts)
             if draw:
@@ -82,7 +80,7 @@ def choose(wanted: Wanted, path: Path, duplicates: Duplicates) -> Counter[str]:
             raise UserError(f"{', '.join(wanted.names)}: none of {seen} rows is a prompt")
         partial.replace(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error
+        raise unwritable(path, error) from error
     finally:
         partial.unlink(missing_ok=True)
         scratch.unlink(missing_ok=True)
@@ -108,10 +106,10 @@ def chosen(path: Path) -> Iterator[Chosen]:
 def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
     """Every conversation of the sources as it is written down."""
     for place, name in enumerate(wanted.names):
-        source = Source(name, wanted.form)
-        for found in source.read(wanted.split, wanted.shuffle, wanted.seed):
+        source = Source(name, wanted.options.form)
+        for found in source.read(wanted.options.split, wanted.shuffle, wanted.seed):
             if isinstance(found, Malformed):
-                if source.is_file and wanted.strict:
+                if source.is_file and wanted.options.strict:
                     raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
                 counts["malformed"] += 1
                 continue
@@ -146,7 +144,7 @@ def _first(
     for line in found:
         if _fresh(line, duplicates, counts):
             yield line
-            if counts["prompts"] == wanted.most > 0:  # which whoever takes the line has counted
+            if counts["prompts"] == wanted.options.max_prompts > 0:  # which whoever takes the line has counted
                 return
 
 
@@ -159,7 +157,7 @@ def _drawn(
     number and a place on the disk for each row that may yet be taken.
     """
     draw = random.Random(wanted.seed)
-    room = math.ceil(SPARE * wanted.most)
+    room = math.ceil(SPARE * wanted.options.max_prompts)
     least: list[tuple[float, int]] = []  # of the greatest number first: negated, where its row lies in `scratch`
     for line in found:
         counts["found"] += 1
@@ -171,7 +169,7 @@ def _drawn(
         else:
             continue
         scratch.write(json.dumps(line).encode() + b"\n")
-    all_fit = counts["found"] <= wanted.most
+    all_fit = counts["found"] <= wanted.options.max_prompts
     # where all are taken, the first of near duplicates stays, as elsewhere
     order = [at for _, at in (sorted(least, key=lambda entry: entry[1]) if all_fit else sorted(least, reverse=True))]
 
@@ -181,7 +179,7 @@ def _drawn(
 
     taken: list[int] = []
     for at in order:
-        if len(taken) == wanted.most:
+        if len(taken) == wanted.options.max_prompts:
             break
         if _fresh(line_at(at), duplicates, counts):
             taken.append(at)

@@ -22,11 +22,11 @@ from dflash_toolkit.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back for a question."""
+class Response:
+    """What came back for a request."""
 
     key: int  # that it was asked with
-    tokens: list[int]  # stop token included; none for an answer to leave out
+    tokens: list[int]  # stop token included; none for a response to leave out
     finish_reason: str  # stop or length
     dropped: str = "of unknown tokens"  # why there are none
 
@@ -40,15 +40,15 @@ class Chat:
 
 
 class Backend(Protocol):
-    """Answers questions, several at a time, in the order in which they are finished."""
+    """Answers requests, several at a time, in the order in which they are finished."""
 
-    width: int  # questions worth having asked at a time
+    width: int  # requests worth having asked at a time
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+    def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         """Begin to answer a prompt. Raises UserError for one that cannot be answered."""
 
-    def wait(self) -> Answer:
-        """The next finished answer; something must have been asked. Raises UserError."""
+    def wait(self) -> Response:
+        """The next finished response; something must have been submitted. Raises UserError."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -59,18 +59,18 @@ class EngineBackend:
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
-        self._finished: deque[Answer] = deque()
+        self._finished: deque[Response] = deque()
         self.width = 2 * (engine.options.max_num_seqs or 1)  # whoever ends finds the next one waiting
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+    def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         def on_progress(request: Request, step: object) -> None:
             if request.finished:
-                self._finished.append(Answer(key, request.tokens, request.generation.finish_reason or "length"))
+                self._finished.append(Response(key, request.tokens, request.generation.finish_reason or "length"))
 
         assert self._engine is not None, "closed"
         self._engine.submit(prompt, params, on_progress)
 
-    def wait(self) -> Answer:
+    def wait(self) -> Response:
         assert self._engine is not None, "closed"
         while not self._finished:
             if not self._engine.step():
@@ -93,14 +93,14 @@ class ReferenceBackend:
         self._target: Target | None = target
         self._asked: deque[tuple[int, list[int], SamplingParams]] = deque()
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+    def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         self._asked.append((key, prompt, params))
 
-    def wait(self) -> Answer:
+    def wait(self) -> Response:
         key, prompt, params = self._asked.popleft()
         assert self._target is not None, "closed"
         generation = generate(self._target, None, prompt, params)
-        return Answer(key, generation.tokens, generation.finish_reason or "length")
+        return Response(key, generation.tokens, generation.finish_reason or "length")
 
     def close(self) -> None:
         self._target = None
@@ -123,9 +123,9 @@ def open_backend(
 
     Args:
         runtime: one of `config.RUNTIMES`; auto is the engine, or, with a line that says why not, the reference.
-        drafter: speeds the engine up; the answers stay the same. The reference has no use for one.
-        batch: answers written at a time.
-        context: prompt and answer together, in tokens.
+        drafter: speeds the engine up; the responses stay the same. The reference has no use for one.
+        batch: responses written at a time.
+        context: prompt and response together, in tokens.
 
     Raises:
         UserError: missing or broken weights, no such device, too little memory, or (`runtime="engine"`) a target that

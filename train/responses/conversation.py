@@ -10,9 +10,10 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
 from dflash_toolkit.data.prompts import apply_template, encode_chat
+from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.sampling import SamplingParams
 
-from .backends import Answer, Chat
+from .backends import Chat, Response
 from .rows import Row, Span
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
@@ -22,7 +23,7 @@ REFUSED = "refused by the chat template"
 
 
 def continued(known: Row | None, index: int, prompt: list[int], answer: list[int]) -> tuple[Row, bool]:
-    """The row of one more answer, and whether it is `known` gone on with: if the prompt begins with its very tokens."""
+    """The row of one more response, and whether it continues `known`: if the prompt begins with its very tokens."""
     span = (len(prompt), len(prompt) + len(answer))
     if known is not None and prompt[: len(known.tokens)] == known.tokens:
         return replace(known, tokens=prompt + answer, spans=(*known.spans, span)), True
@@ -38,17 +39,17 @@ class Part:
     finish_reason: str
 
 
-class ChatDialogue:
+class LiveConversation:
     """Asks the turns of a conversation one after the other.
 
-    A row goes on as long as the rendered conversation begins with the very tokens that are already there, answers
+    A row goes on as long as the rendered conversation begins with the very tokens that are already there, responses
     included. Where it does not (templates that drop earlier thinking, texts that are tokenised otherwise), what follows
-    becomes a row of its own, whose prompt is what a server would see. An answer that was cut ends the conversation.
+    becomes a row of its own, whose prompt is what a server would see. A response that was cut ends the conversation.
     Where the recorded assistant calls tools, the target is asked too, and the conversation goes on with the recorded
     call and its results, since nobody runs the tools.
 
     Attributes:
-        parts: the rows; complete when `question` is None.
+        parts: the rows; complete when `request` is None.
         dropped: why there is none.
         left_out: what is not in the rows though there are some, a reason each.
     """
@@ -73,16 +74,16 @@ class ChatDialogue:
         self._turns = list(conversation.turns)
         self._messages: list[Message] = []
         self._tokenizer, self._max_length, self._thinking = tokenizer, max_length, thinking
-        self.question: tuple[list[int], SamplingParams] | None = None
-        self._ask()
+        self.request: tuple[list[int], SamplingParams] | None = None
+        self._next_turn()
 
     @property
     def chat(self) -> Chat:
         return Chat(with_call_ids(self._messages), self.tools)
 
-    def _ask(self) -> None:
-        """The next turn becomes the question, if there is one and it fits."""
-        self.question = None
+    def _next_turn(self) -> None:
+        """The next turn becomes the request, if there is one and it fits."""
+        self.request = None
         if not self._turns:
             self._end()
             return
@@ -97,7 +98,7 @@ class ChatDialogue:
             self._end(TOO_LONG)
             return
         self._messages = messages
-        self.question = ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
+        self.request = ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
 
     def _end(self, reason: str = "") -> None:
         self._turns.clear()
@@ -109,10 +110,10 @@ class ChatDialogue:
             self.left_out += [f"later turns {reason}"] if reason else []
         self.parts = kept
 
-    def hear(self, answer: Answer) -> None:
-        assert self.question is not None
-        ids, _ = self.question
-        self.question = None
+    def on_response(self, answer: Response) -> None:
+        assert self.request is not None
+        ids, _ = self.request
+        self.request = None
         if not answer.tokens:
             self._end(answer.dropped)
             return
@@ -123,13 +124,13 @@ class ChatDialogue:
         row, goes_on = continued(self.parts[-1].row if self.parts else None, self.index, ids, answer.tokens)
         self.parts[len(self.parts) - goes_on :] = [Part(row, messages, answer.finish_reason)]
         if self._turns and self._turns[0][0]["role"] == "assistant":
-            self._ask()  # the turn has the recorded call, so that ours is not gone on from
+            self._next_turn()  # the turn has the recorded call, so that ours is not gone on from
             return
         self._messages = messages
         if answer.finish_reason != "stop" or not text.strip():
             self._end("after an answer that was cut or empty" if self._turns else "")
         else:
-            self._ask()
+            self._next_turn()
 
 
 # ---- recorded conversations ------------------------------------------------------------------------------------
@@ -146,11 +147,11 @@ def recorded_rows(
 
     A template with generation tags renders the conversation once and says itself which tokens the assistant writes.
     For any other, each turn's prompt must begin the rendered turn token for token; what follows up to the last stop
-    token is the answer, and turns are joined as in `ChatDialogue`.
+    token is the response, and turns are joined as in `LiveConversation`.
 
     Args:
         messages: they are read up to the last assistant turn.
-        stop_ids: tokens that end an answer; what a template writes behind them is not the assistant's.
+        stop_ids: tokens that end a response; what a template writes behind them is not the assistant's.
     """
     left_out: Counter[str] = Counter()
     rows: list[Row] = []
@@ -195,8 +196,15 @@ def rendered_answer(
     return answer[:end]
 
 
+def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
+    """A target's tokenizer. Raises UserError where it has no chat template, or one without this thinking mode."""
+    tokenizer = load_tokenizer(target)
+    encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking)
+    return tokenizer
+
+
 def likeliest_end_first(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int, ...]:
-    """Stop tokens, first the one that the chat template writes behind an answer, else the tokenizer's own."""
+    """Stop tokens, first the one that the chat template writes behind a response, else the tokenizer's own."""
     end = tokenizer.eos_token_id
     with contextlib.suppress(UserError):  # a template that wants other messages
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]

@@ -1,7 +1,7 @@
 """The token ids of a run in one file that every process maps: rows are views of it, and nobody holds Python integers.
 
 A folder holds `tokens.i32` (all rows, one behind the other), `rows.npy` (a line of `COLUMNS` for each row), `spans.npy`
-([start, end) of every answer in its row) and `meta.json`. It is made under another name and then renamed, so it is
+([start, end) of every response in its row) and `meta.json`. It is made under another name and then renamed, so it is
 whole or not there.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.files import read_json, write_json
+from dflash_toolkit.files import read_json, unwritable, write_json
 
 from .rows import Row
 
@@ -122,7 +122,7 @@ class Corpus(Sequence[Row]):
         return self.take(self._over_spans(np.maximum) >= 2)
 
     def _over_spans(self, join: np.ufunc) -> Integers:
-        """What `join` makes of the lengths of each row's answers."""
+        """What `join` makes of the lengths of each row's responses."""
         first, counts = self._table[:, 3], self._table[:, 4]
         if not len(first):
             return np.zeros(0, np.int64)
@@ -210,7 +210,7 @@ class CorpusWriter:
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> UserError:
-        return UserError(f"{self._folder}: cannot be written ({error.strerror}); free some space and run again")
+        return unwritable(self._folder, error)
 
 
 def lengths_of(rows: Sequence[Row]) -> Integers:

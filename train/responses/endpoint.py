@@ -14,12 +14,12 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.sampling import SamplingParams
 
-from .backends import Answer, Chat
+from .backends import Chat, Response
 from .chat_endpoint import chat_fields, is_our_prompt, plain_text, rendered_message
 from .openai_http import MissingError, RefusedError, TryAgainError, base_url, error_message, find_models, request_json
 
 LONGEST_PAUSE_S = 60.0
-BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of half an answer
+BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of half a response
 APIS = ("auto", "completions", "chat")
 PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1/
 EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
@@ -31,7 +31,7 @@ LOST = "\ufffd"  # stands for bytes that are no character: which they were is no
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _Request:
     """What `EndpointBackend.ask` was given."""
 
     key: int
@@ -49,12 +49,12 @@ class _Server:
     api: str | None  # of `PATHS`, None as long as it is not known
     forms: dict[str, int] = field(default_factory=dict)  # by API, the first of `_forms` that was not refused
     counts: bool = False  # it says which tokens it wrote, or how many
-    ends: Counter[bool] = field(default_factory=Counter)  # answers by whether its count has their stop token
+    ends: Counter[bool] = field(default_factory=Counter)  # responses by whether its count has their stop token
     agrees: bool = False  # it has made our prompt of a chat
 
 
 class EndpointBackend:
-    """Asks one or more servers of the same target, each question on its own, from so many threads.
+    """Asks one or more servers of the same target, each request on its own, from so many threads.
 
     A server that returns token ids (`return_token_ids`: vLLM, SGLang, dflash-serve) is taken at its word. From any
     other the text is tokenised again, and counts only if that gives as many tokens as the server says it wrote. A
@@ -63,15 +63,15 @@ class EndpointBackend:
     then on, where reasoning and tool calls become text by the target's own template.
 
     Args:
-        urls: with or without the closing /v1; questions go round.
+        urls: with or without the closing /v1; requests go round.
         vocab_size: of the target; an answer with a token beyond it is another model's.
         model: the name to ask for; None takes the only one that a server has.
         stop_ids: of the target; the first of them stands for an end that a server does not show.
         api: one of `APIS`; auto tries, once for each server, and says what it found.
         thinking: the mode that prompts were rendered in, for servers that render them too.
-        concurrency: questions asked at a time, over all servers.
-        timeout_s: for one answer.
-        retries: how often a question is asked again after an error that may pass, with growing pauses.
+        concurrency: requests asked at a time, over all servers.
+        timeout_s: for one response.
+        retries: how often a request is asked again after an error that may pass, with growing pauses.
         pause_s: before the first of them.
 
     Attributes:
@@ -105,17 +105,17 @@ class EndpointBackend:
         self._servers = [_Server(base_url(url), name, known) for url, name in zip(urls, self.models, strict=True)]
         self._settling = threading.Lock()
         self._closed = threading.Event()
-        self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-        for i in range(concurrency):  # daemons: an interrupted run does not wait for answers
+        self._submitted: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._responses: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
+        for i in range(concurrency):  # daemons: an interrupted run does not wait for responses
             server = self._servers[i % len(urls)]
             threading.Thread(target=self._work, args=(server,), name=f"ask-{i}", daemon=True).start()
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
-        self._asked.put(_Question(key, prompt, params, chat))
+    def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+        self._submitted.put(_Request(key, prompt, params, chat))
 
-    def wait(self) -> Answer:
-        answer = self._answers.get()
+    def wait(self) -> Response:
+        answer = self._responses.get()
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -123,45 +123,45 @@ class EndpointBackend:
     def close(self) -> None:
         self._closed.set()
         for _ in range(self.width):
-            self._asked.put(None)
+            self._submitted.put(None)
 
     # ---- in the threads: asking --------------------------------------------------------------------------
 
     def _work(self, server: _Server) -> None:
-        while (question := self._asked.get()) is not None and not self._closed.is_set():
+        while (request := self._submitted.get()) is not None and not self._closed.is_set():
             try:
-                self._answers.put(self._answer(server, question, self._persist(server, question)))
+                self._responses.put(self._response(server, request, self._persist(server, request)))
             except UserError as error:
-                self._answers.put(error)
+                self._responses.put(error)
             except Exception as error:
                 path = PATHS[server.api or "completions"]
-                self._answers.put(UserError(f"{server.url}: not the reply of /v1/{path} ({error!r})"))
+                self._responses.put(UserError(f"{server.url}: not the reply of /v1/{path} ({error!r})"))
 
-    def _persist(self, server: _Server, question: _Question) -> dict[str, Any]:
+    def _persist(self, server: _Server, request: _Request) -> dict[str, Any]:
         for attempt in range(self._retries + 1):
             try:
-                return self._reply(server, question)
+                return self._reply(server, request)
             except TryAgainError as error:
                 reason = str(error)
                 pause = min(self._pause_s * 2**attempt, LONGEST_PAUSE_S)
                 if attempt < self._retries and self._closed.wait(max(pause, min(error.after_s, LONGEST_PAUSE_S))):
                     break
-        untried = question.chat is not None and server.api is None
+        untried = request.chat is not None and server.api is None
         raise UserError(
             f"{server.url}: no answer after {self._retries + 1} attempts ({reason}); what was answered is kept, run "
             f"the same command again to go on" + (", with server.api=chat if it answers chats only" if untried else "")
         )
 
-    def _reply(self, server: _Server, question: _Question) -> dict[str, Any]:
+    def _reply(self, server: _Server, request: _Request) -> dict[str, Any]:
         """What the server says, through the API that it has."""
-        api = server.api or ("completions" if question.chat is None else None)
+        api = server.api or ("completions" if request.chat is None else None)
         if api is not None:
-            return self._post(server, api, question)
+            return self._post(server, api, request)
         try:
-            reply = self._post(server, "completions", question)
+            reply = self._post(server, "completions", request)
         except (RefusedError, MissingError) as error:
             try:
-                reply = self._post(server, "chat", question)
+                reply = self._post(server, "chat", request)
             except (RefusedError, MissingError) as other:
                 raise UserError(f"{error}; {other}") from error
             self._settle(server, "chat", f", for {error}")
@@ -175,12 +175,12 @@ class EndpointBackend:
                 server.api = api
                 print(f"asking {server.url}/{PATHS[api]}{why}", file=sys.stderr)
 
-    def _post(self, server: _Server, api: str, question: _Question) -> dict[str, Any]:
+    def _post(self, server: _Server, api: str, request: _Request) -> dict[str, Any]:
         url = f"{server.url}/{PATHS[api]}"
-        forms = _forms({"model": server.model, **self._body(api, question)})
+        forms = _forms({"model": server.model, **self._body(api, request)})
         refused: RefusedError | None = None
         known = server.forms.get(api)
-        # what refuses one question later is no reason to ask all others with less: their answers would be other ones
+        # what refuses one request later is no reason to ask all others with less: their responses would be other ones
         for number in range(len(forms)) if known is None else (known,):
             try:
                 reply = _whole(request_json(url, self._timeout_s, forms[number]))
@@ -199,13 +199,13 @@ class EndpointBackend:
         needed = ", ".join(f"{name} ({option} needs it)" for name, option in OPTIONS.items() if name in forms[-1])
         raise RefusedError(f"{refused}; not tried without {needed}" if needed else str(refused))
 
-    def _body(self, api: str, question: _Question) -> dict[str, Any]:
-        params = question.params
+    def _body(self, api: str, request: _Request) -> dict[str, Any]:
+        params = request.params
         if api == "chat":
-            assert question.chat is not None, "asked without a chat"
-            prompt = chat_fields(question.chat, self._thinking)
+            assert request.chat is not None, "asked without a chat"
+            prompt = chat_fields(request.chat, self._thinking)
         else:
-            prompt = {"prompt": question.prompt}
+            prompt = {"prompt": request.prompt}
         return prompt | {
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
@@ -221,17 +221,17 @@ class EndpointBackend:
 
     # ---- in the threads: what a reply says ---------------------------------------------------------------
 
-    def _answer(self, server: _Server, question: _Question, reply: dict[str, Any]) -> Answer:
+    def _response(self, server: _Server, request: _Request, reply: dict[str, Any]) -> Response:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         if choice["finish_reason"] == "content_filter":  # it would be again
-            return Answer(question.key, [], "stop", "stopped by a content filter")
+            return Response(request.key, [], "stop", "stopped by a content filter")
         reason = "length" if choice["finish_reason"] == "length" else "stop"
         if "message" in choice:
             theirs = choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or usage.get("prompt_tokens")
-            if theirs and is_our_prompt(server.url, theirs, question.prompt, agreed=server.agrees):
+            if theirs and is_our_prompt(server.url, theirs, request.prompt, agreed=server.agrees):
                 server.agrees = True
             elif theirs:
-                return Answer(question.key, [], reason, "to another prompt")
+                return Response(request.key, [], reason, "to another prompt")
         tokens, count = choice.get("token_ids"), usage.get("completion_tokens")
         server.counts |= tokens is not None or count is not None
         if not server.counts:
@@ -240,17 +240,17 @@ class EndpointBackend:
                 f"(usage.completion_tokens), so that no text of it can be checked; ask a server that does"
             )
         if tokens is None:
-            spellings = self._spellings(question, choice)
+            spellings = self._spellings(request, choice)
             counted = (self._counted(server, spelling, reason, count) for spelling in spellings)
             tokens = next(filter(None, counted), [])
         else:
             tokens = self._known(server, [int(token) for token in tokens])
             if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
                 tokens += self._stop_ids[:1]  # left out by the server
-        limit = question.params.max_new_tokens
+        limit = request.params.max_new_tokens
         if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
             tokens, reason = tokens[:limit], "length"
-        return Answer(question.key, tokens, reason)
+        return Response(request.key, tokens, reason)
 
     def _known(self, server: _Server, tokens: list[int]) -> list[int]:
         """The tokens, if all are the target's."""
@@ -262,21 +262,21 @@ class EndpointBackend:
             )
         return tokens
 
-    def _spellings(self, question: _Question, choice: dict[str, Any]) -> Iterator[list[int]]:
+    def _spellings(self, request: _Request, choice: dict[str, Any]) -> Iterator[list[int]]:
         """The tokens that a text may have been, likeliest first, with a stop token or without."""
         message = choice.get("message")
         text = choice["text"] if message is None else plain_text(message)
         if text is not None:
             yield list(self._tokenizer(text, add_special_tokens=False).input_ids)
-        if message is not None and question.chat is not None:
+        if message is not None and request.chat is not None:
             rendered = rendered_message(
-                message, question.prompt, question.chat, self._tokenizer, self._stop_ids, self._thinking
+                message, request.prompt, request.chat, self._tokenizer, self._stop_ids, self._thinking
             )
             if rendered is not None:
                 yield rendered
 
     def _counted(self, server: _Server, tokens: list[int], reason: str, count: int | None) -> list[int]:
-        """The tokens of an answer, none if they cannot be the `count` that the server wrote."""
+        """The tokens of a response, none if they cannot be the `count` that the server wrote."""
         end = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
         spoken = tokens[: len(tokens) - len(end)]
         if LOST in self._tokenizer.decode(spoken):

@@ -1,13 +1,12 @@
-"""What `dflash-data` writes and `dflash-train --answers` reads: one JSON line an answer, appended, never changed.
+"""What `dflash-data` writes and `dflash-train --answers` reads: one JSON line a response, appended, never changed.
 
-`index` (of the prompt), `sample`, `id`, `messages` with the answers, `tools` if there are any, `tokens` (ids of prompt
-and answers), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every answer), `part` of
-`parts` (more than one where the turns of a conversation do not continue each other token for token), `finish_reason`,
-`target`, `target_digest` (of its weights), `vocab_size`, `template_hash` and `sampler`.
+`index` (of the prompt), `sample`, `id`, `messages` with the responses, `tools` if there are any, `tokens` (ids of
+prompt and responses), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every response),
+`part` of `parts` (more than one where the turns of a conversation do not continue each other token for token),
+`finish_reason`, `target`, `target_digest` (of its weights), `vocab_size`, `template_hash` and `sampler`.
 """
 
 import json
-import os
 import sys
 import warnings
 from collections import Counter
@@ -21,40 +20,41 @@ import numpy.typing as npt
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import UNREADABLE, open_text
+from dflash_toolkit.files import cut_journal
 
-from .conversation import ChatDialogue
+from .conversation import LiveConversation
 from .rows import Row
 
 MOST_TOKENS = 2**31 - 1  # of a vocabulary
 HERE = b'"here"'  # stands for the numbers that `_parsed` reads itself
 
 
-def lines_of(dialogue: ChatDialogue, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is written of a dialogue that is over; nothing if it was dropped."""
+def lines_of(conversation: LiveConversation, common: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is written of a conversation that is over; nothing if it was dropped."""
     return [
         {
-            "index": dialogue.index,
-            "sample": dialogue.sample,
+            "index": conversation.index,
+            "sample": conversation.sample,
             "part": number,
-            "parts": len(dialogue.parts),
-            "id": dialogue.id,
+            "parts": len(conversation.parts),
+            "id": conversation.id,
             "messages": part.messages,
-            **({"tools": dialogue.tools} if dialogue.tools else {}),
+            **({"tools": conversation.tools} if conversation.tools else {}),
             "prompt_tokens": part.row.prompt_tokens,
             "tokens": part.row.tokens,
             "spans": part.row.spans,
             "finish_reason": part.finish_reason,
-            **({"left_out": dialogue.left_out} if dialogue.left_out and not number else {}),
+            **({"left_out": conversation.left_out} if conversation.left_out and not number else {}),
             **common,
         }
-        for number, part in enumerate(dialogue.parts)
+        for number, part in enumerate(conversation.parts)
     ]
 
 
 def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
-    """What a file holds: (index, sample) of complete answers, rows, answer tokens, and what was left out of them.
+    """What a file holds: (index, sample) of complete responses, rows, response tokens, and what was left out of them.
 
-    A row torn by a kill, or an answer whose last part is missing, can only stand at the end; it is cut off.
+    A row torn by a kill, or a response whose last part is missing, can only stand at the end; it is cut off.
 
     Raises:
         UserError: a line is not one of ours.
@@ -81,8 +81,7 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
             open_rows = open_tokens = 0
             left_out.update(open_left_out)
             open_left_out.clear()
-    if path.exists() and path.stat().st_size > whole:
-        os.truncate(path, whole)
+    cut_journal(path, whole)
     return done, rows, tokens, left_out
 
 
@@ -99,7 +98,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A row of an answers file."""
+    """A row of a responses file."""
 
     file: int  # its place among the files
     values: dict[str, Any]  # all that it says; `tokens` may be an array
@@ -111,8 +110,8 @@ class Written:
         return value if type(value) is int else otherwise
 
 
-class AnswerReader:
-    """Reads answers files row by row.
+class ResponseReader:
+    """Reads responses files row by row.
 
     Attributes:
         samplers: every one that wrote rows so far.
@@ -202,8 +201,8 @@ class TrainingRows:
 
 
 def read_training_rows(paths: Sequence[str], match: Match) -> TrainingRows:
-    """The rows of answers files, in memory. Raises UserError as `AnswerReader.read` does."""
-    reader = AnswerReader(match)
+    """The rows of responses files, in memory. Raises UserError as `ResponseReader.read` does."""
+    reader = ResponseReader(match)
     rows = [written.row for written in reader.read(paths)]
     return TrainingRows(rows, reader.samplers)
 
@@ -276,6 +275,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
 def _foreign(path: Path, number: int, error: Exception) -> UserError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return UserError(f"{path}, line {number}: not a row that dflash-data wrote ({reason[:200]})")
+
+
+def of_another_run(output: Path, difference: str) -> UserError:
+    """What to raise where responses were generated otherwise than they are asked for now."""
+    return UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
 
 
 def _last_name(target: str) -> str:

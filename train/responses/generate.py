@@ -1,38 +1,39 @@
-"""Chosen prompts answered by a backend, all turns of each, into an answers file: for dflash-data and dflash-train."""
+"""Chosen prompts -> the target's responses by a backend, all turns of each, in a file of their own."""
 
+import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_toolkit.files import append_lines
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sampling import SamplingParams
 
 from ..prompts.choosing import chosen
 from .backends import Backend
-from .conversation import TOO_LONG, ChatDialogue
+from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
-from .rows import append, converse, seed_of
 
 SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # of a run's record, in each of its rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asking:
-    """How prompts are answered."""
+class ResponsePlan:
+    """How responses are generated."""
 
     tokenizer: Any
     params: SamplingParams
-    length: int  # of prompt and answers together
+    length: int  # of prompt and responses together
     thinking: bool | None
     seed: int = 0
-    samples: int = 1  # answers to every prompt
+    samples: int = 1  # responses to every prompt
     greedy_first: bool = False
 
-    def dialogues(
+    def conversations(
         self, prompts: Path, done: Collection[tuple[int, int]], rank: int, world: int
-    ) -> Iterator[ChatDialogue]:
+    ) -> Iterator[LiveConversation]:
         """What is not done yet; of several processes each gets its share."""
         todo = 0
         for each in chosen(prompts):
@@ -45,9 +46,40 @@ class Asking:
                 params = replace(self.params, seed=seed_of(self.seed, each.index, sample))
                 if self.greedy_first and sample == 0:
                     params = replace(params, temperature=0.0)
-                yield ChatDialogue(
+                yield LiveConversation(
                     each.index, sample, each.conversation, self.tokenizer, params, self.length, self.thinking
                 )
+
+
+def seed_of(seed: int, index: int, sample: int = 0) -> int:
+    """The seed of one response, in 0..2^31 - 1: it does not depend on what else is generated."""
+    return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
+
+
+def submit_all(backend: Backend, conversations: Iterable[LiveConversation]) -> Iterator[LiveConversation]:
+    """Every conversation once it is over, in the order in which they end, as many at a time as the backend has use for.
+
+    Raises:
+        UserError: whatever the backend raises.
+    """
+    waiting, running = enumerate(conversations), dict[int, LiveConversation]()
+    while True:
+        while len(running) < backend.width and (found := next(waiting, None)):
+            key, conversation = found
+            if conversation.request is None:
+                yield conversation
+            else:
+                running[key] = conversation
+                backend.submit(key, *conversation.request, conversation.chat)
+        if not running:
+            return
+        response = backend.wait()
+        conversation = running[response.key]
+        conversation.on_response(response)
+        if conversation.request is None:
+            yield running.pop(response.key)
+        else:
+            backend.submit(response.key, *conversation.request, conversation.chat)
 
 
 @dataclass(slots=True)
@@ -55,7 +87,7 @@ class Tally:
     """What came of it."""
 
     rows: int = 0
-    tokens: int = 0  # of answers
+    tokens: int = 0  # of responses
     dropped: Counter[str] = field(default_factory=Counter)  # conversations without a row, by reason
     left_out: Counter[str] = field(default_factory=Counter)  # of those that have one
 
@@ -84,9 +116,9 @@ def limit_of(max_length: int, context: int) -> str:
     return f"prompts.max_length is {max_length}"
 
 
-def answer(
+def respond(
     backend: Backend,
-    asking: Asking,
+    plan: ResponsePlan,
     prompts: Path,
     output: Path,
     common: dict[str, Any],
@@ -95,12 +127,12 @@ def answer(
     rank: int = 0,
     world: int = 1,
 ) -> Tally:
-    """Append the answers that are not done yet to `output`, each when it is finished.
+    """Append the responses that are not done yet to `output`, each when it is finished.
 
     Args:
         prompts: what `choose` left.
         common: what every row says of the run.
-        total: answers to come in all, with those that are done.
+        total: responses to come in all, with those that are done.
 
     Raises:
         UserError: the disk is full, and whatever the backend raises.
@@ -108,14 +140,14 @@ def answer(
     tally = Tally()
     with Progress("answers", total, unit="tok") as progress:
         progress.advance(len(done), units=0)
-        for dialogue in converse(backend, asking.dialogues(prompts, done, rank, world)):
-            if dialogue.dropped:
-                tally.dropped[dialogue.dropped] += 1
-            tally.left_out.update(dialogue.left_out)
-            if dialogue.parts:
-                append(output, lines_of(dialogue, common))
-            tally.rows += len(dialogue.parts)
-            tally.tokens += sum(part.row.answer_tokens for part in dialogue.parts)
+        for conversation in submit_all(backend, plan.conversations(prompts, done, rank, world)):
+            if conversation.dropped:
+                tally.dropped[conversation.dropped] += 1
+            tally.left_out.update(conversation.left_out)
+            if conversation.parts:
+                append_lines(output, lines_of(conversation, common))
+            tally.rows += len(conversation.parts)
+            tally.tokens += sum(part.row.answer_tokens for part in conversation.parts)
             note = f"{tally.dropped.total()} dropped" if tally.dropped else None
-            progress.advance(1, dialogue.answer_tokens, note)
+            progress.advance(1, conversation.answer_tokens, note)
     return tally

@@ -1,4 +1,7 @@
-"""JSON over HTTP with OpenAI-compatible servers, its failures sorted by whether to ask again, and their models."""
+"""JSON over HTTP with OpenAI-compatible servers, its failures sorted by whether to ask again, and their models.
+
+By hand: through AsyncOpenAI a request takes 4 to 9 times the processor time (1.7 to 5 ms against 0.4 to 0.8).
+"""
 
 import contextlib
 import http.client

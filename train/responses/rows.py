@@ -1,25 +1,11 @@
-"""Rows to train on, and the answers that they are made of: a JSONL file that survives any kill.
+"""Rows to train on: token ids of prompt and response, as the chat template and the target made them."""
 
-Token ids are of prompt and answer, as the chat template and the target made them. Nothing is re-tokenised later.
-`file.py` says what is in the file.
-"""
-
-import json
-import zlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dflash_toolkit.config import UserError
-from dflash_toolkit.sampling import SamplingParams
-
-from .backends import Answer, Backend, Chat
-
-Span = tuple[int, int]  # start and end of an answer in its row
+Span = tuple[int, int]  # start and end of a response in its row
 Tokens = list[int] | npt.NDArray[np.int32]  # a list while it is written, a view of a `Corpus` while it is trained on
 
 
@@ -30,7 +16,7 @@ class Row:
     index: int  # of its prompt in the data
     prompt_tokens: int  # the first so many tokens are the prompt; the rest is supervised unless there are spans
     tokens: Tokens
-    spans: tuple[Span, ...] = ()  # the answers of a conversation of several turns
+    spans: tuple[Span, ...] = ()  # the responses of a conversation of several turns
 
     def __eq__(self, other: object) -> bool:
         """By what it says, whatever holds its tokens."""
@@ -61,68 +47,3 @@ class Row:
         # without a span left nothing may count as supervised
         prompt = min(self.prompt_tokens, length) if spans or not self.spans else length
         return replace(self, prompt_tokens=prompt, tokens=self.tokens[:length], spans=spans)
-
-
-class Dialogue(Protocol):
-    """What is to be answered, in one turn or in several."""
-
-    @property
-    def question(self) -> tuple[list[int], SamplingParams] | None:
-        """The prompt to answer next and how; None when all is said."""
-
-    @property
-    def chat(self) -> Chat | None:
-        """What that prompt was rendered from, if it is known."""
-
-    def hear(self, answer: Answer) -> None:
-        """The answer to the question."""
-
-
-D = TypeVar("D", bound=Dialogue)
-
-
-def converse(backend: Backend, dialogues: Iterable[D]) -> Iterator[D]:
-    """Every dialogue once it is over, in the order in which they end; no more are begun than the backend has use for.
-
-    Raises:
-        UserError: whatever the backend raises.
-    """
-    waiting = iter(dialogues)
-    asked: dict[int, D] = {}
-    key = 0
-    exhausted = False
-    while True:
-        while not exhausted and len(asked) < backend.width:
-            dialogue = next(waiting, None)
-            if dialogue is None:
-                exhausted = True
-            elif dialogue.question is None:
-                yield dialogue
-            else:
-                key += 1
-                asked[key] = dialogue
-                backend.ask(key, *dialogue.question, dialogue.chat)
-        if not asked:
-            return
-        answer = backend.wait()
-        dialogue = asked[answer.key]
-        dialogue.hear(answer)
-        if dialogue.question is None:
-            del asked[answer.key]
-            yield dialogue
-        else:
-            backend.ask(answer.key, *dialogue.question, dialogue.chat)
-
-
-def seed_of(seed: int, index: int, sample: int = 0) -> int:
-    """The seed of one answer, in 0..2^31 - 1: it does not depend on what else is answered."""
-    return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
-
-
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to a JSONL file in one write. Raises UserError."""
-    try:
-        with open(path, "a", encoding="utf-8") as handle:  # closing flushes, and may fail like a write
-            handle.write("".join(json.dumps(row) + "\n" for row in rows))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again") from error

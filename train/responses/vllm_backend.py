@@ -1,4 +1,4 @@
-"""vLLM in this process writes the answers: for targets that the engine does not compute, on one GPU or several."""
+"""vLLM in this process writes the responses: for targets that the engine does not compute, on one GPU or several."""
 
 import gc
 from collections import deque
@@ -10,7 +10,7 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.sampling import SamplingParams, int64_seed
 
-from .backends import Answer, Chat
+from .backends import Chat, Response
 
 
 def import_vllm() -> Any:
@@ -29,9 +29,9 @@ class VllmBackend:
     """Continuous batching on vLLM's own loop; see `backends.Backend`.
 
     Args:
-        stops: token ids that end an answer.
-        batch: answers written at a time.
-        context: prompt and answer together, in tokens.
+        stops: token ids that end a response.
+        batch: responses written at a time.
+        context: prompt and response together, in tokens.
         gpus: that share the target (tensor parallel).
 
     Raises:
@@ -41,7 +41,7 @@ class VllmBackend:
     def __init__(self, target: str, stops: Sequence[int], *, dtype: str, batch: int, context: int, gpus: int) -> None:
         self._vllm = import_vllm()
         self._stops = list(stops)
-        self._finished: deque[Answer] = deque()
+        self._finished: deque[Response] = deque()
         self.width = 2 * batch  # whoever ends finds the next one waiting
         try:
             self._llm: Any = self._vllm.LLM(
@@ -51,7 +51,7 @@ class VllmBackend:
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"vllm cannot load {target}: {' '.join(str(error).split())}") from error
 
-    def ask(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+    def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         wanted = self._vllm.SamplingParams(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
             seed=int64_seed(params.seed) if params.temperature > 0 else None, max_tokens=params.max_new_tokens,
@@ -63,7 +63,7 @@ class VllmBackend:
         except ValueError as error:
             raise UserError(f"vllm refuses a prompt: {error}") from error
 
-    def wait(self) -> Answer:
+    def wait(self) -> Response:
         while not self._finished:
             if not self._llm.llm_engine.has_unfinished_requests():
                 raise RuntimeError("nothing was asked")
@@ -71,7 +71,7 @@ class VllmBackend:
                 if output.finished:
                     answer = output.outputs[0]
                     reason = "length" if answer.finish_reason == "length" else "stop"
-                    self._finished.append(Answer(int(output.request_id), list(answer.token_ids), reason))
+                    self._finished.append(Response(int(output.request_id), list(answer.token_ids), reason))
         return self._finished.popleft()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Teacher-forced acceptance length on answers that were kept out of training: comparable at no cost of decoding."""
+"""Teacher-forced acceptance length on responses that were kept out of training: comparable at no cost of decoding."""
 
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import Target
@@ -6,7 +6,7 @@ from dflash_toolkit.models.target import Target
 from ..config import TrainConfig
 from ..features.source import FeatureSource
 from ..objective.blocks import sample_blocks
-from ..objective.step import compute_loss, use_flex
+from ..objective.loss import compute_loss, use_flex
 from ..optim.schedule import PackedSchedule, Schedule, draws, packing
 from ..responses.rows import Row
 

@@ -25,7 +25,7 @@ from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
 
-TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's answers do not depend on their company
+TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on their company
 PAGE = 64  # tokens
 
 
@@ -56,7 +56,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, step: int, prompts: Sequence[HeldOutPrompt], answers: Sequence[Generation]) -> "Evaluation":
-        """Count finished answers to `prompts`."""
+        """Count finished responses to `prompts`."""
         committed = tuple(sum(len(s.tokens) for s in answer.steps) for answer in answers)
         return cls(step, tuple(p.source for p in prompts), committed, tuple(len(answer.steps) for answer in answers))
 
@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def tau(self) -> float:
-        """Tokens committed a verification step, over all prompts; NaN where no answer was long enough for a step."""
+        """Tokens committed a verification step, over all prompts; NaN where no response was long enough for a step."""
         return ratio(sum(self.tokens), sum(self.steps))
 
     @property
@@ -213,7 +213,7 @@ class HeldOut:
             for prompt in prompts:
                 requests.append(engine.submit(prompt.tokens, self._params, on_progress))
             while engine.step():
-                pass  # also where a step is still in flight behind the last answer's end
+                pass  # also where a step is still in flight behind the last response's end
         except BaseException:  # Ctrl-C too: nobody waits for these any more
             for request in requests:
                 engine.cancel(request)
@@ -225,7 +225,7 @@ class HeldOut:
         spec = ModelSpec.of_target(target.config)
         operations(target.device)
         longest = sorted((len(prompt.tokens) for prompt in self._prompts), reverse=True)[:TOGETHER]
-        # behind an answer's end a step writes whole blocks that nobody reads
+        # behind a response's end a step writes whole blocks that nobody reads
         room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
         options = EngineOptions(
             max_num_seqs=len(longest),

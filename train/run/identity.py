@@ -1,4 +1,4 @@
-"""Which weights a name stands for: another fine-tune under the same name writes other answers."""
+"""Which weights a name stands for: another fine-tune under the same name writes other responses."""
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.fingerprint import model_digest

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.files import append_lines, write_text
 
 MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; Linux counts in KiB
 
@@ -83,7 +84,7 @@ class Speed:
     def _peak(self) -> dict[str, float]:
         if self._device.type == "cuda":
             return {"peak_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
-        # of this process, since it began: the target's answers, too
+        # of this process, since it began: the target's responses, too
         return {"peak_resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT / 1e9}
 
     def memory(self) -> str:
@@ -102,24 +103,13 @@ class MetricsLog:
 
     def __init__(self, path: Path, resume_step: int, wandb_project: str | None, config: dict[str, Any]) -> None:
         self._path = path
-        kept = _lines_up_to(path, resume_step)
-        partial = path.with_suffix(".partial")
-        try:
-            partial.write_text("".join(kept))
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise self._unwritable(error) from error
+        write_text(path, "".join(_lines_up_to(path, resume_step)))
         self._wandb = _start_wandb(wandb_project, path, config) if wandb_project else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Log `values` at `step`. NaN becomes null. Raises UserError when the disk is full."""
         clean = {"step": step} | {k: _plain(v) for k, v in values.items()}
-        try:
-            with self._path.open("a", encoding="utf-8") as file:  # closing flushes, and may fail like a write
-                file.write(json.dumps(clean) + "\n")
-        except OSError as error:
-            raise self._unwritable(error) from error
+        append_lines(self._path, [clean])
         if self._wandb is not None:
             flat = {k: v for k, v in clean.items() if not isinstance(v, list | dict)}
             flat |= {f"{k}/{i}": v for k, vs in clean.items() if isinstance(vs, list) for i, v in enumerate(vs, 1)}
@@ -130,9 +120,6 @@ class MetricsLog:
         """What W&B shows of the run as a whole. Values that are not finite are left out."""
         if self._wandb is not None:
             self._wandb.summary.update({k: v for k, v in values.items() if math.isfinite(v)})
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"{self._path}: cannot be written ({error.strerror}); free some space and run again")
 
     def close(self) -> None:
         if self._wandb is not None:
@@ -193,12 +180,7 @@ def _refused(project: str, error: Exception) -> UserError:
 
 def _run_id(path: Path) -> str:
     """A resumed run continues the same W&B run. Raises UserError when the name cannot be kept."""
-    name, partial = path.with_name("wandb_id"), path.with_name("wandb_id.partial")
-    try:
-        if not name.exists():
-            partial.write_text(secrets.token_hex(4))  # a full disk may take the file and not its bytes
-            partial.replace(name)
-        return name.read_text()
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{name}: cannot be written ({error.strerror}); free some space and run again") from error
+    name = path.with_name("wandb_id")
+    if not name.exists():
+        write_text(name, secrets.token_hex(4))
+    return name.read_text()

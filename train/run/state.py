@@ -20,8 +20,18 @@ COUNTER = 16  # values: the optimiser's count of its steps is on the host, and i
 
 
 @dataclass(slots=True)
-class RunState:
-    """A resume point."""
+class TrainState:
+    """Where a run stands, the same on every process."""
+
+    step: int = 0  # optimiser steps done
+    micro: int = 0  # micro batches of the schedule done, by all processes together
+    rate: float = 0.0  # the share of the peak learning rate that the last step had
+    done: float = 0.0  # share of the run, between 0 and 1
+
+
+@dataclass(slots=True)
+class ResumePoint:
+    """What a run goes on from."""
 
     step: int  # optimiser steps done
     fingerprint: dict[str, Any]  # what must be equal for a resume to make sense
@@ -38,12 +48,12 @@ class RunState:
     history: list[tuple[int, int, int]] | None = None  # of the schedule; None is of one lane
 
 
-def save_state(state: RunState, path: Path) -> None:
+def save_state(state: ResumePoint, path: Path) -> None:
     """Write to a temporary name, then rename. Raises UserError when the disk is full; the older file stays."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as handle:
-            torch.save({name: getattr(state, name) for name in RunState.__slots__}, handle)
+            torch.save({name: getattr(state, name) for name in ResumePoint.__slots__}, handle)
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(partial, path)
@@ -124,7 +134,7 @@ class Writer:
             self._thread = None
 
 
-def load_state(path: Path, fingerprint: dict[str, Any]) -> RunState | None:
+def load_state(path: Path, fingerprint: dict[str, Any]) -> ResumePoint | None:
     """The resume point at `path`, or None.
 
     Raises:
@@ -133,7 +143,7 @@ def load_state(path: Path, fingerprint: dict[str, Any]) -> RunState | None:
     if not path.exists():
         return None
     try:
-        state = RunState(**torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        state = ResumePoint(**torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # torch.load raises a dozen kinds
         raise UserError(f"{path}: not a resume point of this version; remove it to start afresh") from error
     if difference := first_difference(state.fingerprint, fingerprint):
@@ -146,7 +156,7 @@ def load_state(path: Path, fingerprint: dict[str, Any]) -> RunState | None:
 def read_plan(path: Path) -> dict[str, Any] | None:
     """The plan of the run whose resume point is at `path`; None where that cannot be known."""
     try:
-        return RunState(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)).plan
+        return ResumePoint(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)).plan
     except Exception:  # torch.load raises a dozen kinds; `load_state` says what is wrong with a file
         return None
 

@@ -28,8 +28,9 @@ from train.features.source import FeatureSource
 from train.features.store import GIB
 from train.loop import train
 from train.objective.blocks import Features, sample_blocks
-from train.objective.step import compute_loss
+from train.objective.loss import compute_loss
 from train.responses.rows import Row
+from train.run.definition import Run
 
 # 8 answers: of two processes each has 4, in micro batches of 3 and 1
 SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
@@ -216,7 +217,7 @@ def _counted(rank: int, world: int, port: int, folder: Path, config: TrainConfig
     FeatureSource.__call__ = watched  # type: ignore[method-assign]
     with Processes.started("cpu") as processes:
         drafter = make_drafter(target).train()
-        train(config, target, drafter, texts, [], folder, {}, lambda trained, tau: None, processes)
+        train(Run(config, target, drafter, texts, [], folder, {}, lambda trained, made: None), processes)
     (folder / f"forwards.{rank}.json").write_text(json.dumps([len(forwards), sorted(met)]))
 
 
@@ -294,7 +295,7 @@ def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
         )  # fmt: skip
         (tmp_path / name).mkdir()
         drafter = make_drafter(target).train()
-        train(config, target, drafter, rows(12), [], tmp_path / name, {}, lambda trained, tau: None)
+        train(Run(config, target, drafter, rows(12), [], tmp_path / name, {}, lambda trained, made: None))
         curves.append(losses(tmp_path / name / "metrics.jsonl"))
         trained.append(drafter.state_dict())
     assert curves[0] == pytest.approx(curves[1], rel=1e-5) and len(curves[0]) == 6

@@ -18,8 +18,8 @@ from train.distributed.parallel import Processes
 from train.distributed.zero import make_learner
 from train.features.source import FeatureSource
 from train.objective.blocks import sample_blocks
-from train.objective.step import compute_loss
-from train.run.state import RunState
+from train.objective.loss import compute_loss
+from train.run.state import ResumePoint
 
 FSDP = RunOptions(fsdp=True)
 WAYS = [FSDP, RunOptions(zero=1), RunOptions(fsdp=True, fsdp_reshard_after_forward=False), RunOptions(zero=2),
@@ -28,7 +28,7 @@ WAYS = [FSDP, RunOptions(zero=1), RunOptions(fsdp=True, fsdp_reshard_after_forwa
 
 def _steps(
     ways: list[RunOptions], optim: OptimOptions, processes: Processes, work: Path
-) -> tuple[RunState, list[float]]:
+) -> tuple[ResumePoint, list[float]]:
     """A step by each learner, from the resume point of the one before it; and the norms of their gradients."""
     target, state, norms = make_target(), None, []
     for step, way in enumerate(ways):
@@ -46,8 +46,8 @@ def _steps(
             weight = weight + result.totals()[1]
         norms.append(float(learner.step(processes.sum(weight))))
         weights, moments, average = learner.snapshot()
-        point = RunState(step + 1, {}, weights, moments, 0.0, 0.0, 0, average)
-        state = processes.agree(point)
+        point = ResumePoint(step + 1, {}, weights, moments, 0.0, 0.0, 0, average)
+        state = processes.broadcast(point)
         whole = learner.whole()
         if processes.main:
             expected = average or weights

@@ -24,6 +24,7 @@ from train.features.source import FeatureSource, fitting, open_features
 from train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
 from train.loop import train
 from train.responses.rows import Row
+from train.run.definition import Run
 
 TAPS = (1, 3)
 
@@ -46,7 +47,9 @@ def curve(folder: Path, **run: Any) -> list[float]:
     """Losses of a run of three epochs over ten rows."""
     folder.mkdir(exist_ok=True)
     target = make_target()
-    train(config(**run), target, make_drafter(target).train(), rows(10), [], folder, {}, lambda trained, tau: None)
+    train(
+        Run(config(**run), target, make_drafter(target).train(), rows(10), [], folder, {}, lambda trained, made: None)
+    )
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -128,7 +131,7 @@ def test_a_run_on_a_gpu_learns_the_same_wherever_its_features_are_kept(tmp_path:
         folder = tmp_path / mode
         folder.mkdir()
         drafter = make_drafter(target).cuda().train()
-        train(asked, target, drafter, rows(10), [], folder, {}, lambda trained, tau: None)
+        train(Run(asked, target, drafter, rows(10), [], folder, {}, lambda trained, made: None))
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         curves[mode] = [json.loads(line)["loss"] for line in lines]
     # rows go through the target together, and how many at a time moves the last bit

@@ -14,12 +14,13 @@ import train.features.source
 import train.loop
 from dflash_toolkit import UserError
 from dflash_toolkit.config import from_mapping, to_mapping
-from train.cli import _fingerprint
 from train.config import TrainConfig
 from train.distributed.parallel import Processes
 from train.features.memory import MARGIN, MemoryUse, room_behind_step
 from train.features.source import FeatureSource
 from train.objective.blocks import Features
+from train.run.definition import Run
+from train.run.provenance import fingerprint
 
 
 def test_features_take_a_share_of_what_a_step_at_its_peak_leaves() -> None:
@@ -56,9 +57,8 @@ def test_memory_is_taken_and_filled_behind_a_step_that_finds_the_optimisers_stat
 
     def run() -> None:
         asked_for = config(features=mode, feature_gpu_share=1.0)
-        train.loop.train(
-            asked_for, target, drafter, texts, [], tmp_path, {}, lambda trained, export: exported.append(export)
-        )
+        kept = exported.append
+        train.loop.train(Run(asked_for, target, drafter, texts, [], tmp_path, {}, lambda trained, made: kept(made)))
 
     if mode == "memory" and not fits:
         with pytest.raises(UserError, match=r"run.features=memory: .*run.feature_gpu_share"):
@@ -93,7 +93,7 @@ def test_out_of_memory_is_one_line_with_the_options_and_the_run_goes_on(
 
     def run() -> None:
         drafter = make_drafter(target).train()
-        train.loop.train(config(), target, drafter, rows(10), [], tmp_path, {}, lambda trained, export: None)
+        train.loop.train(Run(config(), target, drafter, rows(10), [], tmp_path, {}, lambda trained, export: None))
 
     names = r"run.feature_gpu_share .* optim.recompute=true .* loss.head_rows .* in a new run .* optim.pack_tokens"
     with pytest.raises(UserError, match=rf"^CUDA out of memory. Tried to allocate 2.00 GiB: .*{names}[^\n]*$"):
@@ -101,7 +101,7 @@ def test_out_of_memory_is_one_line_with_the_options_and_the_run_goes_on(
     assert torch.load(tmp_path / "state.pt")["step"] == 4
     named = {"loss": {"head_rows": 8}, "optim": {"recompute": True}, "run": {"feature_gpu_share": 0.1}}
     before, after, other = (
-        _fingerprint(
+        fingerprint(
             {"config": to_mapping(from_mapping(TrainConfig, {"target": "tiny"} | values, "config"))}
             | dict.fromkeys(("drafter", "target_digest", "data_hash", "template_hash"))
         )
@@ -129,7 +129,7 @@ def _second_without_memory(rank: int, port: int, folder: Path) -> None:
     with Processes.started("cpu") as processes:
         target = make_target()
         drafter = make_drafter(target).train()
-        train.loop.train(config(), target, drafter, rows(12), [], folder, {}, lambda trained, export: None, processes)
+        train.loop.train(Run(config(), target, drafter, rows(12), [], folder, {}, lambda *_: None), processes)
 
 
 def test_a_process_without_memory_says_so_itself_and_does_not_wait_for_the_others(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def _first_without_room(rank: int, port: int, folder: Path) -> None:
     with Processes.started("cpu") as processes:
         mine = range(rank, 10, 2)
         source = train.features.source.open_features(config(), target, taps, rows(10), folder, mine, processes)
-        assert processes.gather(rank) == [0, 1]
+        assert processes.all_gather(rank) == [0, 1]
         assert len(source.missing(rows(10))) == 10, "auto keeps all or says that it does not"
 
 

@@ -14,6 +14,7 @@ from train.features.source import FeatureSource
 from train.loop import train
 from train.objective.blocks import Blocks, Features, dense_mask, sample_blocks
 from train.responses.rows import Row
+from train.run.definition import Run
 
 PROMPT = list(range(40, 60))
 ROWS = [Row(0, 20, torch.randint(0, 250, (60,), generator=torch.Generator().manual_seed(3)).tolist()),
@@ -151,10 +152,8 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafte
         optim=OptimOptions(steps=300, batch_size=1, learning_rate=4e-3),
         run=RunOptions(feature_cache_gb=1, log_every=100),
     )
-    train(
-        config, target, drafter, [Row(0, len(PROMPT), PROMPT + answer)], [], tmp_path_factory.mktemp("work"), {},
-        lambda trained, tau: None,
-    )  # fmt: skip
+    rows, work = [Row(0, len(PROMPT), PROMPT + answer)], tmp_path_factory.mktemp("work")
+    train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
     return target, drafter.eval()
 
 

@@ -19,9 +19,9 @@ from train.features.source import FeatureSource
 from train.features.store import GIB, MemoryStore
 from train.loop import train
 from train.objective.blocks import Blocks, Features, sample_blocks
-from train.objective.losses import DraftLoss, dpace_weights, draft_loss, predicting_states
-from train.objective.step import compute_loss
+from train.objective.loss import DraftLoss, compute_loss, dpace_weights, draft_loss, predicting_states
 from train.responses.rows import Row
+from train.run.definition import Run
 
 KINDS = ("kl", "tv", "lk", "lk_hybrid")
 SIZE = 6
@@ -242,7 +242,7 @@ def test_a_run_logs_recall_and_overlap(target: Target, tmp_path: Path) -> None:
         run=RunOptions(log_every=1, feature_cache_gb=1),
     )  # fmt: skip
     drafter = make_drafter(target).train()
-    train(config, target, drafter, rows, [], tmp_path, {}, lambda trained, tau: None)
+    train(Run(config, target, drafter, rows, [], tmp_path, {}, lambda trained, made: None))
     for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         for name in ("slot_accuracy", "recall_at_4", "recall_at_16", "slot_overlap"):
             assert len(line[name]) == 15 and all(v is None or 0 <= v <= 1 for v in line[name]), name

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from train.config import DrafterOptions, LossOptions, TrainConfig
 from train.objective.blocks import Blocks
-from train.objective.losses import DraftLoss, decay_weights, dpace_weights, draft_loss
+from train.objective.loss import DraftLoss, decay_weights, dpace_weights, draft_loss
 
 B, A, S, D, V = 2, 3, 5, 8, 37
 

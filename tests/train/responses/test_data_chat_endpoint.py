@@ -20,7 +20,7 @@ from test_serve_engine import make_engine
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat
 from train.data_cli import main
-from train.responses.backends import Answer, Chat
+from train.responses.backends import Chat, Response
 
 __all__ = ["fake", "prompts"]  # fixtures
 CHAT = Chat([user("ask")])
@@ -46,14 +46,14 @@ def only_chat(reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> Callable[[d
     return lambda body, number: reply(body) if "messages" in body else GONE
 
 
-def ask(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any = WORDS, **more: Any) -> Answer:
+def ask(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any = WORDS, **more: Any) -> Response:
     """The answer to a chat whose server replies so."""
     fake.reply = only_chat(lambda body: (200, reply))
     one = backend(fake, **more)
     one._tokenizer = tokenizer
     try:
         prompt = encode_chat(tokenizer, chat.messages, more.get("thinking"), chat.tools)
-        one.ask(7, prompt, SamplingParams(max_new_tokens=99, seed=5), chat)
+        one.submit(7, prompt, SamplingParams(max_new_tokens=99, seed=5), chat)
         return one.wait()
     finally:
         one.close()
@@ -324,7 +324,7 @@ def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake:
     replies = [error, said("ask")]
     fake.reply = only_chat(lambda body: (200, replies.pop(0)))
     one = backend(fake)
-    one.ask(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
+    one.submit(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
     assert one.wait().tokens and not replies
     one.close()
 
@@ -337,7 +337,7 @@ def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fa
     one = backend(fake)
     prompt = encode_chat(WORDS, CHAT.messages)
     for number, most in enumerate((99, 77, 99)):
-        one.ask(number, prompt, SamplingParams(max_new_tokens=most), CHAT)
+        one.submit(number, prompt, SamplingParams(max_new_tokens=most), CHAT)
         if most == 77:
             with pytest.raises(UserError, match="too large"):
                 one.wait()

@@ -129,7 +129,7 @@ def backend(fake: Fake, **options: Any) -> EndpointBackend:
 def ask(fake: Fake, **options: Any) -> Any:
     one = backend(fake, **options)
     try:
-        one.ask(7, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
+        one.submit(7, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
         return one.wait()
     finally:
         one.close()
@@ -235,12 +235,12 @@ def test_a_server_that_knows_openai_s_own_fields_only_is_asked_for_these(fake: F
     fake.reply = strict
     one = backend(fake)
     for key in (1, 2):
-        one.ask(key, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
+        one.submit(key, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
         assert one.wait().tokens == [*WORDS("fine").input_ids, EOS]
     assert len(fake.asked) == 2 + 2, "it is asked in vain once"
     one.close()
     picky = backend(fake)
-    picky.ask(3, [1, 2, 3], SamplingParams(max_new_tokens=9, temperature=1.0, top_k=5))
+    picky.submit(3, [1, 2, 3], SamplingParams(max_new_tokens=9, temperature=1.0, top_k=5))
     with pytest.raises(UserError, match=r"field top_k; not tried without top_k \(top_k needs it\)"):
         picky.wait()
     picky.close()

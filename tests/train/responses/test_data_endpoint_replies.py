@@ -74,7 +74,7 @@ def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
 def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
     fake.reply = refusing("top_p")
     one = backend(fake)
-    one.ask(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
+    one.submit(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
     with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(top_p needs it\)"):
         one.wait()
     one.close()
@@ -120,7 +120,7 @@ def test_a_server_that_counts_nothing_ends_the_run_in_one_line(fake: Fake) -> No
     one = backend(fake)
     heard = []
     for key in range(3):
-        one.ask(key, [1, 2], SamplingParams(max_new_tokens=9))
+        one.submit(key, [1, 2], SamplingParams(max_new_tokens=9))
         heard.append(one.wait().tokens)
     one.close()
     assert heard == [FINE, [], FINE], "one that does now and then loses an answer"
@@ -134,7 +134,7 @@ def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fak
         fake.reply = lambda body, number, counts=counts: (200, whole("fine", count=counts[number - 1]))
         one = backend(fake)
         for key, expected in enumerate(kept):
-            one.ask(key, [1, 2], SamplingParams(max_new_tokens=9))
+            one.submit(key, [1, 2], SamplingParams(max_new_tokens=9))
             assert one.wait().tokens == (FINE if expected else []), (counts, key)
         one.close()
 

@@ -16,11 +16,12 @@ from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.data.prompts import Message, encode_chat, read_chat
 from train.config import AnswerOptions, DataOptions, TrainConfig
 from train.data_cli import main
-from train.responses.conversation import REFUSED, ChatDialogue, recorded_rows
+from train.prompts.split import PROMPTS, Reading, choose_prompts
+from train.responses.build_corpus import write_recorded
+from train.responses.conversation import REFUSED, LiveConversation, recorded_rows
 from train.responses.corpus import Corpus
 from train.responses.file import Match, read_training_rows
 from train.responses.rows import Row
-from train.run.data import PROMPTS, Reading, choose_prompts, write_recorded
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
@@ -131,22 +132,22 @@ def test_tools_reach_the_template_which_must_show_all_of_them() -> None:
 
 def test_after_its_own_answer_to_a_call_the_target_goes_on_from_the_recorded_one() -> None:
     tokenizer, tools = words(WITH_TOOLS), [TOOL]
-    talk = ChatDialogue(0, 0, conversation({"messages": TALK, "tools": tools}, "x"), tokenizer, PARAMS, 1000)
+    talk = LiveConversation(0, 0, conversation({"messages": TALK, "tools": tools}, "x"), tokenizer, PARAMS, 1000)
     asked = []
     for text in ("mine", "yes", "no"):
-        assert talk.question is not None
-        asked.append(talk.question[0])
+        assert talk.request is not None
+        asked.append(talk.request[0])
         answer(talk, said(text), "length" if text == "mine" else "stop")
     turns = [TALK[:1], TALK[:3], [*TALK[:3], assistant("yes"), user("c")]]
     assert asked == [encode_chat(tokenizer, turn, tools=tools) for turn in turns]
-    assert talk.question is None and talk.dropped is None and talk.left_out == []
+    assert talk.request is None and talk.dropped is None and talk.left_out == []
     first, second = talk.parts
     assert first.messages == [user("a"), assistant("mine")] and second.messages[:4] == turns[2][:4]
     assert texts([first.row, second.row]) == ["mine<|end|>", "yes<|end|>", "no<|end|>"]
 
 
 def test_a_call_in_the_recorded_words_is_one_row_with_what_follows() -> None:
-    talk = ChatDialogue(0, 0, conversation({"messages": TALK[:4]}, "x"), words(WITH_TOOLS), PARAMS, 1000)
+    talk = LiveConversation(0, 0, conversation({"messages": TALK[:4]}, "x"), words(WITH_TOOLS), PARAMS, 1000)
     answer(talk, said('<call>{"name": "f", "arguments": {}}'))
     answer(talk, said("yes"))
     assert len(talk.parts) == 1 and len(talk.parts[0].row.spans) == 2

@@ -19,12 +19,13 @@ from train.features.source import FeatureSource
 from train.features.store import GIB, MemoryStore
 from train.objective.blocks import PADDING
 from train.prompts.choosing import chosen
+from train.prompts.split import PROMPTS, Reading, choose_prompts, data_digest
 from train.responses.backends import Backend, EngineBackend, ReferenceBackend
+from train.responses.build_corpus import write_recorded
 from train.responses.corpus import Corpus
 from train.responses.file import resume
-from train.responses.generate import Asking, answer
+from train.responses.generate import ResponsePlan, respond
 from train.responses.rows import Row
-from train.run.data import PROMPTS, Reading, choose_prompts, data_digest, write_recorded
 
 OPTIONS = AnswerOptions(batch_size=3, max_tokens=20)
 
@@ -215,10 +216,10 @@ def answered(
     if not prompts.exists():
         ask(prompts)
     done = resume(path)[0] if path.exists() else set()
-    asking = Asking(tokenizer=make_tokenizer(), params=options.params(), length=max_length, thinking=None)
+    plan = ResponsePlan(tokenizer=make_tokenizer(), params=options.params(), length=max_length, thinking=None)
     common = {"target": "tiny", "target_digest": None, "vocab_size": 300, "template_hash": "t", "sampler": {}}
-    if next(asking.dialogues(prompts, done, rank, world), None):
-        answer(opened(), asking, prompts, path, common, done, 7, rank, world)
+    if next(plan.conversations(prompts, done, rank, world), None):
+        respond(opened(), plan, prompts, path, common, done, 7, rank, world)
     rows = sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: row["index"])
     return [Row(row["index"], row["prompt_tokens"], row["tokens"]) for row in rows]
 
@@ -390,7 +391,7 @@ def test_vllm_answers_like_the_target_itself(tmp_path: Path) -> None:
     params = SamplingParams(max_new_tokens=24)
     backend = VllmBackend(str(tmp_path / "target"), (7,), dtype="bfloat16", batch=4, context=128, gpus=1)
     for key, prompt in enumerate(prompts):
-        backend.ask(key, prompt, params)
+        backend.submit(key, prompt, params)
     found = {answer.key: answer for answer in (backend.wait() for _ in prompts)}
     backend.close()
     for key, prompt in enumerate(prompts):

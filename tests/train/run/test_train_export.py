@@ -19,12 +19,13 @@ from train import loop
 from train.cli import main
 from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import open_features
-from train.loop import Export, Outcome
 from train.optim.schedule import joined_factor, learning_rate_factor
 from train.responses.corpus import Corpus
+from train.run import budget, save
 from train.run.cost import before_training
-from train.run.held_out import Evaluation, HeldOutPrompt
-from train.run.state import RunState, Writer, load_state
+from train.run.definition import Export, Outcome, Run
+from train.run.held_out import Evaluation, HeldOut, HeldOutPrompt
+from train.run.state import ResumePoint, Writer, load_state
 
 HELD_OUT = [HeldOutPrompt([20 + i, 30], "ab"[i % 2]) for i in range(4)]
 STEPS = 10  # tokens committed there by 10 verification steps of each of the four prompts
@@ -59,7 +60,7 @@ def trained(
     folder.mkdir(exist_ok=True)
     target, exports = target or make_target(), Exports()
     drafter = make_drafter(target, block_size=4, layers=1, taps=2).train()
-    return loop.train(asked, target, drafter, rows(16), held_out or [], folder, {}, exports), exports
+    return loop.train(Run(asked, target, drafter, rows(16), held_out or [], folder, {}, exports)), exports
 
 
 def lines(folder: Path, key: str) -> list[Any]:
@@ -101,17 +102,17 @@ def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
         tokens = start if not step and start else measured[step // 2 - 1]
         return Evaluation(step, tuple("abab"), tokens, tuple(STEPS * (n > 0) for n in tokens))
 
-    monkeypatch.setattr(loop.HeldOut, "__call__", evaluated)
+    monkeypatch.setattr(HeldOut, "__call__", evaluated)
     if killed:
         with monkeypatch.context() as patch:
-            real, saves = loop.save_state, iter(range(9))
+            real, saves = save.save_state, iter(range(9))
 
-            def interrupted(state: RunState, path: Path) -> None:
+            def interrupted(state: ResumePoint, path: Path) -> None:
                 if next(saves) == killed:
                     raise KeyboardInterrupt
                 real(state, path)
 
-            patch.setattr(loop, "save_state", interrupted)
+            patch.setattr(save, "save_state", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 trained(tmp_path, asked, HELD_OUT)
     outcome, exports = trained(tmp_path, asked, HELD_OUT)
@@ -136,7 +137,8 @@ def test_without_held_out_prompts_the_end_is_exported_and_no_figure_is_made_up(t
 
 def by_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch, first: float, step: float = 1.0) -> None:
     """A step takes so long, and the first one of every call of `train` compiles."""
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=clock))
+    for module in (budget, save):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     real, make = loop.compute_loss, loop.make_learner
     compiled = False
 
@@ -166,15 +168,15 @@ def test_minutes_are_of_training_and_neither_of_compiling_nor_of_saving(
     assert (outcome.steps, outcome.elapsed_s, outcome.warnings) == (30, 30.0, [])
     assert len(rates) == 30 and max(rates) > 0.95 * 3e-3 and rates[-1] < 3e-3 / 50
 
-    real = loop.save_state
+    real = save.save_state
 
-    def interrupted(state: RunState, path: Path) -> None:
+    def interrupted(state: ResumePoint, path: Path) -> None:
         real(state, path)
         if state.step == 10:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_state", interrupted)
+        patch.setattr(save, "save_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "killed", asked)
     state = load_state(tmp_path / "killed/state.pt", {})
@@ -259,15 +261,15 @@ def test_a_run_goes_on_where_it_ended_with_the_rate_of_a_longer_one(
     warm = {"warmup": 0.1}
     assert trained(tmp_path, config(**first, **warm))[0].steps == 24
     capsys.readouterr()
-    real = loop.save_state
+    real = save.save_state
 
-    def interrupted(state: RunState, path: Path) -> None:
+    def interrupted(state: ResumePoint, path: Path) -> None:
         real(state, path)
         if state.step == 30:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_state", interrupted)
+        patch.setattr(save, "save_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path, config(**longer, **warm))
     said = capsys.readouterr().err
@@ -314,7 +316,7 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
 ) -> None:
     """By time: ten minutes are over behind step 4, and again while that is still being written."""
     by_clock(clock, monkeypatch, first=150, step=150)
-    real_save, real_copy, real_loss = loop.save_state, loop.host_copy, loop.compute_loss
+    real_save, real_copy, real_loss = save.save_state, save.host_copy, loop.compute_loss
     taken: list[Any] = []
     written: list[int] = []
     begun = 0
@@ -324,7 +326,7 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
         taken.append([weight.clone() for weight in value[0].values()])
         return real_copy(value, device)
 
-    def saved(state: RunState, path: Path) -> None:
+    def saved(state: ResumePoint, path: Path) -> None:
         if not written:
             assert further.wait(60), "training did not go on"
         written.append(state.step)
@@ -338,8 +340,8 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
             further.set()
         return real_loss(*args)
 
-    monkeypatch.setattr(loop, "host_copy", copied)
-    monkeypatch.setattr(loop, "save_state", saved)
+    monkeypatch.setattr(save, "host_copy", copied)
+    monkeypatch.setattr(save, "save_state", saved)
     monkeypatch.setattr(loop, "compute_loss", compute)
     asked = config(steps=12)
     trained(tmp_path, replace(asked, run=replace(asked.run, save_every=0, save_minutes=10)))
@@ -354,7 +356,7 @@ def test_the_device_is_waited_for_only_while_steps_are_timed_and_around_what_is_
 ) -> None:
     """Anywhere else the host prepares the next step while a GPU computes this one."""
     waited: list[int] = []
-    real, wait = loop.compute_loss, loop.TrainingClock._wait
+    real, wait = loop.compute_loss, budget.TrainingClock._wait
     begun = 0
 
     def compute(*args: Any) -> Any:
@@ -362,12 +364,12 @@ def test_the_device_is_waited_for_only_while_steps_are_timed_and_around_what_is_
         begun += 1
         return real(*args)
 
-    def waits(self: loop.TrainingClock) -> None:
+    def waits(self: budget.TrainingClock) -> None:
         waited.append(begun)
         wait(self)
 
     monkeypatch.setattr(loop, "compute_loss", compute)
-    monkeypatch.setattr(loop.TrainingClock, "_wait", waits)
+    monkeypatch.setattr(budget.TrainingClock, "_wait", waits)
     asked = config(steps=24)
     trained(tmp_path, replace(asked, run=replace(asked.run, save_every=9, evaluate_every=10)), HELD_OUT)
     assert waited == [1, 2, 3, 4, 9, 10, 18, 20, 24]
@@ -377,20 +379,20 @@ def test_a_resume_point_is_copied_once_the_one_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a machine never holds two copies."""
-    real_save, real_copy = loop.save_state, loop.host_copy
+    real_save, real_copy = save.save_state, save.host_copy
     events: list[str] = []
 
     def copied(value: Any, device: torch.device) -> Any:
         events.append("copied")
         return real_copy(value, device)
 
-    def saved(state: RunState, path: Path) -> None:
+    def saved(state: ResumePoint, path: Path) -> None:
         time.sleep(0.05)  # longer than a step of this drafter, or else nothing is shown
         real_save(state, path)
         events.append("written")
 
-    monkeypatch.setattr(loop, "host_copy", copied)
-    monkeypatch.setattr(loop, "save_state", saved)
+    monkeypatch.setattr(save, "host_copy", copied)
+    monkeypatch.setattr(save, "save_state", saved)
     asked = config(steps=6)
     trained(tmp_path, replace(asked, run=replace(asked.run, save_every=1)))
     assert events == ["copied", "written"] * 6
@@ -402,7 +404,7 @@ def test_what_a_writer_could_not_write_is_told_at_the_next_step(
     done, real = threading.Event(), loop.compute_loss
     steps = iter(range(1, 99))
 
-    def fails(state: RunState, path: Path) -> None:
+    def fails(state: ResumePoint, path: Path) -> None:
         done.set()
         raise UserError("no space")
 
@@ -411,7 +413,7 @@ def test_what_a_writer_could_not_write_is_told_at_the_next_step(
             assert done.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(loop, "save_state", fails)
+    monkeypatch.setattr(save, "save_state", fails)
     monkeypatch.setattr(loop, "compute_loss", compute)
     with pytest.raises(UserError, match="no space"):
         trained(tmp_path, config(steps=1000))

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from train.config import LossOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.objective.blocks import dense_mask, sample_blocks
-from train.objective.step import compute_loss
+from train.objective.loss import compute_loss
 from train.responses.rows import Row
 from train.run.flops import drafter_step_flops, visible_pairs
 

@@ -16,13 +16,13 @@ import torch
 from conftest import Clock
 from test_train_loop import argv
 
-import train.loop
 import train.run.metrics
 from dflash_toolkit import UserError
 from train.cli import main
 from train.optim.schedule import learning_rate_factor
+from train.run import save
 from train.run.metrics import MetricsLog, Speed, peak_flops
-from train.run.state import RunState, save_state
+from train.run.state import ResumePoint, save_state
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_bes
     often = ("run.wandb=tiny", "optim.steps=6", "run.evaluate_every=2", "run.save_every=2")
     with monkeypatch.context() as patch:
 
-        def interrupted(state: RunState, path: Path) -> None:
+        def interrupted(state: ResumePoint, path: Path) -> None:
             save_state(state, path)
             if state.step == 4:
                 raise KeyboardInterrupt
 
-        patch.setattr(train.loop, "save_state", interrupted)
+        patch.setattr(save, "save_state", interrupted)
         assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
     assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
 

@@ -11,7 +11,6 @@ from conftest import VOCAB, make_drafter, make_target, prompts_of
 from safetensors.torch import load_file, save_file
 from test_train_loop import argv, weights
 
-import train.loop
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.models.dflash.network import weights_hash
@@ -22,7 +21,8 @@ from train.cli import main
 from train.config import DataOptions, TrainConfig
 from train.optim.optimizers import update_average
 from train.responses import backends
-from train.run.state import RunState, save_state
+from train.run import save
+from train.run.state import ResumePoint, save_state
 
 STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
 
@@ -168,17 +168,17 @@ def test_an_average_of_the_weights_is_what_is_measured_exported_and_resumed(
     )
     states: list[dict[str, torch.Tensor]] = []
 
-    def seen(state: RunState, path: Path) -> None:
+    def seen(state: ResumePoint, path: Path) -> None:
         states.append({name: value.clone() for name, value in state.drafter.items()})
         save_state(state, path)
 
-    def interrupted(state: RunState, path: Path) -> None:
+    def interrupted(state: ResumePoint, path: Path) -> None:
         save_state(state, path)
         if state.step == 2:
             raise KeyboardInterrupt
 
-    for name, save, code in (("killed", interrupted, 130), ("killed", save_state, 0), ("whole", seen, 0)):
-        monkeypatch.setattr(train.loop, "save_state", save)
+    for name, kept, code in (("killed", interrupted, 130), ("killed", save_state, 0), ("whole", seen, 0)):
+        monkeypatch.setattr(save, "save_state", kept)
         assert main(argv(target_dir, data, tmp_path / name, *averaged)) == code
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
     average = torch.load(tmp_path / "whole/work/state.pt")["average"]

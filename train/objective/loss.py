@@ -1,15 +1,25 @@
-"""Slot weights and the drafter's loss: the weighted losses of the frozen head, normalised by the sum of weights."""
+"""One forward of the drafter over a batch of blocks, the code path that decoding takes too, and its loss.
 
+The loss is the weighted losses of the frozen head, normalised by the sum of the weights of the slots.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import LossMix
+from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.target import Target
 
-from ..config import LossOptions
-from .blocks import Blocks
+from ..config import LossOptions, TrainConfig
+from .blocks import Blocks, Features, dense_mask, flex_mask
 
 RECALL = (1, 4, 16)  # the k of recall@k
 
@@ -49,36 +59,56 @@ class DraftLoss:
         )  # fmt: skip
 
 
-def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
-    """w_k = exp(-(k - 1) / gamma) for slots k = 1..`slots` (arXiv 2602.06036 section 4.2)."""
-    return torch.exp(-torch.arange(slots, device=device, dtype=torch.float32) / gamma)
+def use_flex(attention: str, device: torch.device) -> bool:
+    """FlexAttention skips empty tiles but has no backward on a CPU."""
+    return device.type == "cuda" if attention == "auto" else attention == "flex"
 
 
-def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
-    """D-PACE (arXiv 2605.18810): how much slot j matters to the expected accepted length.
-
-    q_i = exp(-loss_i), smoothed to (1 - alpha) q_i + alpha; w_j = sum over m >= j of prod_{i <= m} q_i.
-
-    Args:
-        losses: [..., S - 1] cross-entropy per slot, or another -log of the chance to pass it; the weights carry no
-            gradient.
-        supervised: [..., S - 1] bool; a product stops at the first slot that has no label.
-
-    Returns:
-        [..., S - 1], zero where not supervised.
-    """
-    q = (1 - alpha) * torch.exp(-losses.detach().float()) + alpha
-    reach = (q * supervised).cumprod(-1)  # prod_{i <= m} q_i
-    return reach.flip(-1).cumsum(-1).flip(-1) * supervised
+Forward = Callable[..., Tensor]  # of a drafter and what `_forward` takes
 
 
-def predicting_states(blocks: Blocks, length: int) -> Tensor:
-    """Where the target predicts the token of each slot: [B, A, S] indices into its B * `length` hidden states.
+def runner(config: TrainConfig, device: torch.device) -> Forward:
+    """The drafter's forward over a batch of blocks, compiled where the option says so."""
+    return _compiled_forward() if compiles(config, device) else _forward
 
-    Slot k stands at position anchor + k, whose token the target predicts one position earlier.
-    """
-    row = torch.arange(len(blocks.anchor), device=blocks.anchor.device)[:, None, None]
-    return row * length + blocks.anchor[:, :, None] + torch.arange(blocks.size, device=row.device) - 1
+
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    return config.run.compile == "on" or (config.run.compile == "auto" and device.type == "cuda")
+
+
+def compute_loss(
+    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool,
+    forward: Forward | None = None,
+) -> DraftLoss:  # fmt: skip
+    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
+    forward = forward or runner(config, target.device)
+    mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
+    embedded = target.embed(blocks.inputs.flatten(1))
+    with _autocast(target.device, target.dtype):
+        hidden = forward(
+            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
+        )
+        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma, features.final)
+
+
+def _forward(
+    drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor | BlockMask
+) -> Tensor:
+    return drafter(embedded, positions, drafter.context_kv(features, context), mask)
+
+
+@functools.cache
+def _compiled_forward() -> Forward:
+    return torch.compile(_forward)
+
+
+def _autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    # fp32 master weights, bf16 compute; CPUs mostly lack bf16 units and compute in fp32
+    if device.type == "cuda":
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    if dtype != torch.float32:  # somebody asked for it, and the features are in it
+        return torch.autocast(device.type, dtype=dtype)
+    return contextlib.nullcontext()
 
 
 def draft_loss(
@@ -115,10 +145,10 @@ def draft_loss(
     if options.weights == "dpace":
         # The paper's chance to pass a slot is that of its token. Without cross-entropy nothing drives that one, and
         # the chance is the overlap, with which sampled verification accepts (as in D-PARD, of the same authors).
-        surprise = rows.terms.cross_entropy
+        nll = rows.terms.cross_entropy  # negative log-likelihood
         if options.ce == 0 and rows.terms.acceptance is not None:
-            surprise = -rows.terms.acceptance.log()
-        weights = dpace_weights(grid(surprise), supervised, options.alpha)
+            nll = -rows.terms.acceptance.log()
+        weights = dpace_weights(grid(nll), supervised, options.alpha)
     else:
         weights = decay_weights(blocks.size - 1, gamma, hidden.device).expand(supervised.shape)
     weights = weights.flatten()[slot]
@@ -138,3 +168,35 @@ def draft_loss(
         blocks=blocks.valid.sum(),
         slot_overlap=None if overlap is None else grid(overlap).sum((0, 1)) / count,
     )
+
+
+def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
+    """w_k = exp(-(k - 1) / gamma) for slots k = 1..`slots` (arXiv 2602.06036 section 4.2)."""
+    return torch.exp(-torch.arange(slots, device=device, dtype=torch.float32) / gamma)
+
+
+def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
+    """D-PACE (arXiv 2605.18810): how much slot j matters to the expected accepted length.
+
+    q_i = exp(-loss_i), smoothed to (1 - alpha) q_i + alpha; w_j = sum over m >= j of prod_{i <= m} q_i.
+
+    Args:
+        losses: [..., S - 1] cross-entropy per slot, or another -log of the chance to pass it; the weights carry no
+            gradient.
+        supervised: [..., S - 1] bool; a product stops at the first slot that has no label.
+
+    Returns:
+        [..., S - 1], zero where not supervised.
+    """
+    q = (1 - alpha) * torch.exp(-losses.detach().float()) + alpha
+    reach = (q * supervised).cumprod(-1)  # prod_{i <= m} q_i
+    return reach.flip(-1).cumsum(-1).flip(-1) * supervised
+
+
+def predicting_states(blocks: Blocks, length: int) -> Tensor:
+    """Where the target predicts the token of each slot: [B, A, S] indices into its B * `length` hidden states.
+
+    Slot k stands at position anchor + k, whose token the target predicts one position earlier.
+    """
+    row = torch.arange(len(blocks.anchor), device=blocks.anchor.device)[:, None, None]
+    return row * length + blocks.anchor[:, :, None] + torch.arange(blocks.size, device=row.device) - 1

@@ -1,0 +1,190 @@
+"""The prompts of a run: chosen from all sources, held-out ones kept apart."""
+
+import hashlib
+import json
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.data.conversations import Conversation
+from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.data.sources import Malformed, Source, file_hash
+from dflash_toolkit.files import unwritable
+
+from ..config import TrainConfig
+from ..responses.conversation import REFUSED, TOO_LONG
+from ..responses.generate import reasons
+from ..run.held_out import HeldOutPrompt
+from .choosing import Chosen, Wanted, choose, chosen, left_out
+from .dedup import Duplicates
+
+PROMPTS = "prompts.jsonl"
+
+
+@dataclass(slots=True)
+class PromptData:
+    """What is known of a run's data beside its rows."""
+
+    digest: str  # of everything read
+    held_out: list[HeldOutPrompt] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # prompts that are used, and what was left out for what
+    samplers: list[dict[str, Any]] = field(default_factory=list)  # that wrote responses files
+
+    def to_json(self) -> dict[str, Any]:
+        return {"held_out": list(map(asdict, self.held_out)), "counts": self.counts, "samplers": self.samplers}
+
+    @classmethod
+    def of_json(cls, digest: str, values: dict[str, Any]) -> "PromptData":
+        held_out = [HeldOutPrompt(**each) for each in values["held_out"]]
+        return cls(digest, held_out, values["counts"], values["samplers"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How data is read and rendered."""
+
+    config: TrainConfig  # its `prompts.max_length` is at most the target's context
+    tokenizer: Any
+    limit: str  # which limit makes a prompt too long, in words
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt may have: two more make an anchor."""
+        return self.config.prompts.max_length - 2
+
+    def say(self, message: str) -> None:
+        print(message, file=sys.stderr)
+
+
+def data_digest(config: TrainConfig) -> str:
+    """Of everything that a run reads: the contents of files, the names of datasets. Raises UserError."""
+    split = config.prompts.split
+    names = config.data or (() if config.answer_files else (config.prompts.dataset,))
+    parts = [[Source(name, config.prompts.form).digest(split) for name in group] for group in (names, config.held_out)]
+    parts.append([file_hash([path]) for path in config.answer_files])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def choose_prompts(reading: Reading, work: Path) -> PromptData:
+    """The prompts of `data` to be trained on, in `work`/prompts.jsonl, and those that are kept out.
+
+    Raises:
+        UserError: a source cannot be read or holds a malformed row, or nothing is left to train on.
+    """
+    config = reading.config
+    options, path = config.prompts, work / PROMPTS
+    duplicates = Duplicates(options.similarity)
+    names = config.data or (options.dataset,)
+    held_out = held_out_of_files(reading, config.answers.thinking, duplicates)
+    before = work / "all.jsonl"
+    recorded = not config.answers.regenerate
+    wanted = Wanted(names=names, options=options, seed=config.run.seed, sampled=True, recorded=recorded)
+    try:
+        counts = choose(wanted, before, duplicates)
+        used = counts["prompts"]
+        if (found := counts["found"]) > used and options.max_prompts:
+            reading.say(f"{used} of {found} prompts are used (prompts.max_prompts)")
+        apart: set[int] = set()
+        if not config.held_out:
+            sources = array("i", (each.source for each in chosen(before)))
+            held_out, apart = _drawn(reading, before, sources, names, min(options.held_out, used // 2))
+        partial = path.with_suffix(".partial")
+        with open(before, encoding="utf-8") as lines, open(partial, "w", encoding="utf-8") as handle:
+            for place, line in enumerate(lines):
+                if place not in apart:
+                    handle.write(line)
+        partial.replace(path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        before.unlink(missing_ok=True)
+    if counts["duplicates"] or counts["malformed"]:
+        reading.say(f"{used} prompts; left out: {left_out(counts)}")
+    said = {"prompts": used - len(apart), "held_out": len(held_out)}
+    said |= {name: counts[name] for name in ("found", "duplicates", "malformed") if counts[name]}
+    return PromptData("", held_out, said)
+
+
+def held_out_of_files(reading: Reading, thinking: bool | None, duplicates: Duplicates) -> list[HeldOutPrompt]:
+    """The first questions of the files of held-out prompts; what they ask is remembered in `duplicates`."""
+    config, held_out, dropped = reading.config, [], Counter[str]()
+    for name in config.held_out:
+        source = Source(name, config.prompts.form)
+        for found in source.read(config.prompts.split, 0, config.run.seed):
+            if isinstance(found, Malformed):
+                if source.is_file and config.prompts.strict:
+                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
+                dropped["malformed"] += 1
+                continue
+            duplicates.seen(found.asked, under=found.instructions)
+            ids, reason = _rendered(reading, found, thinking)
+            if reason:
+                dropped[reason] += 1
+            else:
+                held_out.append(HeldOutPrompt(ids, source.short))
+    if dropped:
+        reading.say(f"dropped held-out prompts: {reasons(dropped, reading.limit)}")
+    if config.held_out and not held_out:
+        raise UserError(f"{', '.join(config.held_out)}: no held-out prompt is left: {reasons(dropped, reading.limit)}")
+    return held_out
+
+
+def _rendered(reading: Reading, conversation: Conversation, thinking: bool | None) -> tuple[list[int], str]:
+    """The first question as a prompt; or why there is none."""
+    try:
+        ids = encode_chat(reading.tokenizer, conversation.turns[0], thinking, conversation.tools)
+    except UserError:
+        return [], REFUSED
+    return (ids, "") if len(ids) <= reading.room else ([], TOO_LONG)
+
+
+def _drawn(
+    reading: Reading, path: Path, sources: Sequence[int], names: Sequence[str], count: int
+) -> tuple[list[HeldOutPrompt], set[int]]:
+    """So many prompts of a file of chosen ones, of every source its share, and their lines."""
+    order, dropped = spread(sources, reading.config.run.seed), Counter[str]()
+    held_out: list[HeldOutPrompt] = []
+    apart: set[int] = set()
+    begin = 0
+    while len(held_out) < count and begin < len(order):
+        window = order[begin : begin + 2 * count]
+        begin += len(window)
+        wanted, found = set(window), dict[int, Chosen]()
+        for place, each in enumerate(chosen(path)):
+            if place in wanted:
+                found[place] = each
+        for place in window:
+            if len(held_out) == count:
+                break
+            ids, reason = _rendered(reading, found[place].conversation, reading.config.answers.thinking)
+            if reason:
+                dropped[reason] += 1
+                continue
+            apart.add(place)
+            held_out.append(HeldOutPrompt(ids, Source(names[found[place].source]).short))
+    if dropped:
+        reading.say(f"passed over for held-out prompts: {reasons(dropped, reading.limit)}")
+    return held_out, apart
+
+
+def spread(sources: Sequence[int] | npt.NDArray[np.int64], seed: int) -> list[int]:
+    """A random order of items that takes from every source its share wherever one stops.
+
+    Args:
+        sources: of each item.
+    """
+    draw = np.random.default_rng(seed)
+    of = np.asarray(sources, np.int64)
+    rank = np.zeros(len(of))
+    for source in np.unique(of):
+        places = draw.permutation(np.flatnonzero(of == source))
+        rank[places] = (np.arange(len(places)) + draw.random()) / len(places)
+    return np.argsort(rank, kind="stable").tolist()

@@ -1,0 +1,246 @@
+"""The rows of a run as a `Corpus`: of responses written now, recorded in the data, or given as files."""
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.data.conversations import Conversation
+from dflash_toolkit.data.sources import Source
+from dflash_toolkit.progress import Progress
+
+from ..prompts.choosing import chosen
+from ..prompts.dedup import Duplicates
+from ..prompts.split import PromptData, Reading, held_out_of_files, spread
+from ..run.held_out import HeldOutPrompt
+from .conversation import TOO_LONG, TOO_SHORT, recorded_rows
+from .corpus import CorpusWriter
+from .file import Match, ResponseReader, Written
+from .generate import reasons
+from .rows import Row
+
+CORPUS = "corpus"  # inside the work directory
+
+
+def write_answered(data: PromptData, paths: Sequence[Path], match: Match, folder: Path, fingerprint: Any) -> None:
+    """The corpus of the responses that a run's own processes wrote, in the order of the prompts. Raises UserError."""
+    keys = array("q")
+    with CorpusWriter(folder) as writer:
+        for written in ResponseReader(match).read(paths):
+            writer.add(written.row)
+            keys.extend(written.number(key) for key in ("index", "sample", "part"))
+        order = np.lexsort(np.frombuffer(keys, np.int64).reshape(-1, 3).T[::-1])
+        writer.commit({"of": fingerprint} | data.to_json(), keep=order)
+
+
+def write_recorded(
+    reading: Reading, data: PromptData, prompts: Path, stop_ids: Collection[int], folder: Path, fingerprint: Any
+) -> None:
+    """The corpus of the responses the data holds, as the chat template renders them (`recorded_rows`).
+
+    Raises:
+        UserError: a response is no text, or none fits the template.
+    """
+    dropped: Counter[str] = Counter()
+    stops = {*stop_ids, reading.tokenizer.eos_token_id}
+    with CorpusWriter(folder) as writer, Progress("answers", data.counts["prompts"]) as progress:
+        for each in chosen(prompts):
+            for row in _recorded(reading, each.conversation, stops, dropped):
+                writer.add(row)
+            progress.advance()
+        why = reasons(dropped, reading.limit)
+        if not len(writer):
+            raise UserError(
+                f"none of the data's answers can be trained on: {why}; "
+                f"answers.regenerate=true lets the target write them"
+            )
+        if dropped:
+            progress.print(f"dropped answers of the data: {why}")
+        data.counts |= dropped
+        writer.commit({"of": fingerprint} | data.to_json())
+
+
+def _recorded(
+    reading: Reading, conversation: Conversation, stops: Collection[int], dropped: Counter[str]
+) -> Iterator[Row]:
+    said = conversation.recorded
+    if not any(message["role"] == "assistant" for message in said):
+        dropped["without an answer"] += 1
+        return
+    try:
+        "".join(message["content"] for message in said if isinstance(message["content"], str)).encode()
+    except UnicodeError as error:  # half of a surrogate pair
+        raise UserError(f"the answer to prompt {conversation.id} is no valid text ({error})") from error
+    rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stops, reading.config.answers.thinking)
+    dropped.update(lost)
+    for row in rows:
+        if row.prompt_tokens > reading.room:
+            dropped[TOO_LONG] += 1
+        elif not row.has_anchor:
+            dropped[TOO_SHORT] += 1
+        else:
+            yield row
+
+
+class _Groups:
+    """Rows by what was asked: the rows of one conversation of a file, and of others that begin with the same prompt."""
+
+    def __init__(self) -> None:
+        self._parents = array("q")
+        self._names: dict[Any, int] = {}
+
+    def of(self, name: Any) -> int:
+        """The group of that name."""
+        group = self._names.setdefault(name, len(self._parents))
+        if group == len(self._parents):
+            self._parents.append(group)
+        return group
+
+    def known(self, name: Any) -> int | None:
+        """The group of that name, if there is one."""
+        return self._names.get(name)
+
+    def join(self, group: int, other: int) -> None:
+        """Make them one."""
+        a, b = sorted((self._root(group), self._root(other)))
+        self._parents[b] = a
+
+    def _root(self, group: int) -> int:
+        while (parent := self._parents[group]) != group:
+            self._parents[group] = self._parents[parent]
+            group = parent
+        return group
+
+    def roots(self) -> npt.NDArray[np.int64]:
+        """What each group is one with."""
+        return np.fromiter(map(self._root, range(len(self._parents))), np.int64, len(self._parents))
+
+
+def write_given(reading: Reading, digest: str, match: Match, folder: Path, fingerprint: Any) -> None:
+    """The corpus of responses files; without files of held-out prompts, all rows of some conversations are kept out.
+
+    Rows that ask nearly the same as a held-out prompt are left out. Among the others nothing is dropped: several
+    responses to one prompt are what `dflash-data` was asked for.
+
+    Raises:
+        UserError: a file cannot be read, holds something else, or responses of another target.
+    """
+    config = reading.config
+    options, names = config.prompts, config.answer_files
+    reader, groups = ResponseReader(match), _Groups()
+    group_of, file_of = array("q"), array("q")
+    texts = folder.with_name(folder.name + ".texts")
+    try:
+        with (
+            CorpusWriter(folder) as writer,
+            open(texts, "w+", encoding="utf-8") as asked,
+            Progress("reading answers", None) as progress,
+        ):
+            for written in reader.read(names):
+                writer.add(written.row)
+                group = groups.of((written.file, written.number("index")))
+                if not written.number("part"):
+                    groups.join(group, groups.of(_prompt(written.row)))
+                if said := _asked(written):
+                    asked.write(json.dumps([group, *said]) + "\n")
+                group_of.append(group)
+                file_of.append(written.file)
+                progress.advance()
+            roots = groups.roots()
+            of, files = roots[np.frombuffer(group_of, np.int64)], np.frombuffer(file_of, np.int64)
+            asks, first = np.unique(of, return_index=True)  # every group once, and its first row
+            found, used = len(asks), _sample(len(asks), options.max_prompts, config.run.seed)
+            if len(used) < found:
+                progress.print(f"{len(used)} of {found} prompts are used (prompts.max_prompts)")
+            asks, first = asks[used], first[used]
+            duplicates = Duplicates(options.similarity)
+            apart: set[int] = set()  # groups that are measured on
+            near: set[int] = set()  # that ask nearly the same
+            if config.held_out:
+                modes = {sampler.get("thinking") for sampler in reader.samplers}
+                thinking = config.answers.thinking
+                if thinking is None and len(modes) == 1:  # as the prompts of the responses were
+                    thinking = modes.pop()
+                held_out = held_out_of_files(reading, thinking, duplicates)
+                same = (groups.known(digest_of(prompt.tokens)) for prompt in held_out)
+                near = {int(roots[group]) for group in same if group is not None}
+            else:
+                held_out = []
+                count = min(options.held_out, len(asks) // 2)
+                for place in spread(files[first], config.run.seed):
+                    if len(held_out) == count:
+                        break
+                    prompt = writer.prompt(int(first[place]))
+                    if len(prompt) <= reading.room:
+                        apart.add(int(asks[place]))
+                        held_out.append(HeldOutPrompt(prompt, Source(names[files[first[place]]]).short))
+            if held_out:
+                near |= _near(asked, roots, apart, duplicates)
+            near = (near & set(asks.tolist())) - apart
+            if near:
+                progress.print(f"left out: {len(near)} prompts that are near duplicates of held-out ones")
+            keep = np.isin(of, asks) & ~np.isin(of, np.array([*apart, *near], np.int64))
+            if not keep.any():
+                raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
+            counts = {
+                "prompts": len(asks) - len(apart) - len(near), "held_out": len(held_out), "found": found,
+                "like_held_out": len(near),
+            }  # fmt: skip
+            data = PromptData(digest, held_out, counts, reader.samplers)
+            writer.commit({"of": fingerprint} | data.to_json(), keep=np.flatnonzero(keep))
+    finally:
+        texts.unlink(missing_ok=True)
+
+
+def _prompt(row: Row) -> bytes:
+    return digest_of(row.tokens[: row.prompt_tokens])
+
+
+def _asked(written: Written) -> tuple[str, str] | None:
+    """Instructions and what is asked in all turns, of the last row of a conversation's first sample."""
+    messages = written.values.get("messages")
+    whole = written.number("part") + 1 >= written.number("parts", 1)
+    if written.number("sample") or not whole or not isinstance(messages, list):
+        return None
+    turns = [m for m in messages if isinstance(m, dict) and isinstance(m.get("content"), str)]
+    tools = written.values.get("tools")
+    conversation = Conversation("", (tuple(turns),), tuple(tools) if isinstance(tools, list) else ())
+    return conversation.instructions, conversation.asked
+
+
+def _near(asked: Any, roots: npt.NDArray[np.int64], apart: set[int], duplicates: Duplicates) -> set[int]:
+    """Groups that ask nearly what those `apart` ask, or what `duplicates` holds already."""
+
+    def lines() -> Iterator[tuple[int, str, str]]:
+        asked.seek(0)
+        for line in asked:
+            group, instructions, text = json.loads(line)
+            yield int(roots[group]), instructions, text
+
+    for group, instructions, text in lines():
+        if group in apart:
+            duplicates.seen(text, under=instructions)
+    return {
+        group
+        for group, instructions, text in lines()
+        if group not in apart and duplicates.holds(text, under=instructions)
+    }
+
+
+def _sample(count: int, most: int, seed: int) -> npt.NDArray[np.int64]:
+    """Places of at most so many of `count`, drawn, in their order."""
+    if not most or count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(seed).permutation(count)[:most])
+
+
+def digest_of(tokens: npt.ArrayLike) -> bytes:
+    """What stands for token ids where they are compared."""
+    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()

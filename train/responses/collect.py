@@ -1,0 +1,174 @@
+"""The rows of a run: prompts chosen, answered by all processes, and mapped as a corpus; kept for every resume."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit import UserError
+from dflash_toolkit.config import to_mapping
+from dflash_toolkit.files import read_json, write_json
+from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config
+
+from ..distributed.parallel import Processes
+from ..prompts.split import PROMPTS, PromptData, choose_prompts
+from ..run.prepare import Prepared
+from ..run.provenance import asked
+from ..run.state import first_difference
+from .backends import open_backend
+from .build_corpus import CORPUS, write_answered, write_given, write_recorded
+from .corpus import Corpus
+from .file import Match, of_another_run, resume
+from .generate import SAID, ResponsePlan, Tally, reasons, respond
+
+
+def gathered(run: Prepared, processes: Processes) -> Corpus:
+    """The rows of a run, mapped by every process: made once, by the first, and there for every resume."""
+    folder = run.work / CORPUS
+    wanted = _wanted(run)
+    if not processes.broadcast(processes.main and _is_of(folder, wanted)):
+        if run.config.answer_files:
+            match = _match(run)
+            processes.rank_zero(write_given, run.reading, run.data.digest, match, folder, wanted)
+        else:
+            _answered(run, wanted, processes)
+    if not all(processes.all_gather((folder / "meta.json").exists())):
+        raise _not_shared(run.work)
+    corpus = processes.barrier(Corpus.open, folder)
+    if len(set(processes.all_gather(json.dumps(corpus.meta["of"], sort_keys=True)))) > 1:
+        raise _not_shared(run.work)
+    data = PromptData.of_json(run.data.digest, corpus.meta)
+    run.data.held_out, run.data.counts, run.data.samplers = data.held_out, data.counts, data.samplers
+    run.record["samplers"] = data.samplers or run.record["samplers"]
+    run.record["data"] = data.counts
+    return corpus
+
+
+def _wanted(run: Prepared) -> dict[str, Any]:
+    """What the rows of a run depend on, as JSON has it."""
+    record = run.record
+    wanted = {key: record[key] for key in ("target", "target_digest", "template_hash", "data_hash")}
+    wanted |= {"answers": asked(record["config"]), "prompts": record["config"]["prompts"], "seed": run.config.run.seed}
+    return json.loads(json.dumps(wanted))
+
+
+def _is_of(folder: Path, wanted: dict[str, Any]) -> bool:
+    try:
+        return read_json(folder / "meta.json")["of"] == wanted
+    except (UserError, LookupError, TypeError):
+        return False
+
+
+def _match(run: Prepared) -> Match:
+    config, record = run.config, run.record
+    return Match(
+        config.target, record["target_digest"], run.shape.vocab_size, record["template_hash"], config.trust_answers
+    )
+
+
+def _not_shared(work: Path) -> UserError:
+    return UserError(f"{work} has not the same answers everywhere: all machines must share the output directory")
+
+
+def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> None:
+    """Choose the prompts, have them answered, and make the corpus; what an earlier run has done of it is kept.
+
+    Each process answers its share into a file of its own. All files count, whoever wrote them.
+    """
+    config, work, options = run.config, run.work, run.config.answers
+    meta, prompts = work / "answers.json", work / PROMPTS
+    state = processes.broadcast(processes.rank_zero(_chosen, run, wanted))
+    assert state is not None
+    if len(set(processes.all_gather(meta.read_bytes() if meta.exists() else b""))) > 1:
+        raise _not_shared(work)
+    data = PromptData.of_json(run.data.digest, state)
+    if not options.regenerate:
+        stops = declared_stop_ids(load_config(config.target), load_generation_config(config.target))
+        processes.rank_zero(write_recorded, run.reading, data, prompts, stops, work / CORPUS, wanted)
+        return
+    if "answered" not in state:
+        done = processes.broadcast(processes.rank_zero(_done, work)) or set()
+        plan = ResponsePlan(
+            tokenizer=run.tokenizer,
+            params=options.params(),
+            length=config.prompts.max_length,
+            thinking=options.thinking,
+        )
+        tallies = processes.all_gather(processes.barrier(_share, run, plan, done, data.counts["prompts"], processes))
+        tally = Tally()
+        for each in tallies:
+            tally.add(each)
+        processes.rank_zero(_end_of_answers, run, state, tally)
+    files = [path for path in _answer_files(work) if path.stat().st_size]
+    processes.rank_zero(write_answered, data, files, _match(run), work / CORPUS, wanted)
+
+
+def _answer_files(work: Path) -> list[Path]:
+    return sorted(path for path in work.glob("answers*.jsonl") if path.exists())  # no link to nowhere
+
+
+def _chosen(run: Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What `answers.json` says, once the prompts are chosen. Raises UserError: the directory has another run's."""
+    work, meta = run.work, run.work / "answers.json"
+    if meta.exists():
+        state = read_json(meta)
+        answered = any(path.is_dir() or path.stat().st_size for path in _answer_files(work))
+        if not isinstance(state, dict) or "of" not in state:
+            raise UserError(f"{meta}: of an earlier version; choose another --output or remove {work}")
+        difference = first_difference(state["of"], wanted)
+        if not difference:
+            return state
+        if answered:
+            raise of_another_run(work, difference)
+    state = {"of": wanted} | choose_prompts(run.reading, work).to_json()
+    write_json(meta, state)
+    return state
+
+
+def _done(work: Path) -> set[tuple[int, int]]:
+    """Every response that is there; a torn line is cut off before anyone writes."""
+    return set().union(*(resume(path)[0] for path in _answer_files(work)))
+
+
+def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total: int, processes: Processes) -> Tally:
+    """This process's part of the responses that are missing."""
+    config, work, record = run.config, run.work, run.record
+    share = (processes.rank, processes.world)
+    if next(plan.conversations(work / PROMPTS, done, *share), None) is None:
+        return Tally()
+    backend = open_backend(
+        config.target, runtime=config.answers.runtime, device=processes.device, dtype=config.dtype,
+        batch=config.answers.batch_size, context=config.prompts.max_length,
+    )  # fmt: skip
+    own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.answers)}
+    common = {key: own.get(key, record.get(key)) for key in SAID}
+    output = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
+    try:
+        return respond(backend, plan, work / PROMPTS, output, common, done, total, *share)
+    finally:
+        backend.close()
+
+
+def _end_of_answers(run: Prepared, state: dict[str, Any], tally: Tally) -> None:
+    """Write down that all is answered, and what was left out."""
+    if not any(path.stat().st_size for path in _answer_files(run.work)):
+        why = reasons(tally.dropped, run.reading.limit)
+        raise UserError(f"none of {state['counts']['prompts']} prompts was answered: {why}")
+    if tally.dropped or tally.left_out:
+        print(tally.in_words(run.reading.limit), file=sys.stderr)
+    state["counts"] |= tally.dropped
+    write_json(run.work / "answers.json", state | {"answered": True})
+
+
+def forget(work: Path) -> None:
+    """Leave nothing behind if nothing came of the prompts that were chosen."""
+    files = _answer_files(work)
+    if (work / CORPUS).exists() or any(path.is_dir() or path.stat().st_size for path in files):
+        return
+    for path in (work / PROMPTS, work / "answers.json", *files):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    for folder in (work, work.parent):
+        with contextlib.suppress(OSError):
+            folder.rmdir()

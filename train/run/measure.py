@@ -1,0 +1,111 @@
+"""Measures a run: the acceptance length of its drafters on held-out prompts, which is best, and what is exported."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
+from dflash_toolkit.models.dflash.network import Drafter
+
+from ..distributed.parallel import Processes
+from .definition import Export, Run
+from .held_out import Evaluation, HeldOut
+from .report import Report
+from .state import ResumePoint
+
+
+class Measuring:
+    """Decodes held-out prompts on the first process; the best drafter so far is a checkpoint, `work`/best.STEP.
+
+    Every process calls the methods that take a `Report`.
+
+    Raises:
+        UserError: the engine was asked for, and cannot compute the target.
+    """
+
+    def __init__(self, run: Run, point: ResumePoint | None, processes: Processes) -> None:
+        self._run, self._processes = run, processes
+        self._held_out: HeldOut | None = None
+        if run.held_out:
+            shape, options = run.drafter.config, run.config.run
+            self._held_out = processes.rank_zero(HeldOut, run.target, shape, run.held_out, options)
+        kept = [point.best, point.latest] if point else [None, None]
+        self._best, self._latest = (Evaluation.of_state(state) if state else None for state in kept)
+        processes.rank_zero(self._forget_others)
+
+    def due(self, step: int, last: bool) -> bool:
+        every = self._run.config.run.evaluate_every
+        return bool(self._run.held_out) and (last or (every > 0 and step % every == 0))
+
+    def __call__(self, trained: Drafter, step: int, report: Report) -> None:
+        """Decode with the drafter of this step."""
+        self._processes.rank_zero(self._measure, trained, step, report)
+
+    def missing(self, step: int) -> bool:
+        """Whether the end was not measured, as where a run was killed behind its last save."""
+        return bool(self._run.held_out) and (self._latest is None or self._latest.step != step)
+
+    def conclude(self, trained: Drafter, step: int, report: Report) -> tuple[Export | None, Export | None]:
+        """Export the end, or an earlier drafter that is better beyond the error of the difference, measured on all
+        prompts; and the other one beside it, where the best that was measured is not the end."""
+        return self._processes.rank_zero(self._conclude, trained, step, report) or (None, None)
+
+    def to_state(self) -> dict[str, Any]:
+        """Fields of a `ResumePoint`."""
+        kept = {"best": self._best, "latest": self._latest}
+        return {name: evaluation and evaluation.to_state() for name, evaluation in kept.items()}
+
+    # ---- of the first process ---------------------------------------------------------------------------------
+
+    def _measure(self, trained: Drafter, step: int, report: Report) -> None:
+        assert self._held_out is not None
+        found = self._latest = self._held_out(trained, step, report.bar)
+        report.write(step, found.values())
+        report.bar.print(f"step {step}: acceptance length {found} on {found.prompts} held-out prompts")
+        if self._best is None or not found.tau < self._best.tau:  # the later of equals; also if no response was long
+            self._best = found
+            save_drafter(trained, _kept(self._run.work, step), {"step": step})
+        report.summarise(best_acceptance_length=self._best.tau)
+
+    def _conclude(self, trained: Drafter, step: int, report: Report) -> tuple[Export, Export | None]:
+        chosen, evaluation, other = trained, self._latest, None
+        if self._run.held_out:
+            assert self._held_out and self._latest and self._best
+            best, latest = self._best, self._latest
+            if best.step != step:
+                earlier = load_drafter(str(_kept(self._run.work, best.step)))
+                if best.clearly_better_than(latest):
+                    chosen, evaluation, other = earlier, best, (trained, Export("last", step, latest))
+                elif best.tau > latest.tau:
+                    other = earlier, Export("best", best.step, best)
+            assert evaluation is not None
+            evaluation = self._held_out.all(chosen, evaluation)
+            report.summarise(acceptance_length=evaluation.tau, acceptance_length_error=evaluation.standard_error)
+        exported = Export("exported", evaluation.step if evaluation else step, evaluation)
+        self._run.export(chosen, exported)
+        if other:
+            self._run.export(*other)
+        return exported, other and other[1]
+
+    def _forget_others(self) -> None:
+        """Removes what a run left that was killed behind its resume point; the best counts if its weights are there."""
+        best, work = self._best, self._run.work
+        for step in kept_steps(work):
+            if best is None or step != best.step:
+                forget(work, step)
+        if best and not (_kept(work, best.step) / "model.safetensors").exists():
+            self._best = None
+
+
+def kept_steps(work: Path) -> list[int]:
+    """The steps whose drafters are there."""
+    found = (path.name.partition(".")[2] for path in work.glob("best.*"))
+    return [int(step) for step in found if step.isdecimal()]
+
+
+def forget(work: Path, step: int) -> None:
+    shutil.rmtree(_kept(work, step), ignore_errors=True)
+
+
+def _kept(work: Path, step: int) -> Path:
+    return work / f"best.{step}"

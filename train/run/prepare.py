@@ -1,0 +1,101 @@
+"""Checks a run's inputs before a model is loaded: all that can be wrong is said now, not after hours of responses."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_toolkit import DrafterConfig, UserError
+from dflash_toolkit.data.prompts import template_hash
+from dflash_toolkit.models.dflash.checkpoint import check_fits
+from dflash_toolkit.models.dflash.network import weights_hash
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
+
+from ..config import TrainConfig
+from ..distributed.zero import import_deepspeed
+from ..optim.schedule import packing
+from ..prompts.split import PromptData, Reading
+from ..responses.conversation import load_chat_tokenizer
+from ..responses.generate import limit_of
+from .definition import WORK
+from .metrics import import_wandb
+from .provenance import is_finished, provenance
+from .start import Start, load_start, options_of
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before a model is loaded."""
+
+    config: TrainConfig
+    tokenizer: Any
+    shape: DrafterConfig
+    data: PromptData  # complete once the rows are there
+    reading: Reading
+    work: Path
+    record: dict[str, Any]
+    start: Start | None  # what `init_from` names
+
+
+def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared | str:
+    """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
+    output = Path(config.output_dir)
+    if config.run.wandb:
+        import_wandb()  # a mistake is said now, not after hours of responses
+    if config.run.zero:
+        import_deepspeed()
+    device = resolve_device(config.device)
+    packing(config, device)  # raises for options that say nothing there
+    if config.run.attention == "flex" and device.type != "cuda":
+        raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
+    target_config = load_config(config.target)
+    context = context_limit(target_config)
+    limit = limit_of(config.prompts.max_length, context)
+    length = min(config.prompts.max_length, context)  # no response is longer
+    config = replace(config, prompts=replace(config.prompts, max_length=length))
+    tokenizer = load_chat_tokenizer(config.target, config.answers.thinking)
+    start = None
+    if config.init_from:
+        start = load_start(config.init_from, target_config, config.drafter, given, output)
+        config = replace(config, drafter=options_of(start.drafter.config))
+    shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
+    check_fits(shape, target_config)
+    data = PromptData(digest)
+    work = output / WORK
+    _make(work, f"output {output}")
+    record = provenance(config, shape, data, template_hash(tokenizer))
+    if start:
+        record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start.drafter)}
+    if is_finished(output, record):
+        return f"{output} holds this run, finished; give another --output to train again"
+    if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
+        _make(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
+    return Prepared(config, tokenizer, shape, data, Reading(config, tokenizer, limit), work, record, start)
+
+
+def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
+    """The drafter's shape: the options given, the target's own values for the rest.
+
+    Raises:
+        UserError: an impossible combination, or no unused row for the mask token.
+    """
+    given = config.drafter.mask_token_id
+    mask = choose_mask_token(tokenizer, int(target.vocab_size)) if given is None else given
+    if mask in {tokenizer.eos_token_id, tokenizer.pad_token_id}:
+        raise UserError(f"drafter.mask_token_id {mask} is the end-of-sequence or padding token; choose an unused one")
+    try:
+        return drafter_shape(target, **(asdict(config.drafter) | {"mask_token_id": mask}))
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from error
+
+
+def _make(folder: Path, asked: str) -> None:
+    """A folder that can be written to. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{asked}: cannot be created ({error.strerror})") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{asked}: {folder} cannot be written to; give another")

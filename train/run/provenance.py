@@ -1,0 +1,147 @@
+"""What is written down of a run: what made it, what must stay the same on resuming, what came of it."""
+
+import datetime
+import json
+import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import dflash_toolkit
+from dflash_toolkit import DrafterConfig
+from dflash_toolkit.config import to_mapping
+
+from ..config import TrainConfig
+from ..prompts.split import PromptData
+from ..responses.corpus import Corpus
+from .budget import plan_of
+from .definition import WORK, Export, Outcome
+from .identity import target_digest
+from .state import first_difference, read_plan
+
+# options that may change between a run and its resumption: they change no weight, or, where the number of processes
+# times `accumulate` changes, only how many micro batches a step takes
+FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
+              "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
+              "fsdp_reshard_after_forward", "accumulate", "recompute", "head_rows")  # fmt: skip
+ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
+
+
+def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
+    return {
+        "target": config.target,
+        "target_digest": target_digest(config.target),
+        "config": to_mapping(config),
+        "drafter": to_mapping(shape),
+        "data_hash": data.digest,
+        "samplers": data.samplers or [to_mapping(config.answers)],
+        "template_hash": template,
+        "argv": sys.argv,
+        "versions": {
+            "dflash_toolkit": dflash_toolkit.__version__,
+            "git": _git_revision(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "started": now(),
+    }
+
+
+def asked(config: dict[str, Any]) -> dict[str, Any]:
+    """How prompts are answered, but for how many at a time: with fewer a run that ran out of memory goes on."""
+    return {k: v for k, v in config["answers"].items() if k != "batch_size"}
+
+
+def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
+    """What must not change for a resumed run to be the same run."""
+    # what the files hold is in the hashes; devices and threads change how fast it is
+    places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "push_to_hub", "device", "threads")
+    config = {k: v for k, v in record["config"].items() if k not in places}
+    for part in ("run", "optim", "loss"):
+        config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
+    config["answers"] = asked(config)
+    start = {"start": record["start"]["sha256"]} if "start" in record else {}
+    same = ("drafter", "target_digest", "data_hash", "template_hash")
+    return {"config": config} | {k: record[k] for k in same} | start
+
+
+def origin(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of the record that travels in the checkpoint's config.json."""
+    start = {"start": record["start"]} if "start" in record else {}
+    return start | {
+        "version": record["versions"]["dflash_toolkit"],
+        "git": record["versions"]["git"],
+        "target": record["target"],
+        "target_digest": record["target_digest"],
+        "template_hash": record["template_hash"],
+        "data_hash": record["data_hash"],
+        "answers": record["samplers"],
+    }
+
+
+def is_finished(output: Path, record: dict[str, Any]) -> bool:
+    try:
+        old = json.loads((output / "run.json").read_text())
+        # round trip: JSON has no tuples
+        same = first_difference(fingerprint(old), json.loads(json.dumps(fingerprint(record)))) is None
+        plan = plan_of(old["config"]["optim"])
+        ended = plan == plan_of(record["config"]["optim"]) and read_plan(output / WORK / "state.pt") in (None, plan)
+        finished = same and ended and bool(old["finished"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or not one of ours
+        return False
+    exports = [output, output / "speculators"] if record["config"]["run"]["speculators"] else [output]
+    return finished and all((path / "model.safetensors").exists() for path in exports)
+
+
+def measured(made: Export) -> dict[str, Any]:
+    """What is recorded of a drafter that a run leaves behind."""
+    found: dict[str, Any] = {"step": made.step, "acceptance_length": None}
+    if made.evaluation:
+        values = made.evaluation.values()
+        found |= {name: _rounded(value) for name, value in values.items() if name.startswith("acceptance_length")}
+        found["measured_on"] = {"prompts": made.evaluation.prompts, "tokens": sum(made.evaluation.tokens)}
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def result(data: PromptData, outcome: Outcome, rows: Corpus, answered: int) -> dict[str, Any]:
+    assert outcome.exported is not None
+    beside = {outcome.beside.role: measured(outcome.beside)} if outcome.beside else {}
+    exported = measured(outcome.exported)
+    return {
+        "steps": outcome.steps,
+        "exported_step": exported.pop("step"),
+        **exported,
+        **beside,
+        "warnings": outcome.warnings,
+        "prompts": data.counts["prompts"],
+        "held_out_prompts": len(data.held_out),
+        "answers": len(rows),
+        "answer_tokens": rows.answer_tokens,
+        "tokens": int(rows.lengths.sum()),
+        "left_out": {"too short for a block, or cut off": answered - len(rows)},
+        "training_seconds": round(outcome.elapsed_s, 1),
+    }
+
+
+def _git_revision() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None  # not a checkout
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,144 @@
+"""Tells of a run: the bar, metrics.jsonl and W&B, how fast it is, what it will cost."""
+
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dflash_toolkit.progress import Progress
+
+from ..distributed.parallel import Processes
+from ..objective.loss import RECALL, DraftLoss
+from ..optim.schedule import PackedSchedule, Schedule
+from ..responses.corpus import lengths_of
+from .budget import Budget, TrainingClock
+from .cost import before_training, once_measured
+from .definition import Run
+from .flops import drafter_step_flops
+from .metrics import MetricsLog, Speed
+from .state import TrainState
+
+
+class Report:
+    """What a run says while it goes on. The log is the first process's; the bar is shown by the first alone.
+
+    Use it in a `with`, which closes the log, and `bar` in another one.
+    """
+
+    def __init__(
+        self, run: Run, budget: Budget, schedule: Schedule | PackedSchedule, step: int, processes: Processes
+    ) -> None:
+        self._run, self._budget, self._schedule, self._processes = run, budget, schedule, processes
+        options, path = run.config.run, run.work / "metrics.jsonl"
+        self._log = processes.rank_zero(MetricsLog, path, step, options.wandb, run.record or run.fingerprint)
+        self._lengths = np.minimum(lengths_of(run.rows), run.config.prompts.max_length)
+        self._speed = Speed(run.target.device)
+        self._cost_said = False
+        self._seconds = max(1, round(budget.seconds)) if budget.seconds else 0  # a run that ends by the clock shows it
+        stage, total = ("training s", self._seconds) if self._seconds else ("training", budget.steps)
+        self.bar = Progress(stage, total, unit="tok")
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._log:
+            self._log.close()
+
+    def begin(self, state: TrainState, clock: TrainingClock, group: int, features: int) -> None:
+        """Training begins, or goes on. Args: features: bytes of all rows' features."""
+        run, budget, schedule = self._run, self._budget, self._schedule
+        self._reach(state, 0)
+        if self._processes.main:
+            epochs = min(schedule.total, budget.end) / schedule.per_epoch
+            self._tell(before_training(run.config, run.drafter, run.rows, budget.steps, epochs, features, run.work))
+            if budget.steps:
+                self._tell(f"warning: {warning}" for warning in budget.too_short(budget.steps))
+        if state.step:
+            self._tell([f"resuming at {budget.said(state.step, clock.seconds)}"])
+        if state.micro != state.step * group:
+            self._tell([f"goes on after {state.micro} micro batches in {state.step} steps with {group} a step"])
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or step % self._run.config.run.log_every == 0
+
+    def data(self) -> contextlib.AbstractContextManager[None]:
+        """The host waits for features in here."""
+        return self._speed.data()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Time in here is no training."""
+        return self._speed.paused()
+
+    def step(
+        self,
+        state: TrainState,
+        clock: TrainingClock,
+        rows: list[int],
+        totals: Tensor,
+        norm: Tensor,
+        learning_rate: float,
+        last: bool,
+    ) -> None:
+        """A step is done. Args: rows: that it took. totals: of its loss, and its visible pairs; on the device."""
+        tokens = int(self._lengths[rows].sum())
+        self._speed.count(tokens, len(rows))
+        if self.due(state.step, last):
+            self._processes.rank_zero(self._log_step, state, totals, norm, learning_rate, tokens)
+        self._reach(state, tokens)
+        if clock.pace and not self._cost_said:
+            self._cost_said = True
+            config, left = self._run.config, self._budget.steps_left(state.step, clock.seconds, clock.pace)
+            every = config.run.evaluate_every if self._run.held_out else 0
+            if left > 0:
+                measured, world = left // every if every else 0, self._processes.world
+                self._tell(once_measured(config, left, clock.pace, measured, self._speed.memory(), world))
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        if self._log:
+            self._log.write(step, values)
+
+    def summarise(self, **values: float) -> None:
+        """What W&B shows of the run as a whole."""
+        if self._log:
+            self._log.summarise(**values)
+
+    def _log_step(self, state: TrainState, totals: Tensor, norm: Tensor, learning_rate: float, tokens: int) -> None:
+        run, block_size = self._run, self._run.config.drafter.block_size
+        loss = DraftLoss.of_totals(totals[:-1], block_size - 1)
+        values = log_values(loss, norm, learning_rate, self._schedule.epoch(state.micro))
+        slots, vocab = int(loss.blocks) * block_size, len(run.target.head_weight)
+        work = drafter_step_flops(run.drafter.config, tokens, slots, int(totals[-1]), loss.rows, vocab)
+        rates = self._speed.take(work / self._processes.world)
+        self.write(state.step, values | rates)
+        note = f"loss {values['loss']:.2f} tau~{values['estimated_acceptance_length']:.1f}"
+        self.bar.advance(0, 0, note + (f" mfu {rates['mfu']:.0%}" if "mfu" in rates else ""))
+
+    def _reach(self, state: TrainState, tokens: int) -> None:
+        self.bar.reach(self._seconds * state.done if self._seconds else state.step, units=tokens)
+
+    def _tell(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.bar.print(line)
+
+
+def log_values(result: DraftLoss, norm: Tensor, learning_rate: float, epoch: float) -> dict[str, Any]:
+    """What a line of metrics.jsonl holds, but for the rates."""
+    overlap = {} if result.slot_overlap is None else {"slot_overlap": result.slot_overlap.tolist()}
+    return {
+        "loss": float(result.loss.detach()),
+        "slot_accuracy": result.recall[0].tolist(),
+        **{f"recall_at_{k}": result.recall[i].tolist() for i, k in enumerate(RECALL) if k > 1},
+        **overlap,
+        "estimated_acceptance_length": float(result.acceptance_length),
+        "rows": result.rows,
+        "gradient_norm": float(norm),
+        "learning_rate": learning_rate,
+        "epoch": round(epoch, 4),
+    }

@@ -1,0 +1,64 @@
+"""Saves a run: a resume point is copied while training waits, and written while it goes on."""
+
+import functools
+import time
+from typing import Any
+
+from ..distributed.parallel import Processes
+from ..distributed.zero import Learner
+from .definition import Run
+from .measure import forget, kept_steps
+from .state import ResumePoint, Writer, host_copy, save_state
+
+
+class Saving:
+    """Writes `work`/state.pt. Every process calls every method.
+
+    Raises:
+        UserError: the disk is full; from `__call__`, `wait`, not while it is written.
+    """
+
+    def __init__(self, run: Run, processes: Processes) -> None:
+        self._run, self._processes, self._writer = run, processes, Writer()
+        self._saved = time.perf_counter()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the last one is `run.save_minutes` old and written."""
+        return time.perf_counter() - self._saved >= 60 * self._run.config.run.save_minutes and not self._writer.busy
+
+    @property
+    def failed(self) -> bool:
+        """Whether one could not be written; `wait` raises it."""
+        return self._writer.failed
+
+    def due(self, step: int, last: bool, overdue: bool) -> bool:
+        every = self._run.config.run.save_every
+        return last or (step % every == 0 if every else overdue)
+
+    def __call__(self, learner: Learner, **stand: Any) -> None:
+        """Save what the learner holds, and `stand`, the other fields of a `ResumePoint`."""
+        self._saved = time.perf_counter()
+        self.wait()  # two copies are never held, and of a full disk all learn
+        weights, moments, average = learner.snapshot()
+        if self._processes.main:
+            weights, moments, average = host_copy((weights, moments, average), self._run.target.device)
+            point = ResumePoint(
+                fingerprint=self._run.fingerprint, drafter=weights, optimizer=moments, average=average, **stand
+            )
+            self._writer.begin(functools.partial(self._write, point))
+
+    def _write(self, point: ResumePoint) -> None:
+        work = self._run.work
+        save_state(point, work / "state.pt")
+        for step in kept_steps(work):
+            if point.best and step < point.best["step"]:  # no resume point needs it any more
+                forget(work, step)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        self._processes.rank_zero(self._writer.wait)
+
+    def close(self) -> None:
+        """Until nothing is being written, on this process alone; what failed is left."""
+        self._writer.close()
