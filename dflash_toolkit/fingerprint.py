@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from .checkpoint.reader import cached_folder, weight_files
 from .config import UserError
 from .progress import Progress
@@ -24,6 +27,7 @@ THREADS = 8
 BAR_BYTES = 1 << 30  # from here on it takes long enough for a bar
 MOST_HEADER = 100_000_000  # bytes, as the format allows
 SETTLED_S = 2.0  # a file that was just written may be written again without its time telling
+TOKENS_BYTES = 16
 FORM = "dflash-toolkit model 1"
 KINDS = ("model.safetensors", "pytorch_model.bin")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -197,3 +201,13 @@ def _keep(path: Path, digest: str) -> None:
         temporary.replace(path)
     except OSError:
         pass  # a cache that cannot be written is done without
+
+
+def json_digest(value: Any) -> str:
+    """sha256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def tokens_digest(tokens: npt.ArrayLike) -> bytes:
+    """What stands for token ids where they are compared or looked up: `TOKENS_BYTES` of BLAKE2b."""
+    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=TOKENS_BYTES).digest()

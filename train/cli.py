@@ -9,10 +9,10 @@ from pathlib import Path
 import transformers
 
 from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.config import given_values, run_command
 from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
+from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.threads import use_threads
 
@@ -27,8 +27,8 @@ from .responses.corpus import Corpus
 from .run.definition import Export, Outcome, Run
 from .run.metrics import log_in
 from .run.prepare import Prepared, prepare
-from .run.publish import BESIDE, make_repository, upload, write_cards
 from .run.provenance import fingerprint, measured, now, origin, result
+from .run.publish import BESIDE, make_repository, upload, write_cards
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,5 @@
 """The results of a run, per prompt set and pooled over all, and the form they have in `report.json`."""
 
-import hashlib
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +14,7 @@ import dflash_toolkit
 
 from ..acceptance import Acceptance
 from ..files import finite
+from ..fingerprint import json_digest
 from .decoders import Runtime
 from .measure import Difference, Measurement
 
@@ -137,7 +136,7 @@ class SetReport:
 
 def answer_hash(tokens: Sequence[int]) -> str:
     """The start of the SHA-256 of an answer's ids: whether two reports have the same answer."""
-    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:16]
+    return json_digest(list(tokens))[:16]
 
 
 def _request(measurement: Measurement) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Go through prompt sets with a runtime, keeping what is done."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from ..fingerprint import json_digest
 from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
 from ..sampling import SamplingParams
@@ -146,13 +145,10 @@ def _describe(
         "baseline": baseline,
         **sampling,
         "stop_token_ids": list(params.stop_token_ids),
-        "prompt_tokens_sha256": {
-            name: hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest()
-            for name, prompts in sets.items()
-        },
+        "prompt_tokens_sha256": {name: json_digest([asdict(p) for p in prompts]) for name, prompts in sets.items()},
     }
 
 
 def _fingerprint(environment: Environment, arguments: dict[str, Any]) -> str:
     stable = asdict(replace(environment, date=""))
-    return hashlib.sha256(json.dumps([stable, arguments], sort_keys=True).encode()).hexdigest()
+    return json_digest([stable, arguments])

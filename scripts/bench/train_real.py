@@ -47,6 +47,7 @@ from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
+from dflash_toolkit.fingerprint import tokens_digest
 from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.train.config import TrainConfig, configure
@@ -55,7 +56,6 @@ from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.features.source import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import packing
-from dflash_toolkit.train.responses.build_corpus import digest_of
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Export, Run
@@ -348,14 +348,14 @@ def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tu
         UserError: none is left.
     """
     left_out = dict.fromkeys(("repeated", "in_evaluation", "too_short"), 0)
-    measured = {digest_of(prompt) for prompt in forbidden}
+    measured = {tokens_digest(prompt) for prompt in forbidden}
     seen: set[bytes] = set()
     kept: list[Row] = []
     for row in (row.cut(longest) for row in rows):
-        tokens = digest_of(row.tokens)
+        tokens = tokens_digest(row.tokens)
         if tokens in seen:
             left_out["repeated"] += 1
-        elif digest_of(row.tokens[: row.prompt_tokens]) in measured:
+        elif tokens_digest(row.tokens[: row.prompt_tokens]) in measured:
             left_out["in_evaluation"] += 1
         elif not row.has_anchor:
             left_out["too_short"] += 1
@@ -373,7 +373,7 @@ def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[
     Raises:
         UserError: there are not more prompts than that.
     """
-    prompts_of = [digest_of(row.tokens[: row.prompt_tokens]) for row in rows]
+    prompts_of = [tokens_digest(row.tokens[: row.prompt_tokens]) for row in rows]
     by_prompt = dict(zip(reversed(prompts_of), reversed(rows), strict=True))
     names = list(by_prompt)
     if prompts >= len(names):

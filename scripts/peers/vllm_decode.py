@@ -15,7 +15,6 @@ different texts, so `same_answers` compares those that are the same in both.
 """
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import multiprocessing
@@ -37,6 +36,7 @@ from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.report import answer_hash
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import finite, write_json
+from dflash_toolkit.fingerprint import json_digest
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import (
     context_limit,
@@ -148,7 +148,7 @@ def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:
 
 def prompts_hash(prompts: Sequence[EncodedPrompt]) -> str:
     """As reports note it."""
-    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest()
+    return json_digest([asdict(prompt) for prompt in prompts])
 
 
 # ---- what vLLM does ----------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ import train.data_cli
 from dflash_toolkit import UserError, save_drafter
 from dflash_toolkit.config import read_yaml
 from dflash_toolkit.data.sources import Source
+from dflash_toolkit.fingerprint import TOKENS_BYTES
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from train.cli import main
 from train.config import OptimOptions, RunOptions
 from train.data_cli import main as answer
-from train.features.store import KEY_BYTES, DiskStore, Stored
+from train.features.store import DiskStore, Stored
 from train.responses.file import Match, read_training_rows, resume
 
 DEEP = "[" * 100_000
@@ -232,11 +233,11 @@ def test_a_damaged_row_of_answers_is_one_line(change: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("lengths", [[2], [2, 2], [-1, 4]])
 def test_a_shard_whose_parts_do_not_fit_is_one_line(lengths: list[int], tmp_path: Path) -> None:
     store = DiskStore(tmp_path, {})
-    store.add(bytes(KEY_BYTES), Stored.of(torch.zeros(3, 4), torch.float32))
+    store.add(bytes(TOKENS_BYTES), Stored.of(torch.zeros(3, 4), torch.float32))
     store.flush()
     (shard,) = tmp_path.glob("*.safetensors")
     tensors = {"hidden": torch.zeros(3, 4), "lengths": torch.tensor(lengths)}
-    tensors["keys"] = torch.zeros(2, KEY_BYTES, dtype=torch.uint8)
+    tensors["keys"] = torch.zeros(2, dtype=torch.uint8)
     save_file(tensors, shard)
     with pytest.raises(UserError, match=r"not a shard of features .*do not fit.*remove it and run again"):
         DiskStore(tmp_path, {})

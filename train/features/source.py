@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.evaluation.decoders import sample_hash
+from dflash_toolkit.fingerprint import tokens_digest
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 
@@ -28,7 +29,7 @@ from ..optim.schedule import packing
 from ..responses.corpus import Corpus, lengths_of
 from ..responses.rows import Row
 from .memory import enough_memory, memory_use, room_behind_step
-from .store import FP8, GIB, DiskStore, MemoryStore, Stored, row_key
+from .store import FP8, GIB, DiskStore, MemoryStore, Stored
 
 FORWARD_TOKENS = 16384  # of one forward on a GPU
 READERS = 4  # threads that read the next step's rows
@@ -126,7 +127,7 @@ class FeatureSource:
         return min(len(row.tokens), self._max_length)
 
     def _key(self, row: Row) -> bytes:
-        return row_key(row.tokens, self._max_length)
+        return tokens_digest(row.tokens[: self._max_length])
 
     def __call__(self, rows: list[Row]) -> Features:
         """Features of `rows`, packed, or padded on the right to a common length; on the target's device."""

@@ -1,29 +1,28 @@
 """Where the hidden states of a run's rows are kept: in memory, or on disk in shards that survive any kill.
 
-A row is known by what it consists of (`row_key`), so rows that appear twice share, and a directory may serve runs over
-other data.
+A row is known by what it consists of (`tokens_digest`), so rows that appear twice share, and a directory may serve runs
+over other data.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.fingerprint import TOKENS_BYTES
 
 from ..run.state import first_difference
 
@@ -33,13 +32,6 @@ GIB = 2**30
 SHARD_BYTES = GIB // 2
 STALE_S = 600.0  # a partial file that nobody has touched for so long was left by a kill
 FORM = 2  # of what a directory holds; the first knew rows by their number in the data
-KEY_BYTES = 16
-
-
-def row_key(tokens: Sequence[int] | np.ndarray, length: int) -> bytes:
-    """What the features of a row's first `length` tokens are kept under: a hash of these, 16 bytes of BLAKE2b."""
-    ids = np.asarray(tokens[:length], dtype=np.int32)
-    return hashlib.blake2b(ids.tobytes(), digest_size=KEY_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +194,7 @@ class DiskStore:
                     with safe_open(path, "pt") as shard:
                         packed, lengths = shard.get_tensor("keys"), shard.get_tensor("lengths").tolist()
                         tokens = shard.get_slice("hidden").get_shape()[0]
-                    right = packed.dtype == torch.uint8 and packed.shape == (len(lengths), KEY_BYTES)
+                    right = packed.dtype == torch.uint8 and packed.shape == (len(lengths), TOKENS_BYTES)
                     if not right or sum(lengths) != tokens or min(lengths, default=0) < 0:
                         raise ValueError("keys, lengths and hidden states do not fit one another")
                 except (OSError, SafetensorError, ValueError, TypeError) as error:
@@ -292,7 +284,7 @@ class DiskStore:
         scales = [stored.scale for stored in held.values() if stored.scale is not None]
         if scales:
             tensors["scale"] = torch.cat(scales)
-        keys = torch.frombuffer(bytearray(b"".join(held)), dtype=torch.uint8).view(-1, KEY_BYTES)
+        keys = torch.frombuffer(bytearray(b"".join(held)), dtype=torch.uint8).view(-1, TOKENS_BYTES)
         tensors |= {"keys": keys, "lengths": torch.tensor(lengths)}
         try:
             save_file(tensors, partial)

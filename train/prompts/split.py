@@ -1,7 +1,5 @@
 """The prompts of a run: chosen from all sources, held-out ones kept apart."""
 
-import hashlib
-import json
 import sys
 from array import array
 from collections import Counter
@@ -18,6 +16,7 @@ from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.data.sources import Malformed, Source, file_hash
 from dflash_toolkit.files import unwritable
+from dflash_toolkit.fingerprint import json_digest
 
 from ..config import TrainConfig
 from ..responses.conversation import REFUSED, TOO_LONG
@@ -70,7 +69,7 @@ def data_digest(config: TrainConfig) -> str:
     names = config.data or (() if config.answer_files else (config.prompts.dataset,))
     parts = [[Source(name, config.prompts.form).digest(split) for name in group] for group in (names, config.held_out)]
     parts.append([file_hash([path]) for path in config.answer_files])
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return json_digest(parts)
 
 
 def choose_prompts(reading: Reading, work: Path) -> PromptData:

@@ -1,6 +1,5 @@
 """The rows of a run as a `Corpus`: of responses written now, recorded in the data, or given as files."""
 
-import hashlib
 import json
 from array import array
 from collections import Counter
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.sources import Source
+from dflash_toolkit.fingerprint import tokens_digest
 from dflash_toolkit.progress import Progress
 
 from ..prompts.choosing import chosen
@@ -169,7 +169,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 if thinking is None and len(modes) == 1:  # as the prompts of the responses were
                     thinking = modes.pop()
                 held_out = held_out_of_files(reading, thinking, duplicates)
-                same = (groups.known(digest_of(prompt.tokens)) for prompt in held_out)
+                same = (groups.known(tokens_digest(prompt.tokens)) for prompt in held_out)
                 near = {int(roots[group]) for group in same if group is not None}
             else:
                 held_out = []
@@ -200,7 +200,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
 
 
 def _prompt(row: Row) -> bytes:
-    return digest_of(row.tokens[: row.prompt_tokens])
+    return tokens_digest(row.tokens[: row.prompt_tokens])
 
 
 def _asked(written: Written) -> tuple[str, str] | None:
@@ -239,8 +239,3 @@ def _sample(count: int, most: int, seed: int) -> npt.NDArray[np.int64]:
     if not most or count <= most:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).permutation(count)[:most])
-
-
-def digest_of(tokens: npt.ArrayLike) -> bytes:
-    """What stands for token ids where they are compared."""
-    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()

@@ -61,7 +61,17 @@ def asked(config: dict[str, Any]) -> dict[str, Any]:
 def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     """What must not change for a resumed run to be the same run."""
     # what the files hold is in the hashes; devices and threads change how fast it is
-    places = ("output", "data", "held_out", "answer_files", "trust_answers", "init_from", "push_to_hub", "device", "threads")
+    places = (
+        "output",
+        "data",
+        "held_out",
+        "answer_files",
+        "trust_answers",
+        "init_from",
+        "push_to_hub",
+        "device",
+        "threads",
+    )
     config = {k: v for k, v in record["config"].items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
