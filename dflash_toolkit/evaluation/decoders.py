@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,13 +15,10 @@ from ..data.prompts import template_hash
 from ..decode import stream
 from ..generation import Generation
 from ..models.dflash.network import Drafter, weights_hash
-from ..models.spec import ModelSpec
-from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
+from ..models.target import Target, load_config, load_tokenizer
 from ..runtime import Engine, EngineOptions
-from ..runtime.engine import operations, resolve_draft_dtype
-from ..runtime.load import load_target
-from ..runtime.memory import check_heads, for_the_drafter
-from ..runtime.weights import DrafterWeights, TargetWeights
+from ..runtime.engine import resolve_draft_dtype
+from ..runtime.load import Parts, load_parts
 from ..sampling import SamplingParams
 
 CERTAIN = 1e6  # a bias that no logit outweighs
@@ -104,57 +101,36 @@ class EngineRuntime:
 
     name = "engine"
 
-    def __init__(
-        self,
-        target: TargetWeights,
-        drafter: DrafterWeights,
-        stop_ids: Sequence[int],
-        tokenizer: Any,
-        facts: dict[str, Any],
-        draft_dtype: str = "auto",
-    ) -> None:
-        self._target, self._drafter, self._stop_ids = target, drafter, stop_ids
+    def __init__(self, parts: Parts, tokenizer: Any, facts: dict[str, Any], draft_dtype: str = "auto") -> None:
+        assert parts.drafter is not None
+        target, self._parts = parts.target, parts
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         options = EngineOptions(max_num_seqs=1, prefix_cache=False, draft_dtype=draft_dtype)
         self._options = replace(options, draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype))
         self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": self._options.draft_dtype}
-        self.context_limit, self.block_size = target.spec.context_limit, drafter.config.block_size
+        self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
         self._engines: dict[bool, Engine] = {}  # by whether it drafts
 
     @classmethod
     def load(
-        cls, target: str, drafter: Drafter, device: str = "auto", dtype: str = "auto", draft_dtype: str = "auto"
+        cls,
+        target: str | Target,
+        drafter: Drafter,
+        device: str = "auto",
+        dtype: str = "auto",
+        draft_dtype: str = "auto",
     ) -> "EngineRuntime":
-        """Load a target's safetensors straight to the device; `drafter` must fit it, and moves there too.
-
-        Raises:
-            UserError: no such device, missing or broken weights, or something that the engine does not support.
-        """
-        config = load_config(target)
-        where = use_device(device)
-        precision = resolve_dtype(dtype, where)
+        """As `load_parts` does; `drafter` moves to the device. Raises UserError."""
+        if isinstance(target, str):
+            name, config, tokenizer = target, load_config(target), load_tokenizer(target)
+        else:
+            name, config, tokenizer = target.name, target.config, target.tokenizer
         with _way_out():
-            spec = ModelSpec.of_target(config)
-            operations(where)
-            check_heads(drafter.config.spec(), where, precision)
-        tokenizer = load_tokenizer(target)
-        with _way_out():
-            weights, stop_ids = load_target(target, config, spec, where, precision)
-        facts = _facts(target, config, tokenizer, weights.parameter_views().items(), drafter)
-        with for_the_drafter(where):
-            draft = DrafterWeights.of_module(drafter.to(where, precision))
-        return cls(weights, draft, stop_ids, tokenizer, facts, draft_dtype)
-
-    @classmethod
-    def of_modules(cls, target: Target, drafter: Drafter, draft_dtype: str = "auto") -> "EngineRuntime":
-        """Copy the weights of loaded modules, on the target's device and in its dtype. Raises UserError."""
-        with _way_out():
-            weights = TargetWeights.of_module(target.model, ModelSpec.of_target(target.config))
-        facts = _facts(target.name, target.config, target.tokenizer, weights.parameter_views().items(), drafter)
-        draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype))
-        return cls(weights, draft, target.stop_token_ids, target.tokenizer, facts, draft_dtype)
+            parts = load_parts(target, drafter, device, dtype)
+        facts = _facts(name, config, tokenizer, parts.target.parameter_views().items(), drafter)
+        return cls(parts, tokenizer, facts, draft_dtype)
 
     def make_room(self, tokens: int) -> None:
         self._context = min(tokens, self.context_limit)
@@ -193,7 +169,8 @@ class EngineRuntime:
                 else 0,  # a report is about whole blocks: nothing is chosen
             )
             try:
-                engine = Engine(self._target, self._drafter if draft else None, self._stop_ids, options)
+                parts = self._parts if draft else replace(self._parts, drafter=None)
+                engine = parts.engine(options)
             except UserError as error:
                 # the reference does not draft in fp8; and without its copy of the head there is more room
                 way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"

@@ -11,8 +11,6 @@ from ..generation import Generation, Step, check_prompt
 from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
-from ..models.spec import ModelSpec
-from ..models.target import Target
 from ..sampling import SamplingParams
 from .draft_length import BlockChooser, block_sizes, measure_steps
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
@@ -141,14 +139,6 @@ class Engine:
             prefix_cache=options.prefix_cache,
             report=lambda request, step: own._report(request, step),
         )
-
-    @classmethod
-    def of_modules(cls, target: Target, drafter: Drafter | None, options: EngineOptions | None = None) -> "Engine":
-        """An engine with copies of the weights of loaded modules, on the target's device and in its dtype."""
-        spec = ModelSpec.of_target(target.config)
-        weights = TargetWeights.of_module(target.model, spec)
-        draft = DrafterWeights.of_module(drafter.to(target.device, target.dtype)) if drafter else None
-        return cls(weights, draft, target.stop_token_ids, options)
 
     def load_drafter(self, drafter: Drafter) -> None:
         """Draft with the weights of another drafter of the same shape; captured steps stay as they are.

@@ -1,6 +1,7 @@
-"""An engine from names: checkpoints go from disk to the device without a Hugging Face module in between."""
+"""The one way to an engine: from names, whose checkpoints go from disk to the device, or from modules in memory."""
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.readahead import read_ahead
@@ -11,76 +12,108 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from ..models.spec import ModelSpec
+    from ..models.dflash.network import Drafter
+    from ..models.target import Target
     from .engine import Engine
     from .weights import DrafterWeights, TargetWeights
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    target: "TargetWeights"
+    drafter: "DrafterWeights | None"
+    stop_ids: tuple[int, ...]
+
+    def engine(self, options: EngineOptions | None = None) -> "Engine":
+        """An engine over these weights, which several may share. Raises UserError."""
+        from .engine import Engine
+
+        return Engine(self.target, self.drafter, self.stop_ids, options)
+
+
 def load_engine(
-    target: str,
-    drafter: str | None = None,
+    target: "str | Target",
+    drafter: "str | Drafter | None" = None,
     device: str = "auto",
     dtype: str = "auto",
     options: EngineOptions | None = None,
 ) -> "tuple[Engine, Any]":
+    """An engine and the target's tokenizer, see `load_parts`. Raises UserError."""
+    options = options or EngineOptions()
+    if not isinstance(target, str):
+        return load_parts(target, drafter, device, dtype, options).engine(options), target.tokenizer
+    if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
+        read_ahead(drafter if isinstance(drafter, str) else None, target)
+    # not above: this imports torch and transformers, seconds in which the disk is to read already
+    from ..models.target import load_config, load_tokenizer
+
+    load_config(target)  # says first if there is no such target
+    tokenizer = load_tokenizer(target)
+    return load_parts(target, drafter, device, dtype, options).engine(options), tokenizer
+
+
+def load_parts(
+    target: "str | Target",
+    drafter: "str | Drafter | None" = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    options: EngineOptions | None = None,
+    *,
+    share: bool = False,
+) -> Parts:
     """Load a target and, unless it is None, its drafter; what is wrong shows before the large files are loaded.
 
     Args:
-        target, drafter: Hugging Face id or directory.
-        device: auto, cpu or cuda.
-        dtype: auto, bfloat16, float16 or float32.
-
-    Returns:
-        The engine and the target's tokenizer.
+        target, drafter: Hugging Face id or directory, or modules; of a module the weights are copied.
+        device: auto, cpu or cuda; where a target in memory is, the engine is too.
+        dtype: auto, bfloat16, float16 or float32; a target in memory keeps its own.
+        options: refused if they do not fit.
+        share: a target in memory reads its own weights out of the engine's from then on, so that none is held twice.
 
     Raises:
         UserError: one line that says what does not fit, is missing or is not supported.
     """
-    if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
-        read_ahead(drafter, target)
-    # not above: this imports torch and transformers, seconds in which the disk is to read already
     from ..models.spec import ModelSpec
-    from ..models.target import load_config, load_tokenizer, resolve_dtype, use_device
-    from .engine import Engine, operations
-    from .memory import check_heads
+    from ..models.target import declared_stop_ids, load_config, load_generation_config, resolve_dtype, use_device
+    from .engine import operations
+    from .memory import check_heads, check_weights, for_the_drafter
+    from .weights import DrafterWeights, TargetWeights
 
-    config = load_config(target)
+    if isinstance(target, str):
+        config, where = load_config(target), use_device(device)
+        precision = resolve_dtype(dtype, where)
+    else:
+        config, where, precision = target.config, target.device, target.dtype
     spec = ModelSpec.of_target(config)
-    where = use_device(device)
-    precision = resolve_dtype(dtype, where)
     operations(where)
     draft = None
     if drafter is not None:
-        draft = load_draft(drafter, config, where, precision)
-        check_heads(draft.spec, where, precision)
-    options = (options or EngineOptions()).fitted(spec, draft.config if draft else None, where)
-    tokenizer = load_tokenizer(target)
-    weights, stop_ids = load_target(target, config, spec, where, precision)
-    return Engine(weights, draft, stop_ids, options), tokenizer
+        module = read_drafter(drafter, config, where, precision) if isinstance(drafter, str) else drafter
+        check_heads(module.config.spec(), where, precision)
+        with for_the_drafter(where):
+            draft = DrafterWeights.of_module(module.to(where, precision))
+    if options is not None:
+        options.fitted(spec, draft.config if draft else None, where)
+    check_heads(spec, where, precision)
+    if isinstance(target, str):
+        folder = locate("target", target)
+        stop_ids = declared_stop_ids(config, load_generation_config(folder))
+        check_weights(target, spec, where, precision)
+        weights = TargetWeights.load(folder, spec, where, precision)
+    else:
+        stop_ids = target.stop_token_ids
+        weights = (TargetWeights.shared_with if share else TargetWeights.of_module)(target.model, spec)
+    return Parts(weights, draft, stop_ids)
 
 
-def load_draft(name: str, target: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> "DrafterWeights":
-    """The weights of a drafter that fits the target. Raises UserError."""
+def read_drafter(name: str, target: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> "Drafter":
+    """A drafter that fits the target. Raises UserError."""
     from ..models.dflash.checkpoint import check_fits, load_drafter
     from .memory import for_the_drafter
-    from .weights import DrafterWeights
 
     with for_the_drafter(device):
         module = load_drafter(name, device, dtype)
-        check_fits(module.config, target)
-        return DrafterWeights.of_module(module)
-
-
-def load_target(
-    name: str, config: "PreTrainedConfig", spec: "ModelSpec", device: "torch.device", dtype: "torch.dtype"
-) -> "tuple[TargetWeights, tuple[int, ...]]":
-    """The weights of a target and every end-of-sequence id it declares. Raises UserError."""
-    from ..models.target import declared_stop_ids, load_generation_config
-    from .memory import check_heads, check_weights
-    from .weights import TargetWeights
-
-    folder = locate("target", name)
-    stop_ids = declared_stop_ids(config, load_generation_config(folder))
-    check_heads(spec, device, dtype)
-    check_weights(name, spec, device, dtype)
-    return TargetWeights.load(folder, spec, device, dtype), stop_ids
+    check_fits(module.config, target)
+    return module

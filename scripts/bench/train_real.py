@@ -268,7 +268,7 @@ class Lab:
     ) -> dict[str, Any]:
         """Decode prompt sets with the exported drafter, those in `plain` also without; figures by set and pooled."""
         release()
-        runtime = EngineRuntime.of_modules(self.target, load_drafter(str(folder)))
+        runtime = EngineRuntime.load(self.target, load_drafter(str(folder)))
         found: dict[str, Any] = {}
         drafted = []
         for baseline in (False, True):

@@ -54,7 +54,7 @@ def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def runtime(target: Target, drafter: Drafter) -> Runtime:
-    return EngineRuntime.of_modules(target, drafter)
+    return EngineRuntime.load(target, drafter)
 
 
 def load(output: Path) -> dict[str, Any]:

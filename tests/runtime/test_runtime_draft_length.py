@@ -13,7 +13,7 @@ import pytest
 from conftest import make_drafter, make_target
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.runtime import Engine, EngineOptions, load_engine, timing
+from dflash_toolkit.runtime import EngineOptions, load_engine, timing
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.request import RollingAcceptance
@@ -174,7 +174,7 @@ def test_rolling_acceptance_follows_what_happens() -> None:
 
 def test_a_new_request_starts_where_others_lately_were() -> None:
     target = make_target()
-    engine = Engine.of_modules(target, make_drafter(target), OPTIONS)
+    engine = load_engine(target, make_drafter(target), options=OPTIONS)[0]
     assert engine.request([1, 2]).acceptance.rate == pytest.approx(0.7)
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     for prompt in ([1, 2, 3], [9, 9], [4]):
@@ -186,7 +186,7 @@ def test_a_new_request_starts_where_others_lately_were() -> None:
     assert before < 0.3 and not new.tried
     judged = [step.accepted for step in engine.generate([[7, 7]], params)[0].steps if step.drafted]
     assert judged and new.rate == engine.request([1, 2]).acceptance.rate < before, "what others had since counts too"
-    plain = Engine.of_modules(target, None, replace(OPTIONS, num_speculative_tokens=0))
+    plain = load_engine(target, None, options=replace(OPTIONS, num_speculative_tokens=0))[0]
     plain.generate([[1, 2, 3]], params)
     assert plain.request([1]).acceptance.rate == pytest.approx(0.7), "nothing was judged"
 
@@ -235,9 +235,9 @@ def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir:
 
 def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
     target = make_target()
-    engine = Engine.of_modules(
-        target, make_drafter(target), EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
-    )
+    engine = load_engine(
+        target, make_drafter(target), options=EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
+    )[0]
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
     engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
     (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))

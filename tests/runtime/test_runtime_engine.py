@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.capture import no_collection
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
@@ -49,7 +49,7 @@ def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engi
         "max_num_batched_tokens": 16,
         "kv_cache_tokens": 1200,
     }
-    return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
+    return load_engine(target, drafter, options=EngineOptions(**(defaults | options)))[0]
 
 
 def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Callable[[int], bool]) -> None:

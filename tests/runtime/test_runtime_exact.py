@@ -12,7 +12,7 @@ from test_decode import (
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.stack import Rows
 
@@ -27,17 +27,17 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
     target, drafter = small_vocabulary_pair(8)
     joint = exact_answers(target, **sampling)
     size = drafter.config.block_size
-    engine = Engine.of_modules(
+    engine = load_engine(
         target,
         drafter,
-        EngineOptions(
+        options=EngineOptions(
             num_speculative_tokens=size - 1,
             page_size=2,
             max_num_seqs=32,
             kv_cache_tokens=400,
             prefix_cache=prefix_cache,
         ),
-    )
+    )[0]
     proposer = engine.runner.proposer
     assert proposer is not None
     draft_at, propose = likely_draft(joint), proposer.propose

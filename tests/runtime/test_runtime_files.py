@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import context_limit
-from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 
 PROMPT, SHORT = [1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -75,7 +75,7 @@ def test_yarn_stretches_the_context_whatever_max_position_embeddings_says() -> N
 
 def test_on_a_cpu_the_first_token_does_not_wait_for_the_step_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target, order = make_target(), []
-    engine = Engine.of_modules(target, None, OPTIONS)
+    engine = load_engine(target, None, options=OPTIONS)[0]
     real = engine.runner.decode
 
     def decode(*args: Any) -> Any:

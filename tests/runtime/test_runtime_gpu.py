@@ -64,7 +64,7 @@ def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engi
         "kv_cache_tokens": 16 * LIMIT,
         "prefix_cache": False,
     }
-    return Engine.of_modules(target, drafter, EngineOptions(**(defaults | options)))
+    return load_engine(target, drafter, options=EngineOptions(**(defaults | options)))[0]
 
 
 def prompts_of(count: int, seed: int = 1) -> list[list[int]]:

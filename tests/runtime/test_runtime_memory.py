@@ -16,7 +16,7 @@ from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.evaluation import decoders as runtimes
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import Engine, EngineOptions, memory
+from dflash_toolkit.runtime import EngineOptions, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
@@ -126,10 +126,10 @@ def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_options(
     for draft_dtype in ("fp8", "full"):
         options = EngineOptions(max_num_seqs=2, draft_dtype=draft_dtype)
         if where == "copies" and draft_dtype == "full":
-            Engine.of_modules(target, make_drafter(target), options)
+            load_engine(target, make_drafter(target), options=options)
             continue
         with pytest.raises(UserError, match=r"Tried to allocate 3.00 GiB.*lower max_num_seqs, max_model_len") as caught:
-            Engine.of_modules(target, make_drafter(target), options)
+            load_engine(target, make_drafter(target), options=options)
         assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
 
 
@@ -194,15 +194,17 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     named.update(shared=shared << 10)
     target = make_target()
     target.config.head_dim = width
-    spec = ModelSpec.of_target(target.config)
     loaded = []
     monkeypatch.setattr(TargetWeights, "load", lambda *_: loaded.append(1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))
-    monkeypatch.setattr(loading, "_folder", lambda name: name)
-    monkeypatch.setattr("dflash_toolkit.models.target.load_generation_config", lambda _: None)
+    monkeypatch.setattr(loading, "locate", lambda what, name: name)
+    for name, found in (("load_config", target.config), ("use_device", torch.device("cuda")),
+                        ("load_generation_config", None)):  # fmt: skip
+        monkeypatch.setattr(target_module, name, lambda *_, found=found: found)
+    monkeypatch.setattr(engine_module, "operations", lambda _: None)
 
     def load() -> None:
-        loading.load_target("T", target.config, spec, torch.device("cuda"), dtype)
+        loading.load_parts("T", dtype=str(dtype).removeprefix("torch."))
 
     if way_out is None:
         load()
@@ -220,16 +222,11 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
     named.update(shared=163 << 10)
     target, device = make_target(), torch.device("cuda")
     drafter = make_drafter(target, head_dim=512)
-    weights = DrafterWeights.of_module(drafter)
-
-    def load(*_: object) -> None:
-        pytest.fail("the target is loaded")
-
+    monkeypatch.setattr(TargetWeights, "load", lambda *_: pytest.fail("the target is loaded"))
     for module in (backends, runtimes, loading, engine_module, target_module):
         for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
-                            ("load_tokenizer", None), ("load_draft", weights), ("operations", None)):  # fmt: skip
+                            ("load_tokenizer", None), ("read_drafter", drafter), ("operations", None)):  # fmt: skip
             monkeypatch.setattr(module, name, lambda *_, found=found: found, raising=False)
-        monkeypatch.setattr(module, "load_target", load, raising=False)
     refused = pytest.raises(UserError, match=r"attention heads of 512 in bfloat16 need \d+ KiB")
     with refused:
         loading.load_engine("T", "D")
@@ -251,7 +248,7 @@ def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("dflash_toolkit.models.dflash.checkpoint.load_drafter", load)
     found = r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
     with pytest.raises(UserError, match=found):
-        loading.load_draft("D", make_target().config, torch.device("cuda"), torch.bfloat16)
+        loading.read_drafter("D", make_target().config, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("named")
@@ -298,7 +295,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
     options = EngineOptions(
         max_num_seqs=2, max_model_len=100, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600
     )
-    engine = Engine.of_modules(target, make_drafter(target), options)
+    engine = load_engine(target, make_drafter(target), options=options)[0]
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = engine.generate([[1, 2, 3]], params)[0].tokens
     runner, failures = engine.runner, 3

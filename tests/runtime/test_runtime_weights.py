@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.shapes import SHAPES, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import TargetWeights
 
@@ -35,7 +35,7 @@ def test_an_engine_from_names_writes_what_the_modules_write(
 
 def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Drafter) -> None:
     """The largest one that memory is measured with does, beyond the context; rope has to reach as far."""
-    runner = Engine.of_modules(target, drafter, replace(OPTIONS, page_size=64, max_model_len=70)).runner
+    runner = load_engine(target, drafter, options=replace(OPTIONS, page_size=64, max_model_len=70))[0].runner
     positions = runner.pages_per_request * 64
     assert positions > 70 + 2 * 8
     runner.prefill_eagerly([1] * positions, 0, [1] * runner.pages_per_request)

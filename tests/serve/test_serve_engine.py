@@ -22,6 +22,7 @@ from dflash_toolkit.runtime import (
     Request,
     Responses,
     SyntheticAcceptance,
+    load_engine,
 )
 from serve.app import EventResponse, create_app
 
@@ -35,7 +36,7 @@ def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Asyn
         "page_size": 4,
         "max_num_seqs": 3,
     } | options
-    return AsyncEngine(Engine.of_modules(target, drafter, EngineOptions(**options)), target.tokenizer)
+    return AsyncEngine(load_engine(target, drafter, options=EngineOptions(**options))[0], target.tokenizer)
 
 
 def ask(engine: AsyncEngine, prompt: list[int], params: SamplingParams = LONG) -> Responses:
@@ -387,7 +388,7 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
     certain = EngineOptions(
         num_speculative_tokens=7, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=1.0)
     )
-    engine = AsyncEngine(Engine.of_modules(target, make_drafter(target), certain), target.tokenizer)
+    engine = AsyncEngine(load_engine(target, make_drafter(target), options=certain)[0], target.tokenizer)
     client = TestClient(create_app(engine, "org/tiny"))
     steps = committed = accepted = 0
     for i in range(6):

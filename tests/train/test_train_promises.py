@@ -24,6 +24,7 @@ from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter
 from dflash_toolkit.data import sources
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights
 from train import cli
 from train.config import OptimOptions
@@ -257,13 +258,14 @@ def test_the_drafter_of_dflash_data_drafts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[Engine, DrafterWeights]] = []
+    made: list[tuple[Engine, DrafterWeights | None]] = []
+    real = Parts.engine
 
-    def make(weights: Any, draft: DrafterWeights, *more: Any) -> Engine:
-        made.append((Engine(weights, draft, *more), draft))
+    def make(parts: Parts, options: EngineOptions) -> Engine:
+        made.append((real(parts, options), parts.drafter))
         return made[0][0]
 
-    monkeypatch.setattr(backends, "Engine", make)
+    monkeypatch.setattr(Parts, "engine", make)
     whole_blocks = functools.partial(
         EngineOptions, num_speculative_tokens=7
     )  # or it might find that drafting does not pay

@@ -11,12 +11,9 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import Message, Tool
 from dflash_toolkit.decode import generate
-from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.engine import operations
-from dflash_toolkit.runtime.load import load_draft, load_target
-from dflash_toolkit.runtime.memory import check_heads
+from dflash_toolkit.runtime.load import load_parts, read_drafter
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.sampling import SamplingParams
 
@@ -131,24 +128,19 @@ def open_backend(
         UserError: missing or broken weights, no such device, too little memory, or (`runtime="engine"`) a target that
             the engine does not compute.
     """
-    config = load_config(target)
-    where = use_device(device)
-    precision = resolve_dtype(dtype, where)
     if runtime != "reference":
-        # before the target, which takes longest
-        draft = load_draft(drafter, config, where, precision) if drafter is not None else None
+        draft = None
+        if drafter is not None:  # before the target, which takes longest, and whatever answers in the end
+            where = use_device(device)
+            draft = read_drafter(drafter, load_config(target), where, resolve_dtype(dtype, where))
         try:
-            spec = ModelSpec.of_target(config)
-            operations(where)
-            if draft is not None:
-                check_heads(draft.spec, where, precision)
-            weights, stop_ids = load_target(target, config, spec, where, precision)
+            parts = load_parts(target, draft, device, dtype)
         except UserError as error:
             if runtime == "engine":
                 raise
             how = "one prompt at a time" + (" and without the drafter" if drafter else "")
             print(f"the reference answers, {how}, for the engine cannot: {error}", file=sys.stderr)
         else:
-            options = EngineOptions(max_num_seqs=batch, max_model_len=min(context, spec.context_limit))
-            return EngineBackend(Engine(weights, draft, stop_ids, options))
+            limit = min(context, parts.target.spec.context_limit)
+            return EngineBackend(parts.engine(EngineOptions(max_num_seqs=batch, max_model_len=limit)))
     return ReferenceBackend(Target.load(target, device, dtype))

@@ -14,13 +14,11 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.decode import generate
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
-from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.engine import operations
+from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
@@ -222,20 +220,17 @@ class HeldOut:
 
     def _make_engine(self, shape: DrafterConfig) -> Engine:
         target, tokens = self._target, self._params.max_new_tokens
-        spec = ModelSpec.of_target(target.config)
-        operations(target.device)
+        parts = load_parts(target, Drafter.fresh(shape, 0), share=True)
         longest = sorted((len(prompt.tokens) for prompt in self._prompts), reverse=True)[:TOGETHER]
         # behind a response's end a step writes whole blocks that nobody reads
         room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
         options = EngineOptions(
             max_num_seqs=len(longest),
-            max_model_len=min(spec.context_limit, longest[0] + tokens),
+            max_model_len=min(target.context_limit, longest[0] + tokens),
             num_speculative_tokens=shape.block_size - 1,  # whole blocks at every step, as dflash-eval measures
             page_size=PAGE,
             kv_cache_tokens=sum(room),
             prefix_cache=False,  # its pages would hold keys and values of an older drafter
             draft_dtype="full",  # rounded copies would not follow the weights
         )
-        drafter = DrafterWeights.of_module(Drafter.fresh(shape, 0).to(target.device, target.dtype))
-        weights = TargetWeights.shared_with(target.model, spec)
-        return Engine(weights, drafter, target.stop_token_ids, options)
+        return parts.engine(options)

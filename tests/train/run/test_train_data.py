@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime import EngineOptions, load_engine
 from train.config import AnswerOptions, DataOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.features.store import GIB, MemoryStore
@@ -32,7 +32,7 @@ OPTIONS = AnswerOptions(batch_size=3, max_tokens=20)
 
 def opener(target: Target) -> Callable[[], Backend]:
     """The engine on a loaded target."""
-    return lambda: EngineBackend(Engine.of_modules(target, None, EngineOptions(max_num_seqs=OPTIONS.batch_size)))
+    return lambda: EngineBackend(load_engine(target, None, options=EngineOptions(max_num_seqs=OPTIONS.batch_size))[0])
 
 
 def prompt_file(path: Path, start: int, stop: int) -> str:

@@ -13,7 +13,7 @@ from test_train_loop import argv, lines_without_speed
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, load_drafter
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 from train.cli import main
 from train.config import RunOptions
@@ -132,13 +132,13 @@ def test_new_weights_are_taken_in_place() -> None:
     held(first), held(second)
     after = [t.data_ptr() for t in (*weights.parameter_views().values(), weights.context_kv, weights.k_norms)]
     assert before == after, "a captured step reads these addresses"
-    fresh = Engine.of_modules(make_target(), second).runner.drafter
+    fresh = load_engine(make_target(), second)[0].runner.drafter
     assert fresh is not None
     rounded = [view.bfloat16().float() for view in (*fresh.parameter_views().values(), fresh.context_kv, fresh.k_norms)]
     now = (*weights.parameter_views().values(), weights.context_kv, weights.k_norms)
     assert all(itertools.starmap(torch.equal, zip(rounded, now, strict=True)))
     with pytest.raises(ValueError, match="no prefix cache"):
-        Engine.of_modules(make_target(), first).load_drafter(second)
+        load_engine(make_target(), first)[0].load_drafter(second)
 
 
 def test_what_the_engine_does_not_compute_is_said_when_it_is_asked_for() -> None:

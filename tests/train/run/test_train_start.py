@@ -295,7 +295,7 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
     def cannot(*_: Any) -> None:
         raise UserError("of another kind")
 
-    monkeypatch.setattr(backends, "load_target", cannot)
+    monkeypatch.setattr(backends, "load_parts", cannot)
     drafter = str(drafter_dir) if with_drafter else None
     found = backends.open_backend(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
     said = capsys.readouterr().err
@@ -306,6 +306,6 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
 def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "load_target", lambda *_: pytest.fail("the target was read"))
+    monkeypatch.setattr(backends, "load_parts", lambda *_: pytest.fail("the target was read"))
     with pytest.raises(UserError, match="no such directory"):
         backends.open_backend(str(target_dir), drafter=str(tmp_path / "none"), device="cpu", batch=1, context=64)
