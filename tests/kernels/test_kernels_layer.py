@@ -193,7 +193,7 @@ def test_one_launch_equals_one_a_gemm_bit_for_bit_where_both_cut_alike() -> None
         y, h = gpu.add_rms_norm(y, gpu.linear_split_k(gpu.linear_swiglu(h, w["gate_up"]), w["down"]), w["norm"], EPS)
         assert torch.equal(found[0], y) and torch.equal(found[1], h)
         qkv = torch.empty_like(found[2])
-        tile = replace(linear.tile_for("partials", *w["qkv"].shape, rows), splits=len(qkv))
+        tile = replace(linear.tile_for("split_k", *w["qkv"].shape, rows), splits=len(qkv))
         linear.launch_linear(h, w["qkv"], None, qkv, tile)
         assert qkv.dtype == torch.float32 and torch.equal(found[2], qkv)
 

@@ -116,7 +116,7 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
     assert [g.tokens for g in make_engine(target, None, max_num_seqs=1).generate(prompts, params)] == plain
     for batch, block in ((8, 16), (1, 16), (8, 8), (8, 4), (8, 2), (8, None)):
-        engine = make_engine(target, drafter, max_num_seqs=batch, num_speculative_tokens=block - 1)
+        engine = make_engine(target, drafter, max_num_seqs=batch, num_speculative_tokens=block and block - 1)
         knowing(engine, prompts, plain)
         drafted = engine.generate(prompts, params)
         assert [g.tokens for g in drafted] == plain
