@@ -54,7 +54,7 @@ def test_tables_are_those_of_the_results(tables: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_command_can_be_run(line: str) -> None:
+def test_a_command_can_be_run_and_has_no_old_name(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     program, *words = shlex.split(line)
     name = Path(program).name
     if name in PROGRAMS:
@@ -69,6 +69,7 @@ def test_a_command_can_be_run(line: str) -> None:
     elif name.startswith("python"):
         files = [word for word in words if word.endswith(".py")]
         assert files and all((ROOT / file).is_file() for file in files)
+    assert "notice:" not in capsys.readouterr().err
 
 
 def test_every_program_is_shown() -> None:
