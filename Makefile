@@ -24,7 +24,7 @@ test: $(READY)   ## the whole suite, CPU
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal  # the tests compute in one thread each
 
 test-fast: $(READY) ## what neither trains nor starts a process (a minute)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels  # interpreted, they take minutes
 
 check: $(READY)  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

@@ -9,24 +9,20 @@ from paths import ROOT
 
 from dflash_toolkit.threads import WAITING
 
-PROGRAMS = {
-    "train.cli": [],
-    "train.data_cli": ["--data", "x", "--output", "x.jsonl"],
-    "serve.cli": ["--port", "0"],
-    "dflash_toolkit.evaluation.cli": ["--drafter", "./no", "--prompts", "a=scripts/demo/prompts/count_report.jsonl"],
-    "dflash_toolkit.doctor.cli": ["--drafter", "./no"],
-}
-RUN = f"""
-import importlib, os, sys
-class Watch:  # sees the environment that torch, and OpenMP beneath it, is loaded with
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print({{k: v for k, v in os.environ.items() if k in {WAITING}}})
-            sys.meta_path.remove(self)
-sys.meta_path.insert(0, Watch())
-importlib.import_module(sys.argv[1]).main(sys.argv[2:])
-import torch
-print(torch.get_num_threads())
+PROGRAMS = [
+    "train.cli --target ./no",
+    "train.data_cli --target ./no --data x --output x.jsonl",
+    "serve.cli --target ./no --port 0",
+    "dflash_toolkit.evaluation.cli --target ./no --drafter ./no --prompts a=scripts/demo/prompts/count_report.jsonl",
+    "dflash_toolkit.doctor.cli --target ./no --drafter ./no",
+]
+RUN = """
+import importlib, sys
+for threads, words in enumerate(sys.argv[1:], 3):
+    module, *argv = words.split()
+    importlib.import_module(module).main([*argv, "--threads", str(threads)])
+    import torch
+    print(torch.get_num_threads())
 """
 
 
@@ -37,12 +33,16 @@ def run(script: str, *words: str, **extra: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_threads_are_as_many_as_asked_for_and_sleep_when_idle(program: str) -> None:
-    words = ["--target", "./nowhere", "--threads", "3", *PROGRAMS[program]]
-    done = run(RUN, program, *words, OMP_NUM_THREADS="2")
-    assert done.stdout.splitlines() == ["{'OMP_WAIT_POLICY': 'PASSIVE'}", "3"], done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize("package", ["train", "serve", "dflash_toolkit.evaluation", "dflash_toolkit.doctor"])
+def test_idle_threads_sleep_which_is_said_before_torch_is_there(package: str) -> None:
+    script = f"import os, sys, {package}; print('torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY'))"
+    assert run(script).stdout == "False PASSIVE\n"
+
+
+def test_every_command_computes_in_as_many_threads_as_asked_for() -> None:
+    done = run(RUN, *PROGRAMS, OMP_NUM_THREADS="2")
+    assert done.stdout.split() == ["3", "4", "5", "6", "7"], done.stderr
+    assert done.stderr.count("\n") == done.stderr.count("error: ") == len(PROGRAMS)
 
 
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "1"}])

@@ -72,6 +72,7 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
     cancelled=st.sets(st.integers(0, 4)),
     pages=st.sampled_from([30, 300]),
 )
+@pytest.mark.slow
 def test_context_is_there_when_it_is_read(
     blocks: list[int], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
 ) -> None:

@@ -262,6 +262,7 @@ def test_cancelled_requests_free_their_rows_and_the_others_do_not_notice() -> No
     st.integers(1, 4),
     st.sampled_from([120, 300, 1200]),
 )
+@pytest.mark.slow
 def test_any_arrival_of_any_requests_gives_each_its_own_answer(
     arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int
 ) -> None:
@@ -288,6 +289,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer(
 # ---- the rest ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_is_as_long_as_asked() -> None:
     target, drafter = pair()
     prompts = prompts_of(*[5] * 8)

@@ -21,6 +21,7 @@ SEEDS = range(1000, 1900)  # not those of `generate` in test_decode.py: the engi
 
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
     sampling: dict[str, float], prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,27 +87,27 @@ def test_options_that_would_be_ignored_or_fail_late_are_refused(
     assert not list((tmp_path / "run").glob("work/answers*.jsonl")), "before anything is answered"
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("answers.json", ""),
-        ("metrics.jsonl", '{"step": 1}\n{"st\n'),
-        ("answers.jsonl", '{"index":0,"prompt_tokens":1,"tokens":5}\n'),
-        ("corpus/rows.npy", "torn"),
-    ],
-)
 def test_a_damaged_file_of_a_run_is_named(
-    name: str, text: str, target_dir: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_dir: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command(target_dir, data, tmp_path / "run", "run.save_every=1")) == 0
-    (tmp_path / "run/run.json").unlink()  # as if it had not ended
-    path = tmp_path / "run/work" / name
-    if name.startswith("answers"):
-        shutil.rmtree(tmp_path / "run/work/corpus")  # what stands there is read again
-    for damage in (lambda: path.write_text(text), lambda: (path.unlink(), path.mkdir())):
-        damage()
-        named = path.parent if name.startswith("corpus") else path
-        assert refusal(capsys, command(target_dir, data, tmp_path / "run", "run.save_every=1")).startswith(str(named))
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    assert main(command(target_dir, data, run, "run.save_every=1")) == 0
+    (run / "run.json").unlink()  # as if it had not ended
+    shutil.copytree(run, kept)
+    for name, text in {
+        "corpus/rows.npy": "torn",
+        "metrics.jsonl": '{"step": 1}\n{"st\n',
+        "answers.json": "",
+        "answers.jsonl": '{"index":0,"prompt_tokens":1,"tokens":5}\n',
+    }.items():
+        for damage in (lambda path, text=text: path.write_text(text), lambda path: (path.unlink(), path.mkdir())):
+            shutil.rmtree(run)
+            shutil.copytree(kept, run)
+            if name.startswith("answers"):
+                shutil.rmtree(run / "work/corpus")  # what stands there is read again
+            damage(path := run / "work" / name)
+            named = path.parent if name.startswith("corpus") else path
+            assert refusal(capsys, command(target_dir, data, run, "run.save_every=1")).startswith(str(named))
 
 
 def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(

@@ -73,7 +73,7 @@ def test_the_rows_are_those_of_the_completions_api(
     path = tmp_path / "target"
     target.model.save_pretrained(path)
     target.tokenizer.save_pretrained(path)
-    talks = [{"messages": [user(f"ask {i}"), {"role": "assistant", "content": ""}, user("more")]} for i in range(12)]
+    talks = [{"messages": [user(f"ask {i}"), {"role": "assistant", "content": ""}, user("more")]} for i in range(4)]
     data = write(tmp_path / "p.jsonl", talks)
     fake.models = ["org/tiny"]
     with serving(make_engine(target, None)) as url:
@@ -95,7 +95,7 @@ def test_the_rows_are_those_of_the_completions_api(
             assert main(argv(path, data, here, "--endpoint", url, *more)) == 0
             assert capsys.readouterr().err.count(f"asking {url}/v1/completions\n") == 1
             through_chat, through_completions = (sorted(lines(path), key=place) for path in (there, here))
-            assert through_chat == through_completions and len(answers(there)) > 9 * (1 + i)
+            assert through_chat == through_completions and len(answers(there)) > 2 * (1 + i)
             assert any(len(row["spans"]) == 2 for row in through_chat), "later turns are asked too"
 
 
