@@ -223,7 +223,7 @@ def start(table: Table) -> None:
         table.add(label, f"{row['process_s']:.1f}", f"{row['load_s']:.1f}")
 
 
-def useless(table: Table) -> None:
+def zero_acceptance(table: Table) -> None:
     kinds = ("plain 256", "first 256", "later 256", "plain 64", "first 64", "later 64")
     runs = {kind: by_batch(table.read("step_qwen3_8b_h200", "useless_drafts", kind)["rows"]) for kind in kinds}
     table.columns("batch | 256 tokens, first answers | 256 tokens, later | 64 tokens, first answers | 64 tokens, later")
@@ -389,7 +389,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         parts,
         first_token,
         start,
-        useless,
+        zero_acceptance,
         mixed,
         prefill_attention,
         fp8_drafts,

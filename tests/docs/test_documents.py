@@ -67,8 +67,10 @@ def test_a_command_can_be_run_and_has_no_old_name(line: str, capsys: pytest.Capt
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
         assert words[0] in targets
     elif name.startswith("python"):
-        files = [word for word in words if word.endswith(".py")]
-        assert files and all((ROOT / file).is_file() for file in files)
+        files = [ROOT / word for word in words if word.endswith(".py")]
+        assert files and all(file.is_file() for file in files)
+        if words[0] != "-m":
+            assert [word for word in words if word.startswith("--") and f'"{word}"' not in files[0].read_text()] == []
     assert "notice:" not in capsys.readouterr().err
 
 
