@@ -17,10 +17,8 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.waiting = Gauge("dflash_requests_open", "Requests queued or running", registry=self._registry)
-        self._requests = Counter(
-            "dflash_requests", "Requests by outcome: stop, length, refused, disconnected, error",
-            ["outcome"], registry=self._registry,
-        )  # fmt: skip
+        outcomes = "Requests by outcome: stop, length, refused, disconnected, error"
+        self._requests = Counter("dflash_requests", outcomes, ["outcome"], registry=self._registry)
         self._counters = {
             name: Counter(f"dflash_{name}", text, registry=self._registry)
             for name, text in (

@@ -1,4 +1,4 @@
-"""How long a block to draft: measured step times, each request's recent acceptance, and the better of the products."""
+"""How long a block to draft: what measured step times and each request's recent acceptance promise."""
 
 from collections.abc import Callable, Sequence
 

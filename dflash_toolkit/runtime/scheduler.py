@@ -135,7 +135,7 @@ class Scheduler:
     def _prefill(self, most: int) -> int | None:
         """Compute the next chunk of one prompt; how many tokens it were, None if there is none of at most `most`.
 
-        A prompt is cut every so many tokens from where it begins, whatever else is computed in this turn: products of
+        A prompt is cut every so many tokens from where it begins, whatever else is computed in this turn: GEMMs of
         other sizes would round otherwise, and its answer depend on its neighbours.
         """
         if self.prefilling is None and not self._admit():
