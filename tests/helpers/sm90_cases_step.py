@@ -49,6 +49,14 @@ def rope_write_case(partials: str, parts: int, heads: int, early: bool, counted:
 
 merge = attention._merge_kernel
 states = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32")
+
+
+def merge_case(counted: bool) -> Case:
+    pointers = states | {"out_p": "*bf16"} | dict.fromkeys(ROWS, "*i32") | ints(merge)
+    constexprs = SHARED | {"MERGE_SPLITS": 16, "COUNTED": counted, "CAUSAL": True}
+    return Case(merge, pointers, constexprs, 1, ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired"))
+
+
 rope_pointers = {"rope_p": "*fp32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"} | dict.fromkeys(ROWS, "*i32")
 CASES = {
     f"attention {'whole' if whole else 'split'} {'causal' if causal else 'free'}": attention_case(whole, causal)
@@ -56,13 +64,9 @@ CASES = {
     for causal in (False, True)
 } | {
     "attention of a padded prefill": attention_case(True, True, counted=True),
-    "merge": Case(
-        merge,
-        states | {"out_p": "*bf16"} | dict.fromkeys(ROWS, "*i32") | ints(merge),
-        SHARED | {"MERGE_SPLITS": 16, "COUNTED": False, "CAUSAL": True},
-        1,
-        ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired"),
-    ),
+    "attention of a short padded prefill": attention_case(False, True, counted=True),
+    "merge": merge_case(counted=False),
+    "merge of a padded prefill": merge_case(counted=True),
     "add_rms_norm": Case(
         norm._add_rms_norm_kernel,
         {
