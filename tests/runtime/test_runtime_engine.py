@@ -307,7 +307,7 @@ def test_synthetic_acceptance_is_as_long_as_asked() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 9}, "block_size is 9; the drafter's blocks have at most 8 tokens"),
+        ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8; the drafter drafts at most 7 tokens a step"),
         ({"max_model_len": 513}, "max_model_len is 513; the target was made for 512"),
     ],
 )
@@ -385,8 +385,8 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
     assert all(cache.isfinite().any() for cache in kept)
 
 
-@pytest.mark.parametrize("block_size", [8, None])
-def test_an_engine_that_nobody_holds_is_gone_at_once(block_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafted", [7, None])
+def test_an_engine_that_nobody_holds_is_gone_at_once(drafted: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the memory that it has: a second one would find none while the first waits to be collected."""
     runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
     init = StepRunner.__init__
@@ -398,7 +398,7 @@ def test_an_engine_that_nobody_holds_is_gone_at_once(block_size: int | None, mon
     monkeypatch.setattr(StepRunner, "__init__", noted)
     models = pair()
     with no_collection():
-        engine = make_engine(*models, num_speculative_tokens=block_size - 1, prefix_cache=True)
+        engine = make_engine(*models, num_speculative_tokens=drafted, prefix_cache=True)
         assert list(runners) == [engine.runner], "the one that measures what passes take is gone"
         engine.generate(prompts_of(4, 9), SamplingParams(max_new_tokens=9))
         left = weakref.ref(engine)
