@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EOS, prompts_of
-from test_train_loop import argv, lines_without_speed, weights
+from test_train_loop import argv
 
-import train.run.state
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.measure import held_out_acceptance
@@ -20,7 +19,6 @@ from dflash_toolkit.record import export_record
 from train.cli import main
 from train.config import DataOptions, TrainConfig
 from train.responses.corpus import Corpus
-from train.run import save
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +40,10 @@ def test_a_run_leaves_a_checkpoint_its_record_and_its_metrics(
     assert load_drafter(str(output / "speculators")).config == drafter.config
     record = json.loads((output / "run.json").read_text())
     assert record["config"]["optim"]["steps"] == 24 and record["drafter"]["block_size"] == 4
+    for field in fields(TrainConfig):
+        assert field.name in record["config"]
+        if is_dataclass(field.type):
+            assert set(record["config"][field.name]) == {option.name for option in fields(field.type)}
     assert set(record["versions"]) == {"dflash_toolkit", "git", "python", "torch", "transformers"}
     assert len(record["data_hash"]) == len(record["template_hash"]) == 64
     assert record["argv"] and record["finished"] and record["result"]["steps"] == 24
@@ -111,15 +113,6 @@ def test_what_is_exported_is_measured_on_all_prompts_and_recorded(
     assert (output / "best").exists() == (highest < 11 and measured[highest] > measured[-1])
 
 
-def test_the_record_resolves_every_option(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    assert main(argv(target_dir, data, tmp_path / "run", "optim.steps=1")) == 0
-    recorded = json.loads((tmp_path / "run/run.json").read_text())["config"]
-    for field in fields(TrainConfig):
-        assert field.name in recorded
-        if is_dataclass(field.type):
-            assert set(recorded[field.name]) == {option.name for option in fields(field.type)}
-
-
 def test_answers_stay_within_the_target_s_context(target_dir: Path, data: Path, tmp_path: Path) -> None:
     small = Path(shutil.copytree(target_dir, tmp_path / "small"))
     config = json.loads((small / "config.json").read_text())
@@ -135,36 +128,12 @@ def test_answers_stay_within_the_target_s_context(target_dir: Path, data: Path, 
         assert generate(target, None, prompt, SamplingParams(max_new_tokens=90)).tokens == answer
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"finished": true}', '{"finished": "x", "config": 3}'])
-def test_a_run_json_of_something_else_is_no_finished_run(
-    text: str, target_dir: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_run_json_of_something_else_is_no_finished_run(target_dir: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text(text)
-    assert main(argv(target_dir, data, tmp_path / "run", "optim.steps=1")) == 0
-    assert json.loads((tmp_path / "run/run.json").read_text())["result"]["steps"] == 1
-
-
-def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on_as_if_nothing_happened(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    often = ("run.evaluate_every=2", "optim.learning_rate=3e-2")  # the best so far matters too
-    with monkeypatch.context() as patch:
-        real, calls = save.save_state, []
-
-        def interrupted(state: train.run.state.ResumePoint, path: Path) -> None:
-            calls.append(state.step)
-            if len(calls) == 3:  # the metrics are ahead of the resume point
-                raise KeyboardInterrupt
-            real(state, path)
-
-        patch.setattr(save, "save_state", interrupted)
-        assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
-    assert "run the same command again" in capsys.readouterr().err.splitlines()[-1]
-    assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
-    assert main(argv(target_dir, data, tmp_path / "whole", *often)) == 0
-    resumed, whole = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("run", "whole"))
-    assert resumed == whole and weights(tmp_path / "run") == weights(tmp_path / "whole")
+    for text in ("{", "[]", '{"finished": true}', '{"finished": "x", "config": 3}'):
+        (tmp_path / "run/run.json").write_text(text)
+        assert main(argv(target_dir, data, tmp_path / "run", "optim.steps=1")) == 0
+        assert json.loads((tmp_path / "run/run.json").read_text())["result"]["steps"] == 1
 
 
 def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
@@ -233,13 +202,8 @@ def without_weights(target_dir: Path, tmp_path: Path) -> Path:
         (["drafter.taps=5"], "no 5 distinct layers"),
         (["drafter.target_layer_ids=[1,1]"], "names a layer twice"),
         (["drafter.num_heads=3"], "num_heads 3 is not a multiple of num_kv_heads 2"),
-        (["drafter.num_heads=0"], "num_heads is 0"),
-        (["drafter.head_dim=7"], "head_dim is 7"),
-        (["drafter.mask_token_id=-1"], "mask_token_id -1"),
         (["drafter.mask_token_id=257"], "257 is the end-of-sequence or padding token"),
         (["drafter.target_layer_ids=[1,5]"], "layer 5, the target's last"),
-        (["drafter.target_layer_ids=[1,9]"], "layer id 9"),
-        (["drafter.mask_token_id=5000"], "mask_token_id 5000"),
         (["drafter.mask_token_id=256"], "256 is the end-of-sequence"),
         (["drafter.blok_size=8"], "did you mean `block_size`"),
         (["optim.batch_size=many"], "expected int"),
@@ -303,14 +267,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and named in lines[0]
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()], "nothing was begun"
-
-
-def test_without_a_network_the_default_dataset_asks_for_data(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--target", str(target_dir), "--output", str(tmp_path / "run"), "drafter.taps=2"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: dataset mlabonne/open-perfectblend") and "give --data FILE" in error
 
 
 def test_an_unsupported_architecture_is_named(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

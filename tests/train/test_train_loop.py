@@ -167,14 +167,6 @@ def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
     assert weights(whole) == weights(killed)
 
 
-def test_cached_features_change_nothing(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    for name, gigabytes in (("off", 0), ("on", 1)):
-        assert main(argv(target_dir, data, tmp_path / name, f"run.feature_cache_gb={gigabytes}")) == 0
-    off, on = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("off", "on"))
-    assert len(off) == 27 and off == on
-    assert weights(tmp_path / "off") == weights(tmp_path / "on")
-
-
 def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
     packed = ["optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
     assert main(argv(target_dir, data, tmp_path / "whole", *packed)) == 0

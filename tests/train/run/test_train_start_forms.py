@@ -108,28 +108,3 @@ def test_of_a_reduced_vocabulary_the_layers_are_taken(
         assert program(["--target", str(target_dir), "--drafter", str(start), "--prompts", f"p={data}", *more]) == 2
         (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
         assert "a reduced vocabulary, which is not drafted with; dflash-train --init-from" in error
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"draft_vocab_size": VOCAB + 1}, f"'draft_vocab_size' is {VOCAB + 1}, 'vocab_size' {VOCAB}"),
-        ({"draft_vocab_size": -4}, f"'draft_vocab_size' is -4, 'vocab_size' {VOCAB}"),
-        ({"draft_vocab_size": "few"}, "'draft_vocab_size' is 'few', of the wrong type"),
-        ({"sample_from_anchor": True}, "not plain DFlash"),
-    ],
-    ids=str,
-)
-def test_a_reduced_vocabulary_that_cannot_be_is_one_line(
-    changes: dict[str, Any],
-    said: str,
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    start = write_start("speculators", tmp_path / "start", small_drafter())
-    reduce_vocabulary(start, 100, **changes)
-    assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start))) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and said in errors[0]
