@@ -126,7 +126,7 @@ def test_variants_are_compared_on_held_out_answers(
     ("wrong", "said"),
     [
         (["--prompts", "a=FILE[90:]"], "no such rows"),
-        (["--prompts", "FILE"], "expected NAME=SOURCE"),
+        (["--prompts", "=FILE"], "expected NAME=SOURCE"),
         (["--prompts", "a=FILE", "--pool", "c"], "'c' is none of the sets"),
         (["--minutes", "1", "1"], "two runs have one name"),
         (["optim.learning_rat=1"], "learning_rate"),
