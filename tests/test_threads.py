@@ -7,7 +7,7 @@ import sys
 import pytest
 from paths import ROOT
 
-from dflash_toolkit.threads import WAITING
+from dflash_toolkit.threads import SPINS, WAITING
 
 PROGRAMS = [
     "train.cli --target ./no",
@@ -35,8 +35,8 @@ def run(script: str, *words: str, **extra: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("package", ["train", "serve", "dflash_toolkit.evaluation", "dflash_toolkit.doctor"])
 def test_idle_threads_sleep_which_is_said_before_torch_is_there(package: str) -> None:
-    script = f"import os, sys, {package}; print('torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY'))"
-    assert run(script).stdout == "False PASSIVE\n"
+    script = f"import os, sys, {package}; print('torch' in sys.modules, *map(os.environ.get, {WAITING}))"
+    assert run(script).stdout == f"False PASSIVE {SPINS} None\n"
 
 
 def test_every_command_computes_in_as_many_threads_as_asked_for() -> None:
