@@ -9,11 +9,11 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,10 @@ import numpy.typing as npt
 from .checkpoint.reader import cached_folder, weight_files
 from .config import UserError
 from .progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 READ = 4 << 20  # bytes of one read: hashlib and the read work on it without the GIL
 THREADS = 8
@@ -70,8 +74,7 @@ def model_digest(name: str | Path) -> str | None:
         config = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-    told = json.dumps([FORM, _lasting(config), weights_digest(folder)], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    return json_digest([FORM, _lasting(config), weights_digest(folder)])
 
 
 def weights_digest(folder: str | Path) -> str:
@@ -151,7 +154,7 @@ def _hashed(parts: Sequence[_Part]) -> str:
     lines = sorted((part.name, part.kind, digest) for part, digest in zip(order, digests, strict=True))
     embedding = {line[1:] for line in lines if line[0].endswith(EMBEDDINGS)}
     kept = [line for line in lines if not (line[0].endswith("lm_head.weight") and line[1:] in embedding)]
-    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+    return json_digest(kept)
 
 
 def _bytes_digest(part: _Part) -> str:
@@ -182,7 +185,7 @@ def _cache_file(key: Any) -> Path | None:
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if not root.is_absolute():  # a user without a home
         return None
-    return root / "dflash-toolkit" / f"weights-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    return root / "dflash-toolkit" / f"weights-{json_digest(key)[:32]}.json"
 
 
 def _kept(path: Path) -> str | None:
@@ -203,9 +206,58 @@ def _keep(path: Path, digest: str) -> None:
         pass  # a cache that cannot be written is done without
 
 
+# ---- of everything else ----------------------------------------------------------------------------------------
+
+
 def json_digest(value: Any) -> str:
-    """sha256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    """sha256 of a value as JSON, in whatever order its keys are."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def files_digest(paths: Sequence[str]) -> str:
+    """sha256 over the contents of files, in order. Raises UserError."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with open(path, "rb") as handle:
+                while chunk := handle.read(1 << 20):
+                    digest.update(chunk)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def template_digest(tokenizer: Any) -> str:
+    """sha256 of the chat template: a drafter is only as good as the match between training and serving."""
+    return hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()
+
+
+def tensor_digest(tensor: "Tensor") -> str:
+    """sha256 over a tensor's bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
+    import torch
+
+    return hashlib.sha256(
+        tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data
+    ).hexdigest()
+
+
+def joint_digest(digests: Mapping[str, str]) -> str:
+    """sha256 over the names and digests of tensors, in the order of their names."""
+    return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
+
+
+def drafter_digest(drafter: "Module") -> str:
+    """What an export records as its sha256 and a report as the drafter's."""
+    return joint_digest({name: tensor_digest(tensor) for name, tensor in drafter.named_parameters()})
+
+
+def sample_digest(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
+    """sha256 over the first values of every tensor, by name: tells checkpoints apart without reading it all."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(name.encode())
+        digest.update(tensor.detach()[:64].flatten()[:64].cpu().float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def tokens_digest(tokens: npt.ArrayLike) -> bytes:

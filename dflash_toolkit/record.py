@@ -9,8 +9,6 @@ What a place computes, a tensor of any size, is kept as a few numbers: its scale
 vectors of signs. The differences of two tensors' projections estimate how far apart the tensors are.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fingerprint import joint_digest, json_digest, tensor_digest
 from .models.dflash.network import Drafter, DrafterConfig
 from .models.target import Target
 
@@ -40,10 +39,10 @@ def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
         "drafter" and "target" (see `drafter_signature`, `target_signature`), and a "seal" over all of it.
     """
     tensors = stored_tensors(drafter)
-    hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
+    hashes = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     record = {
         "schema": SCHEMA,
-        "sha256": weights_digest(hashes),
+        "sha256": joint_digest(hashes),
         "tensors": {name: found[:SHORT] for name, found in hashes.items()},
         "configuration": configuration(drafter.config),
         "drafter": drafter_signature(drafter.config, tensors),
@@ -54,24 +53,12 @@ def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
 
 def seal(record: Mapping[str, Any]) -> str:
     """sha256 of a record without its seal: who edits config.json throughout changes the record's copy of it, too."""
-    told = json.dumps({key: value for key, value in record.items() if key != "seal"}, sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    return json_digest({key: value for key, value in record.items() if key != "seal"})
 
 
 def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """The weights as a checkpoint stores them: bf16, on the CPU."""
     return {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
-
-
-def tensor_hash(tensor: Tensor) -> str:
-    """sha256 over a tensor's bf16 bytes."""
-    stored = tensor.detach().to("cpu", torch.bfloat16).contiguous()
-    return hashlib.sha256(stored.view(torch.uint8).numpy().data).hexdigest()
-
-
-def weights_digest(hashes: Mapping[str, str]) -> str:
-    """sha256 over the names and hashes of all tensors, in the order of their names."""
-    return hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
 
 
 def configuration(config: DrafterConfig) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from dflash_toolkit import Drafter, Target
+from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.shape import drafter_shape
 
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
@@ -263,7 +264,6 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
 
 def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB) -> tuple[Any, list[list[int]]]:
     """The corpus and the held-out prompts of a run of `dflash-train --answers`, in `work`."""
-    from dflash_toolkit.data.prompts import template_hash
     from train.prompts.split import PromptData, Reading
     from train.responses.build_corpus import write_given
     from train.responses.corpus import Corpus
@@ -271,7 +271,7 @@ def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB)
     from train.run.identity import target_digest
 
     work.mkdir(parents=True, exist_ok=True)
-    digest, template = target_digest(config.target), template_hash(tokenizer)
+    digest, template = target_digest(config.target), template_digest(tokenizer)
     match = Match(config.target, digest, vocab_size, template, config.trust_answers)
     write_given(Reading(config, tokenizer, "prompts.max_length"), "", match, work / "corpus", {})
     corpus = Corpus.open(work / "corpus")

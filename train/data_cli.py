@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command, to_mapping
-from dflash_toolkit.data.prompts import template_hash
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import locked, write_json
+from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
 from dflash_toolkit.models.target import (
     context_limit,
@@ -164,7 +164,7 @@ def run(config: DataConfig) -> None:
         "target": config.target,
         "target_digest": target_digest(config.target),
         "vocab_size": int(target_config.vocab_size),
-        "template_hash": template_hash(tokenizer),
+        "template_hash": template_digest(tokenizer),
         "prompts": to_mapping(config.prompts) | {"max_length": length},
         "sampler": to_mapping(config.sampler),
         "data": {name: Source(name, config.prompts.form).digest(config.prompts.split) for name in config.data},

@@ -1,6 +1,5 @@
 """Prompts to be answered, and chat templates: rows become messages, messages become token ids."""
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from .conversations import BY_NAME, Message, Tool, read_chat, split_messages
 from .conversations import MALFORMED as MALFORMED
 from .sources import UNREADABLE as UNREADABLE
 from .sources import Found, Malformed, Source
-from .sources import file_hash as file_hash
 from .sources import open_text as open_text
 
 
@@ -198,8 +196,3 @@ def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool]
         except Exception:  # the template needs them: it knows them
             continue
     return None
-
-
-def template_hash(tokenizer: Any) -> str:
-    """sha256 of the chat template: a drafter is only as good as the match between training and serving."""
-    return hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..config import UserError
+from ..fingerprint import files_digest
 from ..network import unreachable
 from .conversations import BY_NAME, FORM_CHOICES, FORMS, Conversation, conversation, likely_form
 
@@ -103,7 +104,7 @@ class Source:
 
     def contents(self, split: str = "train") -> str:
         """sha256 of a file, or a dataset's name and split. Raises UserError."""
-        return file_hash([self.place]) if self.is_file else f"{self.place}/{split}"
+        return files_digest([self.place]) if self.is_file else f"{self.place}/{split}"
 
     def digest(self, split: str = "train") -> str:
         """What tells the prompts of this source from another's: contents, range and form. Raises UserError."""
@@ -313,21 +314,3 @@ def open_text(path: Path) -> TextIO:
     """A text file, plain, .gz or .xz."""
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     return openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # some editors write a byte order mark
-
-
-def file_hash(paths: tuple[str, ...] | list[str]) -> str:
-    """sha256 over the contents of files, in order. Raises UserError."""
-    digest = hashlib.sha256()
-    for path in paths:
-        for chunk in _chunks(Path(path)):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    try:
-        with open(path, "rb") as handle:
-            while chunk := handle.read(1 << 20):
-                yield chunk
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..fingerprint import tensor_digest
 from ..models.dflash.network import DrafterConfig
 from ..models.rope import RopeScaling
 from ..models.target import Target
-from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature, tensor_hash
+from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature
 from .edits import Edit, Tensors, edits, is_norm, plus_one, renamed
 from .files import Case, rope_words, some
 from .finding import Finding
@@ -174,7 +175,7 @@ class _Hashes:
 
     def of(self, tensor: Tensor) -> str:
         if id(tensor) not in self._kept:
-            self._kept[id(tensor)] = (tensor, tensor_hash(tensor))
+            self._kept[id(tensor)] = (tensor, tensor_digest(tensor))
         return self._kept[id(tensor)][1]
 
     def same(self, name: str, tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint.reader import locate
 from ..config import UserError
-from ..data.prompts import template_hash
+from ..fingerprint import template_digest
 from ..models.dflash.checkpoint import (
     PROVENANCE_KEY,
     check_fits,
@@ -283,7 +283,7 @@ def check_mask_token(case: Case) -> list[Finding]:
 def check_template(case: Case) -> list[Finding]:
     """Was the drafter trained on the template that renders prompts now, and on the target's own words?"""
     recorded = case.provenance.get("template_hash")
-    present = template_hash(case.tokenizer)
+    present = template_digest(case.tokenizer)
     found = []
     if recorded is not None and recorded != present:
         remedy = "serve with the tokenizer and chat template of training, or train again with the present ones"

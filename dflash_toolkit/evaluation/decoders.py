@@ -1,7 +1,6 @@
 """What decodes for a report: the engine that `dflash-serve` runs, or the readable definition in `decode.py`."""
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..config import UserError
-from ..data.prompts import template_hash
 from ..decode import stream
+from ..fingerprint import drafter_digest, sample_digest, template_digest
 from ..generation import Generation
-from ..models.dflash.network import Drafter, weights_hash
+from ..models.dflash.network import Drafter
 from ..models.target import Target, load_config, load_tokenizer
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import resolve_draft_dtype
@@ -199,19 +198,10 @@ def _facts(
     return {
         "target": name,
         "target_num_layers": config.num_hidden_layers,
-        "target_sample_sha256": sample_hash(tensors),
-        "chat_template_sha256": template_hash(tokenizer),
-        "drafter_sha256": weights_hash(drafter),
+        "target_sample_sha256": sample_digest(tensors),
+        "chat_template_sha256": template_digest(tokenizer),
+        "drafter_sha256": drafter_digest(drafter),
         "block_size": drafter.config.block_size,
         "target_layer_ids": list(drafter.config.target_layer_ids),
         "mask_token_id": drafter.config.mask_token_id,
     }
-
-
-def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over the first values of every tensor, by name: tells checkpoints apart without reading it all."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(name.encode())
-        digest.update(tensor.detach()[:64].flatten()[:64].cpu().float().numpy().tobytes())
-    return digest.hexdigest()

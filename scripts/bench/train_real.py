@@ -39,7 +39,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_draf
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import from_mapping, given_values, run_command
-from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets, template_hash
+from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
 from dflash_toolkit.evaluation.decoders import EngineRuntime
 from dflash_toolkit.evaluation.files import write_report
 from dflash_toolkit.evaluation.markdown import render_table
@@ -47,7 +47,7 @@ from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
-from dflash_toolkit.fingerprint import tokens_digest
+from dflash_toolkit.fingerprint import template_digest, tokens_digest
 from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.train.config import TrainConfig, configure
@@ -187,7 +187,7 @@ def read_rows(files: Sequence[str], target: Target) -> list[Row]:
         except (OSError, ValueError, LookupError, StopIteration) as error:
             raise UserError(f"{file}: holds no answers ({error!r})") from error
         digest, words = target_digest(target.name), target.config.vocab_size
-        found = read_training_rows([file], Match(target.name, digest, words, template_hash(target.tokenizer)))
+        found = read_training_rows([file], Match(target.name, digest, words, template_digest(target.tokenizer)))
         rows += found.rows
     return rows
 
@@ -234,7 +234,7 @@ class Lab:
             )
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        note = {"template_hash": template_hash(self.target.tokenizer)}
+        note = {"template_hash": template_digest(self.target.tokenizer)}
 
         def export(trained: Drafter, made: Export) -> None:
             save_drafter(trained, folder, note | {RECORD_KEY: export_record(trained, self.target)})

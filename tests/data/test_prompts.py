@@ -12,8 +12,9 @@ from conftest import make_tokenizer
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import Conversation, Message
-from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, template_hash
-from dflash_toolkit.data.sources import Malformed, Source, file_hash
+from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts
+from dflash_toolkit.data.sources import Malformed, Source
+from dflash_toolkit.fingerprint import files_digest, template_digest
 
 
 def user(text: str) -> Message:
@@ -214,10 +215,10 @@ def test_a_template_that_refuses_the_messages_is_a_user_error(template: str) -> 
 
 def test_the_template_hash_is_that_of_the_template_text() -> None:
     tokenizer = make_tokenizer()
-    assert template_hash(tokenizer) == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
-    before = template_hash(tokenizer)
+    assert template_digest(tokenizer) == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    before = template_digest(tokenizer)
     tokenizer.chat_template += " "
-    assert template_hash(tokenizer) != before
+    assert template_digest(tokenizer) != before
 
 
 def test_the_file_hash_is_that_of_the_contents_in_order(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_the_file_hash_is_that_of_the_contents_in_order(tmp_path: Path) -> None:
     first.write_bytes(b"x" * 3_000_000)
     second.write_bytes(b"y")
     expected = hashlib.sha256(b"x" * 3_000_000 + b"y").hexdigest()
-    assert file_hash([str(first), str(second)]) == expected
-    assert file_hash([str(second), str(first)]) != expected
+    assert files_digest([str(first), str(second)]) == expected
+    assert files_digest([str(second), str(first)]) != expected
     with pytest.raises(UserError, match=r"nothing: cannot be read \(No such file"):
-        file_hash([str(tmp_path / "nothing")])
+        files_digest([str(tmp_path / "nothing")])

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import train.loop
 import train.objective.blocks
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
-from dflash_toolkit.data.prompts import encode_chat, template_hash
+from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
-from dflash_toolkit.fingerprint import model_digest
+from dflash_toolkit.fingerprint import model_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
@@ -111,7 +111,7 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
     path = tmp_path_factory.mktemp("clinic")
     drafter = fit(target, answered(target), path, block_size=6, steps=300, anchors=12)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
-    note = {"target": "tiny", "template_hash": template_hash(target.tokenizer), "answers": [answers]}
+    note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
     return Clinic(path, target, drafter, note | {"acceptance_length": 5.5, "trained_block_size": 6})
 
 

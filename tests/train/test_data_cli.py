@@ -13,7 +13,8 @@ import pytest
 from conftest import EOS, answers_of
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
-from dflash_toolkit.data.prompts import encode_chat, template_hash
+from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.fingerprint import template_digest
 from train import cli
 from train.config import DataOptions, TrainConfig
 from train.data_cli import main
@@ -72,7 +73,7 @@ def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
         assert row["finish_reason"] == answer.finish_reason and (row["part"], row["parts"]) == (0, 1)
         assert row["id"] == f"p.jsonl, line {i + 1}" and row["sample"] == 0
         assert row["messages"][0] == user(f"ask {i} of it") and row["messages"][1]["role"] == "assistant"
-        assert row["template_hash"] == template_hash(target.tokenizer) and row["target"] == str(target_dir)
+        assert row["template_hash"] == template_digest(target.tokenizer) and row["target"] == str(target_dir)
         assert row["sampler"]["temperature"] == 0.0 and row["sampler"]["max_tokens"] == 12
 
 

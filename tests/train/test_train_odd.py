@@ -14,7 +14,7 @@ from test_train_parallel import CONTEXT, _forkserver, _one, ended, free_port  # 
 from transformers import AutoModelForCausalLM
 
 from dflash_toolkit import UserError
-from dflash_toolkit.data.prompts import template_hash
+from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.target import load_tokenizer
 from train.cli import main
 from train.config import TrainConfig
@@ -129,7 +129,7 @@ def answers(target_dir: Path, path: Path, **changes: Any) -> str:
         {
             "index": i, "tokens": [10 + i, 20, 30, 40], "spans": [[2, 4]], "prompt_tokens": 2, "sampler": sampler,
             "target": str(target_dir), "vocab_size": make_target().config.vocab_size,
-            "template_hash": template_hash(load_tokenizer(str(target_dir))),
+            "template_hash": template_digest(load_tokenizer(str(target_dir))),
         }
         | changes
         for i in range(8)
@@ -138,7 +138,7 @@ def answers(target_dir: Path, path: Path, **changes: Any) -> str:
 
 
 def read(target_dir: Path, *paths: str) -> Any:
-    template = template_hash(load_tokenizer(str(target_dir)))
+    template = template_digest(load_tokenizer(str(target_dir)))
     return read_training_rows(paths, Match(str(target_dir), None, make_target().config.vocab_size, template))
 
 
@@ -164,7 +164,7 @@ def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
     mine = tmp_path / "mine"
     shutil.copytree(target_dir, mine)
     tokenizer.save_pretrained(mine)
-    path = answers(mine, tmp_path / "a.jsonl", thinking=False, template_hash=template_hash(load_tokenizer(str(mine))))
+    path = answers(mine, tmp_path / "a.jsonl", thinking=False, template_hash=template_digest(load_tokenizer(str(mine))))
     held_out = written(tmp_path / "h.jsonl", [{"prompt": "ask"}])
     config = TrainConfig(target=str(mine), answer_files=(path,), held_out=(held_out,))
     if option is not None:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_toolkit.evaluation.decoders import sample_hash
-from dflash_toolkit.fingerprint import tokens_digest
+from dflash_toolkit.fingerprint import sample_digest, tokens_digest
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 
@@ -377,7 +376,7 @@ def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> 
 def _fingerprint(target: Target, taps: tuple[int, ...], final: bool, dtype: torch.dtype) -> dict[str, Any]:
     """What tells the features of a row from others of the same tokens."""
     return {
-        "weights": sample_hash(target.model.named_parameters()),
+        "weights": sample_digest(target.model.named_parameters()),
         "computed": f"{str(target.dtype).removeprefix('torch.')} on {target.device.type}",
         "taps": list(taps),
         "final": final,

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.data.sources import Malformed, Source, file_hash
+from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.files import unwritable
-from dflash_toolkit.fingerprint import json_digest
+from dflash_toolkit.fingerprint import files_digest, json_digest
 
 from ..config import TrainConfig
 from ..responses.conversation import REFUSED, TOO_LONG
@@ -68,7 +68,7 @@ def data_digest(config: TrainConfig) -> str:
     split = config.prompts.split
     names = config.data or (() if config.answer_files else (config.prompts.dataset,))
     parts = [[Source(name, config.prompts.form).digest(split) for name in group] for group in (names, config.held_out)]
-    parts.append([file_hash([path]) for path in config.answer_files])
+    parts.append([files_digest([path]) for path in config.answer_files])
     return json_digest(parts)
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit import DrafterConfig, UserError
-from dflash_toolkit.data.prompts import template_hash
+from dflash_toolkit.fingerprint import drafter_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits
-from dflash_toolkit.models.dflash.network import weights_hash
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
 
@@ -65,9 +64,9 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     data = PromptData(digest)
     work = output / WORK
     _make(work, f"output {output}")
-    record = provenance(config, shape, data, template_hash(tokenizer))
+    record = provenance(config, shape, data, template_digest(tokenizer))
     if start:
-        record["start"] = {"drafter": config.init_from, "sha256": weights_hash(start.drafter)}
+        record["start"] = {"drafter": config.init_from, "sha256": drafter_digest(start.drafter)}
     if is_finished(output, record):
         return f"{output} holds this run, finished; give another --output to train again"
     if config.run.feature_dir and config.run.features in ("disk", "hybrid"):

@@ -6,7 +6,6 @@ same two calls: `context_kv` turns tapped features into every layer's context ke
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -383,13 +382,3 @@ class Drafter(nn.Module):
             assert self.config.sliding_window is not None
             mask &= distance.abs() < self.config.sliding_window
         return mask[:, None]
-
-
-def weights_hash(drafter: Drafter) -> str:
-    """sha256 over names and bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
-    digest = hashlib.sha256()
-    for name, parameter in drafter.named_parameters():
-        digest.update(name.encode())
-        weights = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(weights.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from test_train_loop import argv, weights
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.evaluation.measure import held_out_acceptance
-from dflash_toolkit.models.dflash.network import weights_hash
+from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
@@ -81,7 +81,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     assert (lines[0]["step"], lines[0]["acceptance_length"]) == (0, pytest.approx(tau, abs=1e-5))
 
     record = json.loads((tmp_path / "run/run.json").read_text())
-    assert record["start"] == {"drafter": str(start), "sha256": weights_hash(drafter)}
+    assert record["start"] == {"drafter": str(start), "sha256": drafter_digest(drafter)}
     assert record["config"]["drafter"]["intermediate_size"] == 48, "the start's, not the target's"
     assert "scaled_frequencies" not in record["drafter"], "they follow from the rest"
 

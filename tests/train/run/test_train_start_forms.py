@@ -15,7 +15,7 @@ from test_train_start import STILL, YARN, rename, small_drafter, write_start
 from dflash_toolkit import Drafter, load_drafter
 from dflash_toolkit.doctor.cli import main as doctor
 from dflash_toolkit.evaluation.cli import main as evaluate
-from dflash_toolkit.models.dflash.network import weights_hash
+from dflash_toolkit.fingerprint import drafter_digest
 from train.cli import main
 
 
@@ -25,7 +25,7 @@ def check_started(run: Path, start: Path, drafter: Drafter) -> Drafter:
     stored = load_file(start / "model.safetensors")
     for name, weight in exported.named_parameters():
         assert torch.equal(weight, stored[name if name in stored else f"model.{name}"]), name
-    assert weights_hash(exported) == weights_hash(drafter)
+    assert drafter_digest(exported) == drafter_digest(drafter)
     return exported
 
 
