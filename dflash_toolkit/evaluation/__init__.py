@@ -14,7 +14,7 @@ wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
     from ..acceptance import Acceptance
-    from .decoders import EngineRuntime, ReferenceRuntime
+    from .decoders import EngineDecoder, ReferenceDecoder
     from .files import write_report
     from .measure import EncodedPrompt, held_out_acceptance
     from .report import Report
@@ -25,8 +25,8 @@ else:
 __all__ = [
     "Acceptance",
     "EncodedPrompt",
-    "EngineRuntime",
-    "ReferenceRuntime",
+    "EngineDecoder",
+    "ReferenceDecoder",
     "Report",
     "evaluate",
     "held_out_acceptance",

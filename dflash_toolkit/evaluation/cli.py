@@ -14,7 +14,7 @@ from ..options import DraftOptions, ModelOptions, PromptSetOptions, SamplingOpti
 from ..threads import use_threads
 
 if TYPE_CHECKING:
-    from .decoders import Runtime
+    from .decoders import Decoder
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -76,9 +76,9 @@ def _run(config: EvalConfig) -> None:
 
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
-    runtime = _load(config)
+    decoder = _load(config)
     sets = {
-        name: [EncodedPrompt(row.id, _encode(runtime.tokenizer, name, row, config.sampling.thinking)) for row in rows]
+        name: [EncodedPrompt(row.id, _encode(decoder.tokenizer, name, row, config.sampling.thinking)) for row in rows]
         for name, rows in prompts.items()
     }
 
@@ -87,7 +87,7 @@ def _run(config: EvalConfig) -> None:
     arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
     with _alone(output):
         report = evaluate(
-            runtime,
+            decoder,
             sets,
             config.sampling.params(config.sampling.seed),
             baseline=config.baseline,
@@ -115,10 +115,10 @@ def _alone(output: Path) -> Iterator[None]:
                 output.rmdir()  # nothing was measured
 
 
-def _load(config: EvalConfig) -> "Runtime":
+def _load(config: EvalConfig) -> "Decoder":
     from ..models.dflash.checkpoint import check_fits, load_drafter
     from ..models.target import Target, load_config
-    from .decoders import EngineRuntime, ReferenceRuntime
+    from .decoders import EngineDecoder, ReferenceDecoder
 
     drafter = load_drafter(config.drafter)
     check_fits(drafter.config, load_config(config.target))
@@ -128,8 +128,8 @@ def _load(config: EvalConfig) -> "Runtime":
         except ValueError as error:
             raise UserError(str(error)) from error
     if config.runtime == "reference":
-        return ReferenceRuntime(Target.load(config.target, config.device, config.dtype), drafter)
-    return EngineRuntime.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
+        return ReferenceDecoder(Target.load(config.target, config.device, config.dtype), drafter)
+    return EngineDecoder.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
 
 
 def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> list[int]:

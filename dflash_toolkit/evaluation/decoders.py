@@ -23,7 +23,7 @@ from ..sampling import SamplingParams
 CERTAIN = 1e6  # a bias that no logit outweighs
 
 
-class Runtime(Protocol):
+class Decoder(Protocol):
     """A target and its drafter, ready to decode one prompt at a time."""
 
     name: str
@@ -52,7 +52,7 @@ class Runtime(Protocol):
         """p(plain) - p(drafted) behind `ids`: the target's softmax in fp32, unfiltered."""
 
 
-class ReferenceRuntime:
+class ReferenceDecoder:
     """`decode.py` on plain Hugging Face modules."""
 
     name = "reference"
@@ -89,7 +89,7 @@ class ReferenceRuntime:
         return float(p[plain] - p[drafted])
 
 
-class EngineRuntime:
+class EngineDecoder:
     """Two engines over the same target weights: one drafts a full block every step, one has no drafter.
 
     Each is made when it is first needed, with room for one prompt and its answer.
@@ -120,7 +120,7 @@ class EngineRuntime:
         device: str = "auto",
         dtype: str = "auto",
         draft_dtype: str = "auto",
-    ) -> "EngineRuntime":
+    ) -> "EngineDecoder":
         """As `load_parts` does; `drafter` moves to the device. Raises UserError."""
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)

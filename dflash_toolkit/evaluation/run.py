@@ -1,4 +1,4 @@
-"""Go through prompt sets with a runtime, keeping what is done."""
+"""Go through prompt sets with a decoder, keeping what is done."""
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from ..fingerprint import json_digest
 from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
 from ..sampling import SamplingParams
-from .decoders import Runtime
+from .decoders import Decoder
 from .journal import Journal, Key
 from .measure import EncodedPrompt, Measurement, measure
 from .report import Environment, Report, SetReport, Summary
@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 8
 
 
 def evaluate(
-    runtime: Runtime,
+    decoder: Decoder,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams | None = None,
     *,
@@ -35,37 +35,37 @@ def evaluate(
         sets: at least one set of at least one prompt, by name.
         arguments: further JSON values to note in the report.
         partial: file that keeps finished requests. A later call that would measure the same thing (models,
-            runtime, prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
+            decoder, prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
             the rest. The caller removes it once the report is safe.
 
     Raises:
         UserError: nothing to decode, a prompt that does not fit the target's context, or a full disk.
     """
     params = params or SamplingParams()
-    _check_prompts(runtime, sets)
-    environment = Environment.of(runtime)
-    noted = {**(arguments or {}), **_describe(runtime, sets, params, baseline)}
+    _check_prompts(decoder, sets)
+    environment = Environment.of(decoder)
+    noted = {**(arguments or {}), **_describe(decoder, sets, params, baseline)}
     journal = Journal(partial, _fingerprint(environment, noted)) if partial else None
     done: dict[Key, Measurement] = dict(journal.done) if journal else {}
     pending = [(name, i) for name, prompts in sets.items() for i in range(len(prompts)) if (name, i) not in done]
 
     if pending:
         longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
-        runtime.make_room(longest + params.max_new_tokens)
+        decoder.make_room(longest + params.max_new_tokens)
         name, first = pending[0]
-        _warm_up(runtime, (True, False) if baseline else (True,), sets[name][first], params)
+        _warm_up(decoder, (True, False) if baseline else (True,), sets[name][first], params)
     meter = _Meter(len(done) + len(pending), done.values()) if show_progress else None
     with meter or contextlib.nullcontext():
         for name, i in pending:
             on_step = meter.step if meter else None
-            measurement = measure(runtime, sets[name][i], params, baseline=baseline, on_step=on_step)
+            measurement = measure(decoder, sets[name][i], params, baseline=baseline, on_step=on_step)
             done[name, i] = measurement
             if journal:
                 journal.append((name, i), measurement)
             if meter:
                 meter.finished(measurement)
 
-    size = runtime.block_size
+    size = decoder.block_size
     results = {name: tuple(done[name, i] for i in range(len(prompts))) for name, prompts in sets.items()}
     return Report(
         environment,
@@ -75,7 +75,7 @@ def evaluate(
     )
 
 
-def _check_prompts(runtime: Runtime, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
+def _check_prompts(decoder: Decoder, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
     if not sets:
         raise UserError("there is no prompt set to evaluate")
     for name, prompts in sets.items():
@@ -83,16 +83,16 @@ def _check_prompts(runtime: Runtime, sets: Mapping[str, Sequence[EncodedPrompt]]
             raise UserError(f"set {name!r} holds no prompts")
         for prompt in prompts:
             try:
-                check_prompt(prompt.token_ids, runtime.context_limit, runtime.vocabulary)
+                check_prompt(prompt.token_ids, decoder.context_limit, decoder.vocabulary)
             except PromptError as error:
                 raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}; change or remove it") from error
 
 
-def _warm_up(runtime: Runtime, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
+def _warm_up(decoder: Decoder, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
     """A few tokens that nobody times: the first kernels of a process are slow."""
     short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens), ignore_eos=True)
     for draft in drafts:
-        runtime.decode(prompt.token_ids, short, draft=draft)
+        decoder.decode(prompt.token_ids, short, draft=draft)
 
 
 class _Meter:
@@ -130,7 +130,7 @@ class _Meter:
 
 
 def _describe(
-    runtime: Runtime,
+    decoder: Decoder,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams,
     baseline: bool,
@@ -138,10 +138,10 @@ def _describe(
     sampling = asdict(params)
     sampling["max_tokens"] = sampling.pop("max_new_tokens")  # as the option is called
     return {
-        "runtime": runtime.name,
-        **runtime.facts,
-        "device": str(runtime.device),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "runtime": decoder.name,
+        **decoder.facts,
+        "device": str(decoder.device),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
         "baseline": baseline,
         **sampling,
         "stop_token_ids": list(params.stop_token_ids),

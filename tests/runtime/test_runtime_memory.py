@@ -231,7 +231,7 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
     with refused:
         loading.load_engine("T", "D")
     with refused:
-        runtimes.EngineRuntime.load("T", drafter)
+        runtimes.EngineDecoder.load("T", drafter)
     with refused:
         backends.open_backend("T", runtime="engine", drafter="D", batch=1, context=100)
     monkeypatch.setattr(Target, "load", lambda *_: target)
