@@ -82,3 +82,14 @@ def test_every_program_is_shown() -> None:
 def test_python_compiles_and_imports_what_exists(body: str) -> None:
     compile(body, "documents", "exec")
     exec("\n".join(x for x in body.splitlines() if x.startswith(("from ", "import "))), {})
+
+
+@pytest.mark.parametrize("diff", [body for kind, body in FENCES if kind == "diff"])
+def test_a_worked_diff_changes_lines_that_are_there(diff: str) -> None:
+    source = ""
+    for line in diff.splitlines():
+        if line.startswith(("--- ", "+++ ")):
+            path = ROOT / line[4:]
+            source = " ".join(path.read_text().split()) if path.is_file() else ""
+        elif source and not line.startswith("+"):
+            assert [part for part in line[1:].split("...") if " ".join(part.split()) not in source] == []
