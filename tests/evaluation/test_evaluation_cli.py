@@ -312,14 +312,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 def test_a_full_disk_while_decoding_is_one_line(
     runtime: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = Path.open
+    def full(path: Path, mode: str, **more: Any) -> Any:
+        raise OSError(28, "No space left on device")
 
-    def full(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
-        if mode == "ab":
-            raise OSError(28, "No space left on device")
-        return opened(path, mode, *rest, **more)
-
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr("dflash_toolkit.files.open", full, raising=False)
     partial = tmp_path / "partial.jsonl"
     with pytest.raises(UserError, match=r"partial\.jsonl: cannot be written \(No space left on device\)"):
         evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, partial=partial)
