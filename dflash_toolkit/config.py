@@ -178,7 +178,7 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
     overrides = given.pop("overrides", [])
     for key in [k for k, value in given.items() if isinstance(value, list)]:
         # `--data a.jsonl b.jsonl steps=10`: argparse gives the override to the list flag before it
-        dotted = known[key].field.metadata["named"]
+        dotted = known[renamed[key][0] if key in renamed else key].field.metadata["named"]
         strays = [v for v in given[key] if _is_override(v, [*known, *renamed], dotted)]
         given[key] = [v for v in given[key] if v not in strays]
         overrides = [*strays, *overrides]

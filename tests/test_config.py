@@ -57,7 +57,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr"}
+    renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr", "files": "data"}
     target: str = option(help="the target, 100 % of it")
     data: tuple[str, ...] = option((), "prompt files")
     taps: tuple[int, ...] = option((), "layer ids")
@@ -363,9 +363,9 @@ def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: py
     for argv in (("--block", "8"), ("block=8",), ("--config", write("block: 8\ntarget: t\n"))):
         assert parse("--target", "t", *argv).shared.drafts == 7
         assert capsys.readouterr() == ("", "notice: block is now drafts; the old name works for one more release\n")
-    config = parse("--target", "t", "--optimiser.notes", "7", "--rate", "0.5", "--tokens=3")
-    assert (config.note, config.optimiser.lr, config.shared.max_tokens) == ("7", 0.5, 3)
-    assert capsys.readouterr().err.count("notice: ") == 3
+    config = parse("--target", "t", "--optimiser.notes", "7", "--rate", "0.5", "--files", "a", "tokens=3")
+    assert (config.note, config.optimiser.lr, config.shared.max_tokens, config.data) == ("7", 0.5, 3, ("a",))
+    assert capsys.readouterr().err.count("notice: ") == 4
     parse("--target", "t", "--drafts", "7")
     assert capsys.readouterr().err == ""
 
