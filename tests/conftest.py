@@ -152,17 +152,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def _fast(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --fast a test is over where it would start a process or step an optimizer: no list of such tests is kept."""
+    """With --fast a test is over where it would start Python or step an optimizer: no list of such tests is kept."""
 
     def refuse(*_: object, **__: object) -> None:
         pytest.skip("starts a process or trains")
 
+    def popen(self: subprocess.Popen[Any], args: Any, *rest: Any, **more: Any) -> None:
+        if sys.executable in args:
+            refuse()
+        real(self, args, *rest, **more)
+
     if not request.config.getoption("--fast"):
         yield
         return
-    hook = register_optimizer_step_pre_hook(refuse)
+    hook, real = register_optimizer_step_pre_hook(refuse), subprocess.Popen.__init__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", refuse)
+        patch.setattr(subprocess.Popen, "__init__", popen)
         patch.setattr(BaseProcess, "start", refuse)
         yield
     hook.remove()

@@ -400,6 +400,7 @@ def check_answers(answers: list[Generation], joint: torch.Tensor, wrong: torch.T
 
 
 @pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling: dict[str, float]) -> None:
     target, drafter = small_vocabulary_pair(8)
     joint = exact_answers(target, **sampling)

@@ -106,7 +106,7 @@ def test_acceptance_is_a_rate_or_a_mean_length(
         (["--useless", "2", "--batch", "1", "8"], "--useless is 2; every --batch has 1 requests at least"),
         (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
         (["--short", "384"], "--short is 384; it must be less than --long"),
-        (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-context"),
+        (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-model-len"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(

@@ -224,28 +224,6 @@ def test_an_error_that_stays_ends_the_run_at_once(fake: Fake, reply: tuple[int, 
     assert len(fake.asked) == (4 if reply[0] == 400 else 1), "with less and less, if it is the request"
 
 
-def test_a_server_that_knows_openai_s_own_fields_only_is_asked_for_these(fake: Fake) -> None:
-    known = {"model", "prompt", "max_tokens", "temperature", "seed", "stream", "top_p"}
-
-    def strict(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        if unknown := sorted(body.keys() - known):
-            return 422, {"error": {"message": f"unknown field {unknown[0]}"}}
-        return 200, whole("fine")
-
-    fake.reply = strict
-    one = backend(fake)
-    for key in (1, 2):
-        one.submit(key, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
-        assert one.wait().tokens == [*WORDS("fine").input_ids, EOS]
-    assert len(fake.asked) == 2 + 2, "it is asked in vain once"
-    one.close()
-    picky = backend(fake)
-    picky.submit(3, [1, 2, 3], SamplingParams(max_new_tokens=9, temperature=1.0, top_k=5))
-    with pytest.raises(UserError, match=r"field top_k; not tried without top_k \(top_k needs it\)"):
-        picky.wait()
-    picky.close()
-
-
 def test_a_server_of_several_models_wants_a_name(fake: Fake) -> None:
     fake.models = ["a", "b"]
     with pytest.raises(UserError, match=r"has a, b; name one as server\.model=NAME"):
