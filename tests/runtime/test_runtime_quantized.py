@@ -45,7 +45,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 90.0])
-def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size: float) -> None:
+def test_norms_whose_rows_are_cast_as_they_come_are_of_the_order_of_one(size: float) -> None:
     weights = make_engine(*pair("qwen3")).runner.drafter
     assert weights is not None
     for layer in weights.layers:
@@ -66,7 +66,7 @@ def test_norms_whose_rows_are_rounded_as_they_come_are_of_the_order_of_one(size:
             assert quantized.mixer.qkv is layer.mixer.qkv and quantized.input_norm is layer.input_norm
 
 
-def test_step_times_of_rounded_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_of_quantized_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_engine(*pair(), max_num_seqs=1, num_speculative_tokens=None)
     weights = engine.runner.drafter

@@ -6,6 +6,7 @@ import pytest
 from conftest import make_tokenizer
 from openai import OpenAI
 from test_serve_api import (
+    LONG,
     MESSAGES,
     chat,
     client,
@@ -15,9 +16,10 @@ from test_serve_api import (
     serving,
     url,
 )
-from test_serve_engine import make_engine
+from test_serve_engine import make_engine, wait_until
 
 from dflash_toolkit import Drafter, Target
+from dflash_toolkit.runtime import AsyncEngine
 from serve.answer import Answer
 from serve.answer import usage as usage_of
 
@@ -112,3 +114,13 @@ def test_a_stream_holds_all_answers_in_pieces(client: OpenAI) -> None:
             assert pieces[-1].finish_reason == choice.finish_reason
         assert counted(usage) == counted(whole.usage)
         assert by_index(ask(client, n=2, **more, stream=True))[1] is None
+
+
+def test_a_stop_string_ends_its_own_answer_only(engine: AsyncEngine, client: OpenAI) -> None:
+    whole = [choice.text for choice in complete(client, seed=5, n=3, extra_body=LONG).choices]
+    cut = [text[i : i + 3] for text in whole for i in range(9, 30)]
+    stop = next(piece for piece in cut if sum(piece in text for text in whole) == 1)
+    stopped = complete(client, seed=5, n=3, stop=stop, extra_body=LONG).choices
+    assert [choice.text for choice in stopped] == [text.partition(stop)[0] for text in whole]
+    assert sorted(choice.finish_reason for choice in stopped) == ["length", "length", "stop"]
+    wait_until(lambda: engine.engine.scheduler.idle)
