@@ -280,7 +280,9 @@ def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> 
     elif "." not in key and bool in (option.hint, *typing.get_args(option.hint)):
         parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, help=text)
     else:
-        parser.add_argument(*names, dest=key, metavar="VALUE", help=text)
+        choices = option.field.metadata["choices"]
+        metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
+        parser.add_argument(*names, dest=key, metavar=metavar, help=text)
 
 
 def _dashed(word: str) -> str:

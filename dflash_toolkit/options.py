@@ -19,7 +19,7 @@ class ModelOptions:
 
     target: str = option(help="the target: Hugging Face id or directory")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: str = option("auto", "what is computed in; auto is the target's own", DTYPES)
+    dtype: str = option("auto", "what is computed in; auto is bfloat16 on a GPU, float32 on a CPU", DTYPES)
     threads: int | None = option(None, "CPU threads that compute (default: OMP_NUM_THREADS, or one a core)")
 
     def __post_init__(self) -> None:

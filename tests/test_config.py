@@ -336,6 +336,7 @@ def test_help_exits_with_0_and_lists_every_key_and_default(capsys: pytest.Captur
         assert line(flag)
     text = " ".join(" ".join(lines).split())
     assert "the target, 100 % of it (required)" in text
+    assert "--attention {flex,sdpa}" in line("--attention")
     assert "optimiser steps (default: 100)" in text
     assert line("--optimiser.lr") == "--optimiser.lr VALUE peak learning rate (default: 0.0006)"
     assert "--optimiser.warmup VALUE warm-up steps (default: 0)" in text

@@ -32,6 +32,17 @@ class EvalSampling(SamplingOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalDrafts(DraftOptions):
+    """How the drafter is used: whole blocks at every step."""
+
+    num_speculative_tokens: int | None = option(None, "tokens drafted a step (default: as the drafter was trained)")
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig(ModelOptions):
     """The options of `dflash-eval`."""
 
@@ -43,7 +54,7 @@ class EvalConfig(ModelOptions):
     )
     baseline: bool = option(True, "also decode without the drafter: gives speed-up and identity")
     sampling: EvalSampling = options(EvalSampling, flat=True)
-    draft: DraftOptions = options(DraftOptions, flat=True)
+    draft: EvalDrafts = options(EvalDrafts, flat=True)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
@@ -51,8 +62,6 @@ class EvalConfig(ModelOptions):
             raise ValueError("prompts is empty; give at least one NAME=SOURCE")
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
-        if self.draft.num_speculative_tokens == 0:
-            raise ValueError("num_speculative_tokens is 0, which drafts nothing; give 1 or more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
