@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,9 +65,10 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
     )
     state.done = processes.broadcast(budget.done(state.step, clock.seconds))
     report = Report(run, budget, schedule, state.step, processes)
+    save = Saving(run, processes)
     gradients = Gradients(run, schedule, budget.end, source, learner, report, processes.world)
 
-    with report, contextlib.closing(Saving(run, processes)) as save, enough_memory(config):
+    with contextlib.closing(report), contextlib.closing(save), enough_memory(config):
         with report.bar:
             report.begin(state, clock, group, source.nbytes(run.rows))
             if config.init_from and state.step == 0 and run.held_out:
@@ -88,12 +90,11 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                 state.done, overdue, failed = processes.broadcast((done, save.overdue, save.failed))
                 if failed:
                     save.wait()  # raises
-                last = state.done >= 1
-                saves, measures = save.due(state.step, last, overdue), measure.due(state.step, last)
-                if saves or measures or report.due(state.step, last):
+                saves, measures = save.due(state, overdue), measure.due(state)
+                if saves or measures or report.due(state):
                     check_finite(norm, state.step, learner.peak)
                 rows = [row for turn in taken for row in schedule.indices(turn)]
-                report.step(state, clock, rows, totals, norm, learner.peak * state.rate, last)
+                report.step(state, clock, rows, totals, norm, learner.peak * state.rate)
                 if source.waits and state.step == first:
                     begin_peak(device)  # only now there is the optimiser's state
                 elif source.waits:
@@ -104,16 +105,8 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                         if measures:
                             measure(learner.whole(), state.step, report)
                         if saves:
-                            save(
-                                learner,
-                                step=state.step,
-                                micro=state.micro,
-                                rate=state.rate,
-                                elapsed_s=clock.seconds,
-                                history=schedule.history(state.micro),
-                                **budget.to_state(),
-                                **measure.to_state(),
-                            )
+                            others = budget.to_state() | measure.to_state()
+                            save(learner, state, clock.seconds, schedule.history(state.micro), others)
                             processes.barrier(source.check)  # of one process; behind the save, so no step is lost
             if processes.broadcast(measure.missing(state.step)):
                 measure(learner.whole(), state.step, report)
@@ -123,43 +116,34 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
     return Outcome(state.step, clock.seconds, exported, beside, budget.too_short(state.step))
 
 
+@dataclass(frozen=True, slots=True)
 class Gradients:
-    """Adds the gradients of micro batches, by their turn in the schedule.
+    """Adds the gradients of micro batches, by their turn in the schedule."""
 
-    Args:
-        end: turns that count.
-        world: processes that take turns.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        schedule: Schedule | PackedSchedule,
-        end: int,
-        source: FeatureSource,
-        learner: Learner,
-        report: Report,
-        world: int,
-    ) -> None:
-        self._run, self._schedule, self._end, self._world = run, schedule, end, world
-        self._source, self._learner, self._report = source, learner, report
-        self._packed, self._blocks = packing(run.config, run.target.device)
-        self._flex = use_flex(run.config.run.attention, run.target.device)
+    run: Run
+    schedule: Schedule | PackedSchedule
+    end: int  # turns that count
+    source: FeatureSource
+    learner: Learner
+    report: Report
+    world: int  # processes that take turns
 
     def __call__(self, turn: int, last: bool) -> Tensor:
         """Of one micro batch; where its lane is through, of other rows times zero. Returns the loss's totals and the
         visible pairs, on the device. Args: last: of this process's step."""
-        run, config, schedule, source = self._run, self._run.config, self._schedule, self._source
-        with self._report.data():
-            taken = schedule.indices(turn) if turn < self._end else []
-            features = source([run.rows[i] for i in taken or schedule.spare(turn)])
-            if source.reads_ahead and turn + self._world < self._end:
-                source.ahead([run.rows[i] for i in schedule.indices(turn + self._world)])
-        anchors, random = self._blocks or config.loss.anchors, draws(config.run.seed, 2, turn)
-        size, mask = config.drafter.block_size, run.drafter.config.mask_token_id
-        blocks = sample_blocks(features, anchors, size, mask, random, fixed=bool(self._packed))
-        result = compute_loss(run.drafter, run.target, features, blocks, config, self._flex, self._learner.run)
-        self._learner.backward(result.weighted_sum if taken else 0 * result.weighted_sum, last)
+        run, config, target, source = self.run, self.run.config, self.run.target, self.source
+        with self.report.data():
+            taken = self.schedule.indices(turn) if turn < self.end else []
+            features = source([run.rows[i] for i in taken or self.schedule.spare(turn)])
+            if source.reads_ahead and turn + self.world < self.end:
+                source.ahead([run.rows[i] for i in self.schedule.indices(turn + self.world)])
+        packed, anchors = packing(config, target.device)
+        random, mask = draws(config.run.seed, 2, turn), run.drafter.config.mask_token_id
+        size = config.drafter.block_size
+        blocks = sample_blocks(features, anchors or config.loss.anchors, size, mask, random, fixed=packed > 0)
+        flex = use_flex(config.run.attention, target.device)
+        result = compute_loss(run.drafter, target, features, blocks, config, flex, self.learner.run)
+        self.learner.backward(result.weighted_sum if taken else 0 * result.weighted_sum, last)
         return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * bool(taken)
 
 

@@ -11,7 +11,7 @@ from ..distributed.parallel import Processes
 from .definition import Export, Run
 from .held_out import Evaluation, HeldOut
 from .report import Report
-from .state import ResumePoint
+from .state import ResumePoint, TrainState
 
 
 class Measuring:
@@ -33,9 +33,10 @@ class Measuring:
         self._best, self._latest = (Evaluation.of_state(state) if state else None for state in kept)
         processes.rank_zero(self._forget_others)
 
-    def due(self, step: int, last: bool) -> bool:
+    def due(self, state: TrainState) -> bool:
+        """Whether the drafter of this step is measured."""
         every = self._run.config.run.evaluate_every
-        return bool(self._run.held_out) and (last or (every > 0 and step % every == 0))
+        return bool(self._run.held_out) and (state.done >= 1 or (every > 0 and state.step % every == 0))
 
     def __call__(self, trained: Drafter, step: int, report: Report) -> None:
         """Decode with the drafter of this step."""

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,7 @@ from .state import TrainState
 
 
 class Report:
-    """What a run says while it goes on. The log is the first process's; the bar is shown by the first alone.
-
-    Use it in a `with`, which closes the log, and `bar` in another one.
-    """
+    """What a run says while it goes on: the log and the bar are the first process's. Whoever uses it enters `bar`."""
 
     def __init__(
         self, run: Run, budget: Budget, schedule: Schedule | PackedSchedule, step: int, processes: Processes
@@ -41,12 +37,7 @@ class Report:
         stage, total = ("training s", self._seconds) if self._seconds else ("training", budget.steps)
         self.bar = Progress(stage, total, unit="tok")
 
-    def __enter__(self) -> "Report":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._log:
             self._log.close()
 
@@ -64,8 +55,9 @@ class Report:
         if state.micro != state.step * group:
             self._tell([f"goes on after {state.micro} micro batches in {state.step} steps with {group} a step"])
 
-    def due(self, step: int, last: bool) -> bool:
-        return last or step % self._run.config.run.log_every == 0
+    def due(self, state: TrainState) -> bool:
+        """Whether this step is logged."""
+        return state.done >= 1 or state.step % self._run.config.run.log_every == 0
 
     def data(self) -> contextlib.AbstractContextManager[None]:
         """The host waits for features in here."""
@@ -76,20 +68,13 @@ class Report:
         return self._speed.paused()
 
     def step(
-        self,
-        state: TrainState,
-        clock: TrainingClock,
-        rows: list[int],
-        totals: Tensor,
-        norm: Tensor,
-        learning_rate: float,
-        last: bool,
+        self, state: TrainState, clock: TrainingClock, rows: list[int], totals: Tensor, norm: Tensor, rate: float
     ) -> None:
         """A step is done. Args: rows: that it took. totals: of its loss, and its visible pairs; on the device."""
         tokens = int(self._lengths[rows].sum())
         self._speed.count(tokens, len(rows))
-        if self.due(state.step, last):
-            self._processes.rank_zero(self._log_step, state, totals, norm, learning_rate, tokens)
+        if self.due(state):
+            self._processes.rank_zero(self._log_step, state, totals, norm, rate, tokens)
         self._reach(state, tokens)
         if clock.pace and not self._cost_said:
             self._cost_said = True
@@ -109,10 +94,10 @@ class Report:
         if self._log:
             self._log.summarise(**values)
 
-    def _log_step(self, state: TrainState, totals: Tensor, norm: Tensor, learning_rate: float, tokens: int) -> None:
+    def _log_step(self, state: TrainState, totals: Tensor, norm: Tensor, rate: float, tokens: int) -> None:
         run, block_size = self._run, self._run.config.drafter.block_size
         loss = DraftLoss.of_totals(totals[:-1], block_size - 1)
-        values = log_values(loss, norm, learning_rate, self._schedule.epoch(state.micro))
+        values = log_values(loss, norm, rate, self._schedule.epoch(state.micro))
         slots, vocab = int(loss.blocks) * block_size, len(run.target.head_weight)
         work = drafter_step_flops(run.drafter.config, tokens, slots, int(totals[-1]), loss.rows, vocab)
         rates = self._speed.take(work / self._processes.world)

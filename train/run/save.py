@@ -6,9 +6,10 @@ from typing import Any
 
 from ..distributed.parallel import Processes
 from ..distributed.zero import Learner
+from ..optim.schedule import Part
 from .definition import Run
 from .measure import forget, kept_steps
-from .state import ResumePoint, Writer, host_copy, save_state
+from .state import ResumePoint, TrainState, Writer, host_copy, save_state
 
 
 class Saving:
@@ -32,19 +33,31 @@ class Saving:
         """Whether one could not be written; `wait` raises it."""
         return self._writer.failed
 
-    def due(self, step: int, last: bool, overdue: bool) -> bool:
+    def due(self, state: TrainState, overdue: bool) -> bool:
+        """Whether this step is saved."""
         every = self._run.config.run.save_every
-        return last or (step % every == 0 if every else overdue)
+        return state.done >= 1 or (state.step % every == 0 if every else overdue)
 
-    def __call__(self, learner: Learner, **stand: Any) -> None:
-        """Save what the learner holds, and `stand`, the other fields of a `ResumePoint`."""
+    def __call__(
+        self, learner: Learner, state: TrainState, seconds: float, history: list[Part], others: dict[str, Any]
+    ) -> None:
+        """Save a `ResumePoint`: what the learner holds, where the run stands, and its `others`."""
         self._saved = time.perf_counter()
         self.wait()  # two copies are never held, and of a full disk all learn
         weights, moments, average = learner.snapshot()
         if self._processes.main:
             weights, moments, average = host_copy((weights, moments, average), self._run.target.device)
             point = ResumePoint(
-                fingerprint=self._run.fingerprint, drafter=weights, optimizer=moments, average=average, **stand
+                step=state.step,
+                fingerprint=self._run.fingerprint,
+                drafter=weights,
+                optimizer=moments,
+                elapsed_s=seconds,
+                micro=state.micro,
+                average=average,
+                rate=state.rate,
+                history=history,
+                **others,
             )
             self._writer.begin(functools.partial(self._write, point))
 
