@@ -37,6 +37,7 @@ def option(
     choices: Sequence[str] = (),
     flag: str | None = None,
     named: bool = False,
+    old_flag: str | None = None,
 ) -> Any:
     """A field of a dataclass that the user can set.
 
@@ -47,8 +48,9 @@ def option(
         choices: for strings, the values allowed.
         flag: its flag, if that is not its name; for an option of a group a second, short one.
         named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
+        old_flag: what its flag was called; it works for one release and prints a notice.
     """
-    metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named}
+    metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named, "old_flag": old_flag}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -173,6 +175,9 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
     if unknown:
         raise UserError(_unknown_flag(unknown[0].partition("=")[0], parser, prog))
     given = vars(found)
+    for metadata in (option.field.metadata for option in known.values()):
+        if metadata["old_flag"] and any(word.partition("=")[0] == f"--{metadata['old_flag']}" for word in words):
+            _notice(f"--{metadata['old_flag']}", f"--{metadata['flag']}")
 
     config_file = given.pop("config", None)
     overrides = given.pop("overrides", [])
@@ -230,14 +235,18 @@ def _rename(values: dict[str, Any], old: str, new: str, convert: Callable[[Any],
     if not isinstance(holder, dict) or last not in holder:
         return
     value = holder.pop(last)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine
-        print(f"notice: {old} is now {new}; the old name works for one more release", file=sys.stderr)
+    _notice(old, new)
     *parents, last = new.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
     if last in values:
         raise UserError(f"{old} and {new} are both given; {old} is the old name, leave it out")
     values[last] = convert(value) if convert and isinstance(value, int) else value
+
+
+def _notice(old: str, new: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine
+        print(f"notice: {old} is now {new}; the old name works for one more release", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -269,6 +278,8 @@ def _parser(known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, 
         if short:
             names = [*(names if group else []), f"--{short}"]
         _add(place, names, key, option, option.field.metadata["help"].replace("%", "%%") + _default_note(option.field))
+        if old_flag := option.field.metadata["old_flag"]:
+            _add(place, [f"--{old_flag}"], key, option, argparse.SUPPRESS)
     for old, (new, _) in renamed.items():
         _add(parser, [f"--{old.replace('_', '-')}"], old, known[new], argparse.SUPPRESS)
     return parser

@@ -17,4 +17,4 @@ dflash-data --target "$TARGET" --data "$DATA" --output "$OUTPUT.jsonl" --endpoin
 trap - EXIT
 kill $server # leaves the GPU to the trainer
 wait $server || true
-dflash-train --target "$TARGET" --answers "$OUTPUT.jsonl" --output "$OUTPUT"
+dflash-train --target "$TARGET" --responses "$OUTPUT.jsonl" --output "$OUTPUT"

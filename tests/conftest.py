@@ -268,7 +268,7 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
 
 
 def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB) -> tuple[Any, list[list[int]]]:
-    """The corpus and the held-out prompts of a run of `dflash-train --answers`, in `work`."""
+    """The corpus and the held-out prompts of a run of `dflash-train --responses`, in `work`."""
     from train.prompts.split import PromptData, Reading
     from train.responses.build_corpus import write_given
     from train.responses.corpus import Corpus

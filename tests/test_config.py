@@ -36,7 +36,7 @@ COMMANDS = {
 class Optimiser:
     lr: float = option(6e-4, "peak learning rate")
     warmup: int = option(0, "warm-up steps")
-    nesterov: bool = option(False, "look ahead", flag="ahead")
+    nesterov: bool = option(False, "look ahead", flag="ahead", old_flag="peek")
     betas: tuple[float, ...] = option((0.9, 0.95), "Adam's two decays")
 
     def __post_init__(self) -> None:
@@ -364,9 +364,11 @@ def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: py
     for argv in (("--block", "8"), ("block=8",), ("--config", write("block: 8\ntarget: t\n"))):
         assert parse("--target", "t", *argv).shared.drafts == 7
         assert capsys.readouterr() == ("", "notice: block is now drafts; the old name works for one more release\n")
-    config = parse("--target", "t", "--optimiser.notes", "7", "--rate", "0.5", "--files", "a", "tokens=3")
+    argv = ("--optimiser.notes", "7", "--rate", "0.5", "--files", "a", "tokens=3", "--peek", "true")
+    config = parse("--target", "t", *argv)
     assert (config.note, config.optimiser.lr, config.shared.max_tokens, config.data) == ("7", 0.5, 3, ("a",))
-    assert capsys.readouterr().err.count("notice: ") == 4
+    assert config.optimiser.nesterov
+    assert capsys.readouterr().err.count("notice: ") == 5
     parse("--target", "t", "--drafts", "7")
     assert capsys.readouterr().err == ""
 

@@ -245,7 +245,9 @@ class TrainConfig(ModelOptions):
         "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
         "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
     )
-    answer_files: tuple[str, ...] = option((), "answers of dflash-data, trained on as they are", flag="answers")
+    answer_files: tuple[str, ...] = option(
+        (), "responses of dflash-data, trained on as they are", flag="responses", old_flag="answers"
+    )
     trust_answers: bool = option(
         False, "take answers whatever target and chat template they say they are of; only right if you know better"
     )

@@ -1,4 +1,4 @@
-"""dflash-data: prompts -> the target's own responses, one JSON line each, for `dflash-train --answers`.
+"""dflash-data: prompts -> the target's own responses, one JSON line each, for `dflash-train --responses`.
 
 Beside FILE.jsonl (its rows: `responses/file.py`) stand FILE.prompts.jsonl, the prompts that were chosen, and
 FILE.run.json, what was asked for.

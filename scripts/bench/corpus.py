@@ -3,7 +3,7 @@
     python scripts/bench/corpus.py --tokens 100000000 --output scripts/results/corpus_cpu.json
 
 Rows of 2000 tokens with messages of as many words are written as `dflash-data` writes them (a pool of 200 distinct
-rows, again and again), read into a corpus as `dflash-train --answers` reads them, and mapped by a process of its own,
+rows, again and again), read into a corpus as `dflash-train --responses` reads them, and mapped by a process of its own,
 which asks what a run asks at its start: lengths, cuts, rows with anchors, supervised tokens. Then it reads every token
 once.
 """

@@ -297,7 +297,7 @@ def test_dflash_train_takes_the_answers_as_they_are(
         assert main(argv(target_dir, prompts, Path(files[-1]), *sampled)) == 0
     monkeypatch.setattr(cli, "open_backend", None)  # nothing is answered again
     output = tmp_path / "drafter"
-    assert cli.main(["--target", str(target_dir), "--answers", *files, "--output", str(output), *TRAIN]) == 0
+    assert cli.main(["--target", str(target_dir), "--responses", *files, "--output", str(output), *TRAIN]) == 0
     record = json.loads((output / "run.json").read_text())
     assert record["config"]["answer_files"] == files and record["result"]["answers"] == 28
     assert [sampler["seed"] for sampler in record["samplers"]] == [0, 1]
@@ -342,7 +342,7 @@ def test_answers_of_something_else_are_refused_by_line(
     rows = lines(output)
     rows[3][key] = value
     write(output, rows)
-    command = ["--target", str(target_dir), "--answers", str(output), "--output", str(tmp_path / "d"), *TRAIN]
+    command = ["--target", str(target_dir), "--responses", str(output), "--output", str(tmp_path / "d"), *TRAIN]
     assert cli.main(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{output}, line 4" in error and named in error
@@ -376,7 +376,7 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
 
 
 def test_data_and_answers_together_are_a_mistake(target_dir: Path, prompts: Path, capsys: Any) -> None:
-    assert cli.main(["--target", str(target_dir), "--data", str(prompts), "--answers", "a.jsonl"]) == 2
+    assert cli.main(["--target", str(target_dir), "--data", str(prompts), "--responses", "a.jsonl"]) == 2
     assert "give one of them" in capsys.readouterr().err
 
 

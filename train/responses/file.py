@@ -1,4 +1,4 @@
-"""What `dflash-data` writes and `dflash-train --answers` reads: one JSON line a response, appended, never changed.
+"""What `dflash-data` writes and `dflash-train --responses` reads: one JSON line a response, appended, never changed.
 
 `index` (of the prompt), `sample`, `id`, `messages` with the responses, `tools` if there are any, `tokens` (ids of
 prompt and responses), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every response),
