@@ -436,3 +436,9 @@ def test_a_date_that_is_none_and_a_number_beyond_all_are_one_line(text: str, tmp
     (tmp_path / "c.yaml").write_text(f"target: x\noptimiser:\n  lr: {text}\n")
     with pytest.raises(UserError):
         parse("--config", str(tmp_path / "c.yaml"))
+
+
+def test_yaml_that_python_does_not_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("[" * 5000)
+    with pytest.raises(UserError, match=r"a\.yaml: not valid YAML"):
+        read_yaml(tmp_path / "a.yaml")

@@ -15,6 +15,7 @@ from dflash_toolkit.config import parse_cli
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import read_prompt_sets, read_prompts
 from dflash_toolkit.data.sources import Malformed, Source
+from dflash_toolkit.models.dflash.checkpoint import read_config
 from train.config import TrainConfig
 from train.data_cli import DataConfig
 
@@ -227,3 +228,12 @@ def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
     with pytest.raises(UserError, match="dataset no-such/set:main cannot be loaded") as caught:
         list(Source("no-such/set:main").read())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, f"[{'9' * 5000}]"], ids=["deep", "long"])
+def test_json_that_python_does_not_read_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        list(Source(str(tmp_path / "config.json")).read())
+    with pytest.raises(UserError, match=r"cannot read config\.json"):
+        read_config(tmp_path)

@@ -374,3 +374,36 @@ def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> Non
     assert sglang[sglang.index("--speculative-algorithm") + 1] == "DFLASH"
     assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "/out/my drafter"
     assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"block_size": 10**9}, "block_size is 1000000000"),
+        ({"rope_theta": 0}, "rope_theta is 0.0; it must be a number > 0"),
+        ({"rope_theta": "x"}, "'rope_theta' is 'x', of the wrong type"),
+        ({"rope_theta": 10**400}, "'rope_theta' is 1000"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1.0; it must be a number > 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_drafter_s_number_out_of_range_is_named(
+    changes: dict[str, Any], named: str, drafter_dir: Path, tmp_path: Path
+) -> None:
+    config = json.loads((drafter_dir / "config.json").read_text())
+    config["dflash_config"].pop("block_size")
+    config["rope_parameters"] |= {k: v for k, v in changes.items() if k == "rope_theta"}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=named):
+        read_config(tmp_path)
+
+
+def test_a_drafter_that_computes_no_numbers_is_not_exported(tmp_path: Path) -> None:
+    drafter = make_drafter(make_target())
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.fill_(1e30)
+    with pytest.raises(UserError, match=r"its training diverged: train again with a lower optim.learning_rate"):
+        save_drafter(drafter, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())

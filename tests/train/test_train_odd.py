@@ -4,22 +4,20 @@ should be: one line that names it, or the right thing."""
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import answers_of, make_target
+from conftest import answers_of
+from test_response_file import answers
 from test_train_guards import command, written
 from test_train_parallel import CONTEXT, _forkserver, _one, ended, free_port  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM
 
-from dflash_toolkit import UserError
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.target import load_tokenizer
 from train.cli import main
 from train.config import TrainConfig
 from train.data_cli import main as answer
-from train.responses.file import Match, read_training_rows
 
 
 @pytest.fixture
@@ -121,35 +119,6 @@ def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(
 
 
 # ---- answers of dflash-data ------------------------------------------------------------------------------------
-
-
-def answers(target_dir: Path, path: Path, **changes: Any) -> str:
-    sampler = {"temperature": 0.0, "thinking": changes.pop("thinking", None)}
-    rows = [
-        {
-            "index": i, "tokens": [10 + i, 20, 30, 40], "spans": [[2, 4]], "prompt_tokens": 2, "sampler": sampler,
-            "target": str(target_dir), "vocab_size": make_target().config.vocab_size,
-            "template_hash": template_digest(load_tokenizer(str(target_dir))),
-        }
-        | changes
-        for i in range(8)
-    ]  # fmt: skip
-    return written(path, rows)
-
-
-def read(target_dir: Path, *paths: str) -> Any:
-    template = template_digest(load_tokenizer(str(target_dir)))
-    return read_training_rows(paths, Match(str(target_dir), None, make_target().config.vocab_size, template))
-
-
-def test_rows_whose_prompt_ends_elsewhere_and_files_given_twice_are_refused(target_dir: Path, tmp_path: Path) -> None:
-    good = answers(target_dir, tmp_path / "good.jsonl")
-    assert len(read(target_dir, good).rows) == 8
-    with pytest.raises(UserError, match="given twice"):
-        read(target_dir, good, good)
-    for wrong in (-5, 1, 10**6, float("inf")):
-        with pytest.raises(UserError, match="line 1: not a row that dflash-data wrote"):
-            read(target_dir, answers(target_dir, tmp_path / "bad.jsonl", prompt_tokens=wrong))
 
 
 @pytest.mark.parametrize(("option", "ending"), [(None, "off"), (True, "on")])

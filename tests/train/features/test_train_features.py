@@ -15,10 +15,11 @@ import torch
 from conftest import make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import from_mapping
+from dflash_toolkit.fingerprint import TOKENS_BYTES
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource, fitting, open_features
 from train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
@@ -351,3 +352,16 @@ def test_features_that_fit_only_in_part_are_announced(
 def test_a_value_out_of_range_is_named(option: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"{option}.* {value}|{option}"):
         from_mapping(TrainConfig, {"target": "tiny", "run": {option: value}})
+
+
+@pytest.mark.parametrize("lengths", [[2], [2, 2], [-1, 4]])
+def test_a_shard_whose_parts_do_not_fit_is_one_line(lengths: list[int], tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, {})
+    store.add(bytes(TOKENS_BYTES), Stored.of(torch.zeros(3, 4), torch.float32))
+    store.flush()
+    (shard,) = tmp_path.glob("*.safetensors")
+    tensors = {"hidden": torch.zeros(3, 4), "lengths": torch.tensor(lengths)}
+    tensors["keys"] = torch.zeros(2, dtype=torch.uint8)
+    save_file(tensors, shard)
+    with pytest.raises(UserError, match=r"not a shard of features .*do not fit.*remove it and run again"):
+        DiskStore(tmp_path, {})
