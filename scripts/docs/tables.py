@@ -257,6 +257,17 @@ def prefill_attention(table: Table) -> None:
         )
 
 
+def flash_attention(table: Table) -> None:
+    names = {"ours": "this engine", "torch": "PyTorch", "flex": "compiled flex", "FlashAttention-4": "FlashAttention-4"}
+    table.columns(f"us a layer | {' | '.join(names.values())}")
+    for row in table.read("flash_attention_h200")["rows"]:
+        if row["use"] == "prefill":
+            what = f"{row['shape']}: {row['chunk']} tokens of a prompt behind {row['before']}"
+        else:
+            what = f"{row['shape']}: {row['documents']} documents of {row['tokens']} in a training row"
+        table.add(what, *(f"{row[f'{way} us']:.0f}" if f"{way} us" in row else "" for way in names))
+
+
 def fp8_drafts(table: Table) -> None:
     shown = (1, 16, 64, 128, 256)
     table.columns(f"us, bf16 and fp8 | {' | '.join(f'{n} rows' for n in shown)}")
@@ -392,6 +403,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         zero_acceptance,
         mixed,
         prefill_attention,
+        flash_attention,
         fp8_drafts,
         fp8_acceptance,
         acceptance,
