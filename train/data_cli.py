@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command, to_mapping
 from dflash_toolkit.data.sources import Source
+from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
@@ -32,7 +33,7 @@ from dflash_toolkit.threads import use_threads
 from .config import RUNTIMES
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
-from .responses.backends import Backend, EngineBackend, open_backend
+from .responses.backends import open_decoder
 from .responses.conversation import likeliest_end_first, load_chat_tokenizer
 from .responses.endpoint import APIS, EndpointBackend
 from .responses.file import of_another_run, resume
@@ -244,13 +245,13 @@ def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
     return begun
 
 
-def _answering(config: DataConfig, backend: Backend) -> dict[str, Any]:
+def _answering(config: DataConfig, backend: Decoder) -> dict[str, Any]:
     """What answers: another model or runtime does not go on with its responses."""
     if isinstance(backend, EndpointBackend):
         return {"runtime": "endpoint", "model": ", ".join(sorted(set(backend.models)))}
     if config.runtime == "vllm":
         return {"runtime": "vllm"}
-    return {"runtime": "engine" if isinstance(backend, EngineBackend) else "reference"}
+    return {"runtime": "engine" if isinstance(backend, EngineDecoder) else "reference"}
 
 
 @contextlib.contextmanager
@@ -282,7 +283,7 @@ def _answer(
     config: DataConfig,
     record: dict[str, Any],
     tokenizer: Any,
-    backend: Backend,
+    backend: Decoder,
     prompts: Path,
     output: Path,
     length: int,
@@ -303,9 +304,9 @@ def _answer(
     return tally.in_words(limit)
 
 
-def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Backend:
+def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Decoder:
     if not config.endpoint and config.runtime != "vllm":
-        return open_backend(
+        return open_decoder(
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
             batch=config.batch_size, context=length,
         )  # fmt: skip

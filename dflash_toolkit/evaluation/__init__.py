@@ -14,7 +14,7 @@ wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
     from ..acceptance import Acceptance
-    from .decoders import EngineDecoder, ReferenceDecoder
+    from .decoders import EnginePair, ReferencePair
     from .files import write_report
     from .measure import EncodedPrompt, held_out_acceptance
     from .report import Report
@@ -25,8 +25,8 @@ else:
 __all__ = [
     "Acceptance",
     "EncodedPrompt",
-    "EngineDecoder",
-    "ReferenceDecoder",
+    "EnginePair",
+    "ReferencePair",
     "Report",
     "evaluate",
     "held_out_acceptance",

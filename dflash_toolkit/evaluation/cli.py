@@ -14,7 +14,7 @@ from ..options import DraftOptions, ModelOptions, PromptSetOptions, SamplingOpti
 from ..threads import use_threads
 
 if TYPE_CHECKING:
-    from .decoders import Decoder
+    from .decoders import Pair
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -85,9 +85,9 @@ def _run(config: EvalConfig) -> None:
 
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
-    decoder = _load(config)
+    pair = _load(config)
     sets = {
-        name: [EncodedPrompt(row.id, _encode(decoder.tokenizer, name, row, config.sampling.thinking)) for row in rows]
+        name: [EncodedPrompt(row.id, _encode(pair.tokenizer, name, row, config.sampling.thinking)) for row in rows]
         for name, rows in prompts.items()
     }
 
@@ -96,7 +96,7 @@ def _run(config: EvalConfig) -> None:
     arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
     with _alone(output):
         report = evaluate(
-            decoder,
+            pair,
             sets,
             config.sampling.params(config.sampling.seed),
             baseline=config.baseline,
@@ -124,10 +124,10 @@ def _alone(output: Path) -> Iterator[None]:
                 output.rmdir()  # nothing was measured
 
 
-def _load(config: EvalConfig) -> "Decoder":
+def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import check_fits, load_drafter
     from ..models.target import Target, load_config
-    from .decoders import EngineDecoder, ReferenceDecoder
+    from .decoders import EnginePair, ReferencePair
 
     drafter = load_drafter(config.drafter)
     check_fits(drafter.config, load_config(config.target))
@@ -137,8 +137,8 @@ def _load(config: EvalConfig) -> "Decoder":
         except ValueError as error:
             raise UserError(str(error)) from error
     if config.runtime == "reference":
-        return ReferenceDecoder(Target.load(config.target, config.device, config.dtype), drafter)
-    return EngineDecoder.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
+        return ReferencePair(Target.load(config.target, config.device, config.dtype), drafter)
+    return EnginePair.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
 
 
 def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> list[int]:

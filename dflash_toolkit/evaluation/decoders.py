@@ -1,29 +1,196 @@
-"""What decodes for a report: the engine that `dflash-serve` runs, or the readable definition in `decode.py`."""
+"""What decodes prompts: the engine that `dflash-serve` runs, or the readable definition in `decode.py`.
+
+`Decoder` is the protocol of both; vLLM and endpoints have it too (train/responses/).
+"""
 
 import contextlib
+import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..config import UserError
+from ..data.prompts import Message, Tool
 from ..decode import stream
 from ..fingerprint import drafter_digest, sample_digest, template_digest
-from ..generation import Generation
+from ..generation import FinishReason, Generation
 from ..models.dflash.network import Drafter
 from ..models.target import Target, load_config, load_tokenizer
 from ..runtime import Engine, EngineOptions
 from ..runtime.engine import resolve_draft_dtype
 from ..runtime.load import Parts, load_parts
+from ..runtime.request import Request
 from ..sampling import SamplingParams
 
 CERTAIN = 1e6  # a bias that no logit outweighs
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a prompt was rendered from, for servers that render it themselves."""
+
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What came back for a request."""
+
+    key: int  # that it was submitted with
+    generation: Generation
+    dropped: str = "of unknown tokens"  # why there are no tokens, where there are none
+
+    @property
+    def tokens(self) -> list[int]:
+        """Stop token included; none for a response to leave out."""
+        return self.generation.tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.generation.finish_reason or "length"
+
+
 class Decoder(Protocol):
+    """Decodes prompts, several at a time, in the order in which they are finished."""
+
+    width: int  # requests worth having submitted at a time
+
+    def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
+        """Begin to decode a prompt. Raises UserError for one that cannot be decoded."""
+
+    def wait(self) -> Response:
+        """The next finished response; something must have been submitted. Raises UserError."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+OnStep = Callable[[Generation], None]  # gets the growing generation
+
+
+class EngineDecoder:
+    """Continuous batching on the engine that `dflash-serve` runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._running: dict[int, Request] = {}
+        self._finished: deque[Response] = deque()
+        self.width = 2 * (engine.options.max_num_seqs or 1)  # whoever ends finds the next one waiting
+
+    def submit(
+        self,
+        key: int,
+        prompt: list[int],
+        params: SamplingParams,
+        chat: Chat | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        def on_progress(request: Request, step: object) -> None:
+            if on_step is not None:
+                on_step(request.generation)
+            if request.finished:
+                del self._running[key]
+                self._finished.append(Response(key, request.generation))
+
+        assert self._engine is not None, "closed"
+        self._running[key] = self._engine.submit(prompt, params, on_progress)
+
+    def wait(self) -> Response:
+        assert self._engine is not None, "closed"
+        while not self._finished:
+            if not self._engine.step():
+                raise RuntimeError("nothing was submitted")
+        while not self._running and self._engine.step():
+            pass  # a step behind the last response's end, which would delay the next prompt
+        return self._finished.popleft()
+
+    def cancel(self) -> None:
+        """Nobody waits any more for what was submitted."""
+        assert self._engine is not None, "closed"
+        for request in self._running.values():
+            self._engine.cancel(request)
+        self._running.clear()
+        self._finished.clear()
+
+    def close(self) -> None:
+        self._engine = None  # training needs its memory
+        _free_memory()
+
+
+class ReferenceDecoder:
+    """`decode.py` on plain Hugging Face modules, one prompt at a time."""
+
+    width = 1
+
+    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+        self._target: Target | None = target
+        self._drafter = drafter
+        self._submitted: deque[tuple[int, list[int], SamplingParams, OnStep | None]] = deque()
+
+    def submit(
+        self,
+        key: int,
+        prompt: list[int],
+        params: SamplingParams,
+        chat: Chat | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self._submitted.append((key, prompt, params, on_step))
+
+    def wait(self) -> Response:
+        key, prompt, params, on_step = self._submitted.popleft()
+        assert self._target is not None, "closed"
+        for generation in stream(self._target, self._drafter, prompt, params):
+            if on_step is not None:
+                on_step(generation)
+        return Response(key, generation)
+
+    def cancel(self) -> None:
+        """Nobody waits any more for what was submitted."""
+        self._submitted.clear()
+
+    def close(self) -> None:
+        self._target = None
+        _free_memory()
+
+
+def decode_all(
+    decoder: EngineDecoder | ReferenceDecoder,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    on_step: OnStep | None = None,
+) -> list[Generation]:
+    """Decode prompts to their ends, in their order; `on_step` gets the growing generations. Raises UserError."""
+    found: dict[int, Generation] = {}
+    try:
+        for key, prompt in enumerate(prompts):
+            decoder.submit(key, prompt, params, on_step=on_step)
+        while len(found) < len(prompts):
+            response = decoder.wait()
+            found[response.key] = response.generation
+    except BaseException:  # Ctrl-C too: nobody waits for these any more
+        decoder.cancel()
+        raise
+    return [found[key] for key in range(len(prompts))]
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- a pair that is measured -----------------------------------------------------------------------------------
+
+
+class Pair(ABC):
     """A target and its drafter, ready to decode one prompt at a time."""
 
     name: str
@@ -35,30 +202,38 @@ class Decoder(Protocol):
     block_size: int  # S; every step drafts S - 1 tokens
     facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
 
-    def make_room(self, tokens: int) -> None:
+    def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """From now on a prompt and its answer have at most so many tokens together."""
 
+    @abstractmethod
+    def decoder(self, draft: bool) -> EngineDecoder | ReferenceDecoder:
+        """What decodes, with the drafter or without it. Raises UserError."""
+
     def decode(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        draft: bool,
-        on_step: Callable[[Generation], None] | None = None,
+        self, prompt_ids: list[int], params: SamplingParams, *, draft: bool, on_step: OnStep | None = None
     ) -> Generation:
         """Decode one prompt to its end; `on_step` gets the growing answer. Raises UserError."""
+        return decode_all(self.decoder(draft), [prompt_ids], params, on_step)[0]
 
     def gap(self, ids: list[int], plain: int, drafted: int) -> float:
         """p(plain) - p(drafted) behind `ids`: the target's softmax in fp32, unfiltered."""
 
+        def probability(token: int) -> float:
+            # log-probabilities are those of the unbiased logits, whatever a bias makes the decoder choose
+            params = SamplingParams(logit_bias=((token, CERTAIN),), logprobs=0, max_new_tokens=1)
+            return math.exp(self.decode(ids, params, draft=False).logprobs[0].chosen)
 
-class ReferenceDecoder:
+        return probability(plain) - probability(drafted)
+
+
+class ReferencePair(Pair):
     """`decode.py` on plain Hugging Face modules."""
 
     name = "reference"
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
-        self._target, self._drafter = target, drafter.to(target.device, target.dtype)
+        drafter = drafter.to(target.device, target.dtype)
+        self._decoders = {True: ReferenceDecoder(target, drafter), False: ReferenceDecoder(target)}
         self.tokenizer, self.device, self.dtype = target.tokenizer, target.device, target.dtype
         self.context_limit, self.block_size = target.context_limit, drafter.config.block_size
         self.vocabulary = target.embedding.num_embeddings
@@ -66,30 +241,11 @@ class ReferenceDecoder:
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
         self.facts = {**facts, "draft_dtype": "full"}  # the only one it has
 
-    def make_room(self, tokens: int) -> None:
-        """Its caches grow by themselves."""
-
-    def decode(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        draft: bool,
-        on_step: Callable[[Generation], None] | None = None,
-    ) -> Generation:
-        for generation in stream(self._target, self._drafter if draft else None, prompt_ids, params):
-            if on_step:
-                on_step(generation)
-        return generation
-
-    def gap(self, ids: list[int], plain: int, drafted: int) -> float:
-        logits = self._target.forward(torch.tensor([ids], device=self.device), logits="last").logits
-        assert logits is not None
-        p = logits[0, -1].float().softmax(-1)
-        return float(p[plain] - p[drafted])
+    def decoder(self, draft: bool) -> ReferenceDecoder:
+        return self._decoders[draft]
 
 
-class EngineDecoder:
+class EnginePair(Pair):
     """Two engines over the same target weights: one drafts a full block every step, one has no drafter.
 
     Each is made when it is first needed, with room for one prompt and its answer.
@@ -110,7 +266,7 @@ class EngineDecoder:
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
-        self._engines: dict[bool, Engine] = {}  # by whether it drafts
+        self._decoders: dict[bool, EngineDecoder] = {}  # by whether it drafts
 
     @classmethod
     def load(
@@ -120,7 +276,7 @@ class EngineDecoder:
         device: str = "auto",
         dtype: str = "auto",
         draft_dtype: str = "auto",
-    ) -> "EngineDecoder":
+    ) -> "EnginePair":
         """As `load_parts` does; `drafter` moves to the device. Raises UserError."""
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
@@ -133,33 +289,10 @@ class EngineDecoder:
 
     def make_room(self, tokens: int) -> None:
         self._context = min(tokens, self.context_limit)
-        self._engines.clear()
+        self._decoders.clear()
 
-    def decode(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        draft: bool,
-        on_step: Callable[[Generation], None] | None = None,
-    ) -> Generation:
-        engine = self._engine(draft)
-        progress = (lambda request, step: on_step(request.generation)) if on_step else None
-        request = engine.submit(prompt_ids, params, progress)
-        while engine.step():
-            pass  # until nothing is in flight: a step behind the answer's end would delay the next prompt
-        return request.generation
-
-    def gap(self, ids: list[int], plain: int, drafted: int) -> float:
-        # log-probabilities are those of the unbiased logits, whatever a bias makes the engine choose
-        wanted = [
-            SamplingParams(logit_bias=((token, CERTAIN),), logprobs=0, max_new_tokens=1) for token in (plain, drafted)
-        ]
-        of_plain, of_drafted = self._engine(draft=False).generate([ids, ids], wanted)
-        return math.exp(of_plain.logprobs[0].chosen) - math.exp(of_drafted.logprobs[0].chosen)
-
-    def _engine(self, draft: bool) -> Engine:
-        if draft not in self._engines:
+    def decoder(self, draft: bool) -> EngineDecoder:
+        if draft not in self._decoders:
             options = replace(
                 self._options,
                 max_model_len=self._context,
@@ -177,8 +310,8 @@ class EngineDecoder:
                     f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
                     f"lower max_tokens or use {way}"
                 ) from error
-            self._engines[draft] = engine
-        return self._engines[draft]
+            self._decoders[draft] = EngineDecoder(engine)
+        return self._decoders[draft]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from ..generation import Generation
 from ..models.dflash.network import Drafter
 from ..models.target import Target
 from ..sampling import SamplingParams
-from .decoders import Decoder
+from .decoders import Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Measurement:
 
 
 def measure(
-    decoder: Decoder,
+    pair: Pair,
     prompt: EncodedPrompt,
     params: SamplingParams,
     *,
@@ -63,17 +63,17 @@ def measure(
     Raises:
         UserError: a prompt that is empty or leaves no room for an answer.
     """
-    drafted = decoder.decode(prompt.token_ids, params, draft=True, on_step=on_step)
-    plain = decoder.decode(prompt.token_ids, params, draft=False) if baseline else None
-    difference = _difference(decoder, prompt.token_ids, plain.tokens, drafted.tokens) if plain else None
+    drafted = pair.decode(prompt.token_ids, params, draft=True, on_step=on_step)
+    plain = pair.decode(prompt.token_ids, params, draft=False) if baseline else None
+    difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens) if plain else None
     return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference)
 
 
-def _difference(decoder: Decoder, prompt_ids: list[int], plain: list[int], drafted: list[int]) -> Difference | None:
+def _difference(pair: Pair, prompt_ids: list[int], plain: list[int], drafted: list[int]) -> Difference | None:
     # an answer ends by a rule on its own tokens, so neither of two different ones is a prefix of the other
     for position, (a, b) in enumerate(zip(plain, drafted, strict=False)):
         if a != b:
-            return Difference(position, a, b, decoder.gap(prompt_ids + plain[:position], a, b))
+            return Difference(position, a, b, pair.gap(prompt_ids + plain[:position], a, b))
     return None
 
 

@@ -15,7 +15,7 @@ import dflash_toolkit
 from ..acceptance import Acceptance
 from ..files import finite
 from ..fingerprint import json_digest
-from .decoders import Decoder
+from .decoders import Pair
 from .measure import Difference, Measurement
 
 SCHEMA = 1
@@ -37,17 +37,17 @@ class Environment:
     date: str  # UTC, ISO 8601
 
     @classmethod
-    def of(cls, decoder: Decoder) -> "Environment":
-        """This machine, as the loaded `decoder` uses it, now."""
+    def of(cls, pair: Pair) -> "Environment":
+        """This machine, as the loaded `pair` uses it, now."""
         return cls(
             dflash_toolkit=dflash_toolkit.__version__,
             torch=torch.__version__,
             transformers=transformers.__version__,
             python=platform.python_version(),
             platform=platform.platform(),
-            device=str(decoder.device),
-            device_name=_device_name(decoder.device),
-            dtype=str(decoder.dtype).removeprefix("torch."),
+            device=str(pair.device),
+            device_name=_device_name(pair.device),
+            dtype=str(pair.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -1,4 +1,4 @@
-"""Go through prompt sets with a decoder, keeping what is done."""
+"""Go through prompt sets with a pair, keeping what is done."""
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from ..fingerprint import json_digest
 from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
 from ..sampling import SamplingParams
-from .decoders import Decoder
+from .decoders import Pair
 from .journal import Journal, Key
 from .measure import EncodedPrompt, Measurement, measure
 from .report import Environment, Report, SetReport, Summary
@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 8
 
 
 def evaluate(
-    decoder: Decoder,
+    pair: Pair,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams | None = None,
     *,
@@ -35,37 +35,37 @@ def evaluate(
         sets: at least one set of at least one prompt, by name.
         arguments: further JSON values to note in the report.
         partial: file that keeps finished requests. A later call that would measure the same thing (models,
-            decoder, prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
+            pair, prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
             the rest. The caller removes it once the report is safe.
 
     Raises:
         UserError: nothing to decode, a prompt that does not fit the target's context, or a full disk.
     """
     params = params or SamplingParams()
-    _check_prompts(decoder, sets)
-    environment = Environment.of(decoder)
-    noted = {**(arguments or {}), **_describe(decoder, sets, params, baseline)}
+    _check_prompts(pair, sets)
+    environment = Environment.of(pair)
+    noted = {**(arguments or {}), **_describe(pair, sets, params, baseline)}
     journal = Journal(partial, _fingerprint(environment, noted)) if partial else None
     done: dict[Key, Measurement] = dict(journal.done) if journal else {}
     pending = [(name, i) for name, prompts in sets.items() for i in range(len(prompts)) if (name, i) not in done]
 
     if pending:
         longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
-        decoder.make_room(longest + params.max_new_tokens)
+        pair.make_room(longest + params.max_new_tokens)
         name, first = pending[0]
-        _warm_up(decoder, (True, False) if baseline else (True,), sets[name][first], params)
+        _warm_up(pair, (True, False) if baseline else (True,), sets[name][first], params)
     meter = _Meter(len(done) + len(pending), done.values()) if show_progress else None
     with meter or contextlib.nullcontext():
         for name, i in pending:
             on_step = meter.step if meter else None
-            measurement = measure(decoder, sets[name][i], params, baseline=baseline, on_step=on_step)
+            measurement = measure(pair, sets[name][i], params, baseline=baseline, on_step=on_step)
             done[name, i] = measurement
             if journal:
                 journal.append((name, i), measurement)
             if meter:
                 meter.finished(measurement)
 
-    size = decoder.block_size
+    size = pair.block_size
     results = {name: tuple(done[name, i] for i in range(len(prompts))) for name, prompts in sets.items()}
     return Report(
         environment,
@@ -75,7 +75,7 @@ def evaluate(
     )
 
 
-def _check_prompts(decoder: Decoder, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
+def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
     if not sets:
         raise UserError("there is no prompt set to evaluate")
     for name, prompts in sets.items():
@@ -83,16 +83,16 @@ def _check_prompts(decoder: Decoder, sets: Mapping[str, Sequence[EncodedPrompt]]
             raise UserError(f"set {name!r} holds no prompts")
         for prompt in prompts:
             try:
-                check_prompt(prompt.token_ids, decoder.context_limit, decoder.vocabulary)
+                check_prompt(prompt.token_ids, pair.context_limit, pair.vocabulary)
             except PromptError as error:
                 raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}; change or remove it") from error
 
 
-def _warm_up(decoder: Decoder, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
+def _warm_up(pair: Pair, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
     """A few tokens that nobody times: the first kernels of a process are slow."""
     short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens), ignore_eos=True)
     for draft in drafts:
-        decoder.decode(prompt.token_ids, short, draft=draft)
+        pair.decode(prompt.token_ids, short, draft=draft)
 
 
 class _Meter:
@@ -130,7 +130,7 @@ class _Meter:
 
 
 def _describe(
-    decoder: Decoder,
+    pair: Pair,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams,
     baseline: bool,
@@ -138,10 +138,10 @@ def _describe(
     sampling = asdict(params)
     sampling["max_tokens"] = sampling.pop("max_new_tokens")  # as the option is called
     return {
-        "runtime": decoder.name,
-        **decoder.facts,
-        "device": str(decoder.device),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "runtime": pair.name,
+        **pair.facts,
+        "device": str(pair.device),
+        "dtype": str(pair.dtype).removeprefix("torch."),
         "baseline": baseline,
         **sampling,
         "stop_token_ids": list(params.stop_token_ids),

@@ -40,7 +40,7 @@ from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import from_mapping, given_values, run_command
 from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
-from dflash_toolkit.evaluation.decoders import EngineDecoder
+from dflash_toolkit.evaluation.decoders import EnginePair
 from dflash_toolkit.evaluation.files import write_report
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.measure import EncodedPrompt
@@ -268,7 +268,7 @@ class Lab:
     ) -> dict[str, Any]:
         """Decode prompt sets with the exported drafter, those in `plain` also without; figures by set and pooled."""
         release()
-        runtime = EngineDecoder.load(self.target, load_drafter(str(folder)))
+        runtime = EnginePair.load(self.target, load_drafter(str(folder)))
         found: dict[str, Any] = {}
         drafted = []
         for baseline in (False, True):

@@ -12,9 +12,9 @@ import pytest
 from conftest import make_drafter
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_drafter
-from dflash_toolkit.evaluation import EncodedPrompt, EngineDecoder, evaluate, run, write_report
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, run, write_report
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import Decoder
+from dflash_toolkit.evaluation.decoders import Pair
 from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
 
 SUMMARY_KEYS = {
@@ -53,8 +53,8 @@ def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def runtime(target: Target, drafter: Drafter) -> Decoder:
-    return EngineDecoder.load(target, drafter)
+def runtime(target: Target, drafter: Drafter) -> Pair:
+    return EnginePair.load(target, drafter)
 
 
 def load(output: Path) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(stop_before: int | None = None) -> list[str]:
         decoded: list[str] = []
 
-        def counted(runtime: Decoder, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
+        def counted(runtime: Pair, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
             if len(decoded) == stop_before:
                 raise Killed
             decoded.append(prompt.id)
@@ -232,7 +232,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
     ],
 )
 def test_a_journal_that_is_not_this_runs_is_started_afresh(
-    runtime: Decoder, tmp_path: Path, interrupt: Any, damage: Any
+    runtime: Pair, tmp_path: Path, interrupt: Any, damage: Any
 ) -> None:
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
     partial, params = tmp_path / "partial.jsonl", SamplingParams(max_new_tokens=4)
@@ -247,7 +247,7 @@ def test_a_journal_that_is_not_this_runs_is_started_afresh(
     assert decoded == ["a", "b"]
 
 
-def test_another_seed_or_prompt_is_another_run(runtime: Decoder, tmp_path: Path, interrupt: Any) -> None:
+def test_another_seed_or_prompt_is_another_run(runtime: Pair, tmp_path: Path, interrupt: Any) -> None:
     partial, decoded = tmp_path / "partial.jsonl", interrupt()
     runs = [("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)]
     for name, ids, seed in runs:
@@ -259,8 +259,8 @@ def test_another_seed_or_prompt_is_another_run(runtime: Decoder, tmp_path: Path,
 # ---- from Python --------------------------------------------------------------------------------------
 
 
-def test_differences_are_reported(runtime: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(runtime: Decoder, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
+def test_differences_are_reported(runtime: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(runtime: Pair, prompt: EncodedPrompt, *rest: Any, **more: Any) -> Measurement:
         found = measure(runtime, prompt, *rest, **more)
         if prompt.id == "b":
             found.drafted.tokens[1] += 1
@@ -277,7 +277,7 @@ def test_differences_are_reported(runtime: Decoder, tmp_path: Path, monkeypatch:
     assert "| s | b | 1 | 5 | 6 | - |" in (tmp_path / "report.md").read_text()
 
 
-def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Decoder, interrupt: Any) -> None:
+def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Pair, interrupt: Any) -> None:
     decoded = interrupt()
     fitting, long, empty = EncodedPrompt("a", [65]), EncodedPrompt("b", [65] * 512), EncodedPrompt("c", [])
     for prompts, message in [
@@ -293,7 +293,7 @@ def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Decoder, interru
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    runtime: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_new_tokens=4))
     write = Path.write_text
@@ -309,9 +309,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_while_decoding_is_one_line(
-    runtime: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_while_decoding_is_one_line(runtime: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, mode: str, **more: Any) -> Any:
         raise OSError(28, "No space left on device")
 

@@ -14,16 +14,16 @@ from test_runtime_gpu import pair as gpu_pair
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, save_drafter
-from dflash_toolkit.evaluation import EncodedPrompt, EngineDecoder, ReferenceDecoder, Report, evaluate
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, Report, evaluate
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import Decoder
+from dflash_toolkit.evaluation.decoders import Pair
 from dflash_toolkit.evaluation.measure import measure
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime.proposer import Draft, Proposer
 from dflash_toolkit.runtime.runner import StepRunner
 
-MAKERS = [pytest.param(EngineDecoder.load, id="engine"), pytest.param(ReferenceDecoder, id="reference")]
-Maker = Callable[[Target, Drafter], Decoder]
+MAKERS = [pytest.param(EnginePair.load, id="engine"), pytest.param(ReferencePair, id="reference")]
+Maker = Callable[[Target, Drafter], Pair]
 SKY = EncodedPrompt("sky", list(b"Why is the sky blue?"))
 SETS = {
     "long": [SKY, EncodedPrompt("sum", list(b"What is the sum of two and two, and why is that so?" * 2))],
@@ -74,7 +74,7 @@ def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatc
     draft_by_bigrams(target, params, monkeypatch)
     ours, definition = (
         evaluate(runtime, SETS, params)
-        for runtime in (EngineDecoder.load(target, drafter), ReferenceDecoder(target, drafter))
+        for runtime in (EnginePair.load(target, drafter), ReferencePair(target, drafter))
     )
     assert ours.overall.drafted.tau_pooled > 1.2, "drafts were accepted"
     assert comparable(ours) == comparable(definition)
@@ -158,7 +158,7 @@ def test_the_first_difference_and_its_gap(
 
 
 def test_a_gap_at_the_last_token_of_the_context_still_has_room(target: Target, drafter: Drafter) -> None:
-    runtime = EngineDecoder.load(target, drafter)
+    runtime = EnginePair.load(target, drafter)
     runtime.make_room(len(SKY.token_ids) + 3)
     tokens = runtime.decode(SKY.token_ids, SamplingParams(max_new_tokens=9, ignore_eos=True), draft=True).tokens
     assert len(tokens) == 3
@@ -166,7 +166,7 @@ def test_a_gap_at_the_last_token_of_the_context_still_has_room(target: Target, d
 
 
 def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: Drafter) -> None:
-    runtime = EngineDecoder.load(target, drafter)
+    runtime = EnginePair.load(target, drafter)
     for prompt, length in ((SKY, 4), (SETS["long"][1], 40)):
         params = SamplingParams(max_new_tokens=length, ignore_eos=True)
         assert evaluate(runtime, {"s": [prompt]}, params).overall.drafted.tokens == length
@@ -174,8 +174,8 @@ def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: 
 
 def test_another_runtime_or_draft_dtype_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
     partial, fingerprints = tmp_path / "partial.jsonl", []
-    engines = [EngineDecoder.load(target, drafter, draft_dtype=draft_dtype) for draft_dtype in ("auto", "fp8")]
-    for runtime in (*engines, ReferenceDecoder(target, drafter)):
+    engines = [EnginePair.load(target, drafter, draft_dtype=draft_dtype) for draft_dtype in ("auto", "fp8")]
+    for runtime in (*engines, ReferencePair(target, drafter)):
         evaluate(runtime, {"s": [SKY]}, SamplingParams(max_new_tokens=4), partial=partial)
         fingerprints.append(json.loads(partial.read_text().splitlines()[0])["fingerprint"])
     assert len(set(fingerprints)) == 3
@@ -183,7 +183,7 @@ def test_another_runtime_or_draft_dtype_is_another_run(target: Target, drafter: 
 
 def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target: Target, drafter: Drafter) -> None:
     def facts(target: Target, drafter: Drafter) -> dict[str, Any]:
-        ours, definition = EngineDecoder.load(target, drafter), ReferenceDecoder(target, drafter)
+        ours, definition = EnginePair.load(target, drafter), ReferencePair(target, drafter)
         assert ours.facts == definition.facts
         return ours.facts
 
@@ -197,14 +197,14 @@ def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target
 @pytest.mark.gpu
 def test_on_a_gpu_both_engines_fit_agree_and_know_the_gap() -> None:
     target, drafter = gpu_pair()
-    runtime = EngineDecoder.load(target, drafter)
+    runtime = EnginePair.load(target, drafter)
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     report = evaluate(runtime, SETS, params)
     assert report.overall.identical_to_plain == 1.0
     assert all(step.drafted == 15 for m in report.sets["long"].measurements for step in m.drafted.steps[:40])
     assert report.overall.drafted.decode_s > 0 and report.overall.drafted.prefill_s > 0
     found = report.sets["long"].measurements[0].drafted.tokens
-    ids, definition = SKY.token_ids + found[:5], ReferenceDecoder(target, drafter)
+    ids, definition = SKY.token_ids + found[:5], ReferencePair(target, drafter)
     for other in (0, (found[5] + 1) % 4096):
         gap = runtime.gap(ids, found[5], other)
         assert gap == pytest.approx(definition.gap(ids, found[5], other), abs=0.03)
@@ -230,7 +230,7 @@ def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capf
     assert not (tmp_path / "report").exists()
     assert main([*command, "--runtime", "reference"]) == 0
     with pytest.raises(UserError, match="--runtime reference"):
-        EngineDecoder.load(target, make_drafter(target))
+        EnginePair.load(target, make_drafter(target))
 
 
 def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +239,6 @@ def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, m
 
     monkeypatch.setattr("dflash_toolkit.runtime.engine.room_for_cache", short)
     with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_tokens"):
-        evaluate(EngineDecoder.load(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+        evaluate(EnginePair.load(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
     with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):
-        evaluate(EngineDecoder.load(target, drafter, draft_dtype="fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+        evaluate(EnginePair.load(target, drafter, draft_dtype="fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))

@@ -231,12 +231,12 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
     with refused:
         loading.load_engine("T", "D")
     with refused:
-        runtimes.EngineDecoder.load("T", drafter)
+        runtimes.EnginePair.load("T", drafter)
     with refused:
-        backends.open_backend("T", runtime="engine", drafter="D", batch=1, context=100)
+        backends.open_decoder("T", runtime="engine", drafter="D", batch=1, context=100)
     monkeypatch.setattr(Target, "load", lambda *_: target)
-    backend = backends.open_backend("T", runtime="auto", drafter="D", batch=1, context=100)
-    assert isinstance(backend, backends.ReferenceBackend)
+    backend = backends.open_decoder("T", runtime="auto", drafter="D", batch=1, context=100)
+    assert isinstance(backend, backends.ReferenceDecoder)
     assert "the engine cannot: attention heads of 512" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from paths import ROOT
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.decoders import ReferenceDecoder
+from dflash_toolkit.evaluation.decoders import ReferencePair
 from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.generation import Generation, Step
@@ -111,7 +111,7 @@ def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
 
 def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(program: ModuleType, tmp_path: Path) -> None:
     target = make_target()
-    runtime = ReferenceDecoder(target, make_drafter(target))
+    runtime = ReferencePair(target, make_drafter(target))
     report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_new_tokens=4), baseline=False).to_json()
     (tmp_path / "report.json").write_text(json.dumps(report))
     ours = program.read_ours(tmp_path / "report.json", "mine", None)

@@ -6,8 +6,8 @@ from typing import Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import MALFORMED, Message, read_chat
+from dflash_toolkit.evaluation.decoders import Chat
 
-from .backends import Chat
 from .conversation import rendered_answer
 
 

@@ -16,7 +16,7 @@ from ..prompts.split import PROMPTS, PromptData, choose_prompts
 from ..run.prepare import Prepared
 from ..run.provenance import asked
 from ..run.state import first_difference
-from .backends import open_backend
+from .backends import open_decoder
 from .build_corpus import CORPUS, write_answered, write_given, write_recorded
 from .corpus import Corpus
 from .file import Match, of_another_run, resume
@@ -137,7 +137,7 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
     share = (processes.rank, processes.world)
     if next(plan.conversations(work / PROMPTS, done, *share), None) is None:
         return Tally()
-    backend = open_backend(
+    backend = open_decoder(
         config.target, runtime=config.answers.runtime, device=processes.device, dtype=config.dtype,
         batch=config.answers.batch_size, context=config.prompts.max_length,
     )  # fmt: skip

@@ -10,10 +10,10 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
 from dflash_toolkit.data.prompts import apply_template, encode_chat
+from dflash_toolkit.evaluation.decoders import Chat, Response
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.sampling import SamplingParams
 
-from .backends import Chat, Response
 from .rows import Row, Span
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it

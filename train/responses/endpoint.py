@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.generation import FinishReason, Generation
 from dflash_toolkit.sampling import SamplingParams
 
-from .backends import Chat, Response
 from .chat_endpoint import chat_fields, is_our_prompt, plain_text, rendered_message
 from .openai_http import MissingError, RefusedError, TryAgainError, base_url, error_message, find_models, request_json
 
@@ -224,14 +225,14 @@ class EndpointBackend:
     def _response(self, server: _Server, request: _Request, reply: dict[str, Any]) -> Response:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         if choice["finish_reason"] == "content_filter":  # it would be again
-            return Response(request.key, [], "stop", "stopped by a content filter")
-        reason = "length" if choice["finish_reason"] == "length" else "stop"
+            return Response(request.key, Generation(finish_reason="stop"), "stopped by a content filter")
+        reason: FinishReason = "length" if choice["finish_reason"] == "length" else "stop"
         if "message" in choice:
             theirs = choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or usage.get("prompt_tokens")
             if theirs and is_our_prompt(server.url, theirs, request.prompt, agreed=server.agrees):
                 server.agrees = True
             elif theirs:
-                return Response(request.key, [], reason, "to another prompt")
+                return Response(request.key, Generation(finish_reason=reason), "to another prompt")
         tokens, count = choice.get("token_ids"), usage.get("completion_tokens")
         server.counts |= tokens is not None or count is not None
         if not server.counts:
@@ -250,7 +251,7 @@ class EndpointBackend:
         limit = request.params.max_new_tokens
         if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
             tokens, reason = tokens[:limit], "length"
-        return Response(request.key, tokens, reason)
+        return Response(request.key, Generation(tokens, finish_reason=reason))
 
     def _known(self, server: _Server, tokens: list[int]) -> list[int]:
         """The tokens, if all are the target's."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_toolkit.evaluation.decoders import Decoder
 from dflash_toolkit.files import append_lines
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sampling import SamplingParams
 
 from ..prompts.choosing import chosen
-from .backends import Backend
 from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
 
@@ -56,7 +56,7 @@ def seed_of(seed: int, index: int, sample: int = 0) -> int:
     return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
 
 
-def submit_all(backend: Backend, conversations: Iterable[LiveConversation]) -> Iterator[LiveConversation]:
+def submit_all(backend: Decoder, conversations: Iterable[LiveConversation]) -> Iterator[LiveConversation]:
     """Every conversation once it is over, in the order in which they end, as many at a time as the backend has use for.
 
     Raises:
@@ -117,7 +117,7 @@ def limit_of(max_length: int, context: int) -> str:
 
 
 def respond(
-    backend: Backend,
+    backend: Decoder,
     plan: ResponsePlan,
     prompts: Path,
     output: Path,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.generation import FinishReason, Generation
 from dflash_toolkit.sampling import SamplingParams, int64_seed
-
-from .backends import Chat, Response
 
 
 def import_vllm() -> Any:
@@ -26,7 +26,7 @@ def import_vllm() -> Any:
 
 
 class VllmBackend:
-    """Continuous batching on vLLM's own loop; see `backends.Backend`.
+    """Continuous batching on vLLM's own loop; see `evaluation.decoders.Decoder`.
 
     Args:
         stops: token ids that end a response.
@@ -70,8 +70,9 @@ class VllmBackend:
             for output in self._llm.llm_engine.step():
                 if output.finished:
                     answer = output.outputs[0]
-                    reason = "length" if answer.finish_reason == "length" else "stop"
-                    self._finished.append(Response(int(output.request_id), list(answer.token_ids), reason))
+                    reason: FinishReason = "length" if answer.finish_reason == "length" else "stop"
+                    generation = Generation(list(answer.token_ids), finish_reason=reason)
+                    self._finished.append(Response(int(output.request_id), generation))
         return self._finished.popleft()
 
     def close(self) -> None:

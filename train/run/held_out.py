@@ -11,14 +11,13 @@ import torch
 
 from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.config import UserError
-from dflash_toolkit.decode import generate
+from dflash_toolkit.evaluation.decoders import EngineDecoder, ReferenceDecoder, decode_all
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import load_parts
-from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
@@ -193,30 +192,18 @@ class HeldOut:
             return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
 
     def _decoded(self, served: Drafter, prompts: list[HeldOutPrompt], bar: Progress) -> list[Generation]:
-        def done(answer: Generation) -> Generation:
-            bar.advance(1, len(answer.tokens))
-            return answer
-
+        decoder: EngineDecoder | ReferenceDecoder
         if self._engine is None:
-            return [done(generate(self._target, served, prompt.tokens, self._params)) for prompt in prompts]
-        engine = self._engine
-        engine.load_drafter(served)
+            decoder = ReferenceDecoder(self._target, served)
+        else:
+            self._engine.load_drafter(served)
+            decoder = EngineDecoder(self._engine)
 
-        def on_progress(request: Request, step: object) -> None:
-            if request.finished:
-                done(request.generation)
+        def on_step(generation: Generation) -> None:
+            if generation.finish_reason is not None:
+                bar.advance(1, len(generation.tokens))
 
-        requests: list[Request] = []
-        try:
-            for prompt in prompts:
-                requests.append(engine.submit(prompt.tokens, self._params, on_progress))
-            while engine.step():
-                pass  # also where a step is still in flight behind the last response's end
-        except BaseException:  # Ctrl-C too: nobody waits for these any more
-            for request in requests:
-                engine.cancel(request)
-            raise
-        return [request.generation for request in requests]
+        return decode_all(decoder, [prompt.tokens for prompt in prompts], self._params, on_step)
 
     def _make_engine(self, shape: DrafterConfig) -> Engine:
         target, tokens = self._target, self._params.max_new_tokens

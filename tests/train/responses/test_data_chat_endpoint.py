@@ -19,8 +19,8 @@ from test_serve_engine import make_engine
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.evaluation.decoders import Chat, Response
 from train.data_cli import main
-from train.responses.backends import Chat, Response
 
 __all__ = ["fake", "prompts"]  # fixtures
 CHAT = Chat([user("ask")])

@@ -9,7 +9,8 @@ from conftest import EOS, TEMPLATE, make_tokenizer
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat
-from train.responses.backends import Chat, Response
+from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.generation import Generation
 from train.responses.conversation import LiveConversation
 from train.responses.generate import seed_of, submit_all
 from train.responses.rows import Row
@@ -37,7 +38,7 @@ def said(text: str) -> list[int]:
 
 def answer(talk: LiveConversation, tokens: list[int], reason: str = "stop") -> None:
     assert talk.request is not None
-    talk.on_response(Response(0, tokens, reason))
+    talk.on_response(Response(0, Generation(tokens, finish_reason=reason)))
 
 
 def test_turns_that_continue_each_other_are_one_row_with_a_span_for_each_answer() -> None:
@@ -160,7 +161,7 @@ class Backwards:
 
     def wait(self) -> Response:
         key, _ = self.asked.pop()
-        return Response(key, said("yes"), "stop")
+        return Response(key, Generation(said("yes"), finish_reason="stop"))
 
     def close(self) -> None:
         pass

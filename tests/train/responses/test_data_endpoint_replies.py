@@ -17,8 +17,8 @@ from test_data_tools import words
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.conversations import with_call_ids
 from dflash_toolkit.data.prompts import encode_chat, read_chat
+from dflash_toolkit.evaluation.decoders import Chat
 from train.data_cli import main
-from train.responses.backends import Chat
 from train.responses.chat_endpoint import chat_fields
 from train.responses.conversation import likeliest_end_first, recorded_rows
 

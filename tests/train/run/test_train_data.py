@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from train.config import AnswerOptions, DataOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
@@ -20,7 +21,6 @@ from train.features.store import GIB, MemoryStore
 from train.objective.blocks import PADDING
 from train.prompts.choosing import chosen
 from train.prompts.split import PROMPTS, Reading, choose_prompts, data_digest
-from train.responses.backends import Backend, EngineBackend, ReferenceBackend
 from train.responses.build_corpus import write_recorded
 from train.responses.corpus import Corpus
 from train.responses.file import resume
@@ -30,9 +30,9 @@ from train.responses.rows import Row
 OPTIONS = AnswerOptions(batch_size=3, max_tokens=20)
 
 
-def opener(target: Target) -> Callable[[], Backend]:
+def opener(target: Target) -> Callable[[], Decoder]:
     """The engine on a loaded target."""
-    return lambda: EngineBackend(load_engine(target, None, options=EngineOptions(max_num_seqs=OPTIONS.batch_size))[0])
+    return lambda: EngineDecoder(load_engine(target, None, options=EngineOptions(max_num_seqs=OPTIONS.batch_size))[0])
 
 
 def prompt_file(path: Path, start: int, stop: int) -> str:
@@ -209,7 +209,7 @@ def ask(path: Path, lengths: Sequence[int] = (4, 9, 4, 6, 12, 9, 5)) -> list[lis
 
 
 def answered(
-    opened: Callable[[], Backend], path: Path, options: AnswerOptions, max_length: int, rank: int = 0, world: int = 1
+    opened: Callable[[], Decoder], path: Path, options: AnswerOptions, max_length: int, rank: int = 0, world: int = 1
 ) -> list[Row]:
     """What is in the file once all is answered, in the order of the prompts."""
     prompts = path.with_name("asked.jsonl")
@@ -244,7 +244,7 @@ def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Tar
     for i, options in enumerate((OPTIONS, AnswerOptions(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
         both = [
             answered(backend, tmp_path / f"{name}{i}.jsonl", options, 64)
-            for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceBackend(target)))
+            for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceDecoder(target)))
         ]
         assert both[0] == both[1]
         assert len({tuple(row.tokens[row.prompt_tokens :][:5]) for row in both[0]}) > 1
@@ -288,7 +288,7 @@ def test_complete_answers_are_not_made_again(whole: tuple[list[Row], bytes], tmp
     rows, data = whole
     (tmp_path / "answers.jsonl").write_bytes(data)
 
-    def silent() -> Backend:
+    def silent() -> Decoder:
         raise AssertionError("nothing is left to answer")
 
     assert answered(silent, tmp_path / "answers.jsonl", OPTIONS, 64) == rows

@@ -297,9 +297,9 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
 
     monkeypatch.setattr(backends, "load_parts", cannot)
     drafter = str(drafter_dir) if with_drafter else None
-    found = backends.open_backend(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
+    found = backends.open_decoder(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
     said = capsys.readouterr().err
-    assert isinstance(found, backends.ReferenceBackend) and said.count("the reference answers") == 1
+    assert isinstance(found, backends.ReferenceDecoder) and said.count("the reference answers") == 1
     assert ("without the drafter" in said) == with_drafter
 
 
@@ -308,4 +308,4 @@ def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(
 ) -> None:
     monkeypatch.setattr(backends, "load_parts", lambda *_: pytest.fail("the target was read"))
     with pytest.raises(UserError, match="no such directory"):
-        backends.open_backend(str(target_dir), drafter=str(tmp_path / "none"), device="cpu", batch=1, context=64)
+        backends.open_decoder(str(target_dir), drafter=str(tmp_path / "none"), device="cpu", batch=1, context=64)
