@@ -1,6 +1,6 @@
 #!/bin/sh
 # Train a drafter for an hour on one GPU. Without --data the prompts are a public dataset. The target answers them first,
-# which takes longer than the training. The same command resumes.
+# and the hour begins behind that. The same command resumes.
 set -eu
 : "${TARGET:=Qwen/Qwen3-8B}" "${OUTPUT:=out/one-gpu}" "${MINUTES:=60}"
 
