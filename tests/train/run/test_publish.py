@@ -14,6 +14,7 @@ import yaml
 from test_train_loop import argv
 
 from train.cli import main
+from train.run import publish
 
 SHORT = ("optim.steps=2", "run.evaluate_every=0", "run.evaluate_prompts=1", "run.evaluate_tokens=6")
 
@@ -110,3 +111,11 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_done(
         and "hf auth login" in line
     )
     assert not (tmp_path / "run/work/prompts.jsonl").exists()
+
+
+def test_a_card_names_the_target_and_the_datasets_of_the_hub(data: Path) -> None:
+    config = {"target": "Qwen/Qwen3-8B", "answer_files": [], "prompts": {"dataset": "a/default"}}
+    for given, named in (([], ["a/default"]), ([str(data), "gsm8k=openai/gsm8k:main[:9]"], ["openai/gsm8k"])):
+        found = publish._metadata(config | {"data": given})
+        assert (found["base_model"], found["datasets"]) == ("Qwen/Qwen3-8B", named)
+    assert "datasets" not in publish._metadata(config | {"data": [], "answer_files": ["answers.jsonl"]})
