@@ -145,19 +145,6 @@ def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig
     assert len(training(lenient, tmp_path / "w")) == 14
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.txt", "a.parquet"])
-def test_every_kind_of_file_is_read(name: str, config: TrainConfig, tmp_path: Path) -> None:
-    config = replace(config, prompts=DataOptions(held_out=0, max_length=64))
-    asked = [f"ask {i}" for i in range(20)]
-    if name == "a.parquet":
-        datasets = pytest.importorskip("datasets")
-        with (tmp_path / name).open("wb") as file:
-            datasets.Dataset.from_list([{"prompt": each} for each in asked]).to_parquet(file)
-    else:
-        (tmp_path / name).write_text(json.dumps(asked) if name == "a.json" else "\n".join(asked))
-    assert training(replace(config, data=(str(tmp_path / name),)), tmp_path / "w") == [chat(i) for i in range(20)]
-
-
 def test_a_benchmark_form_is_applied_to_training_and_held_out_prompts_by_name_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"question": f"ask {i}", "answer": f"say {i}"}) + "\n" for i in range(4)))
