@@ -187,8 +187,7 @@ def read_rows(files: Sequence[str], target: Target) -> list[Row]:
         except (OSError, ValueError, LookupError, StopIteration) as error:
             raise UserError(f"{file}: holds no answers ({error!r})") from error
         digest, words = target_digest(target.name), target.config.vocab_size
-        found = read_training_rows([file], Match(target.name, digest, words, template_digest(target.tokenizer)))
-        rows += found.rows
+        rows += read_training_rows([file], Match(target.name, digest, words, template_digest(target.tokenizer)))
     return rows
 
 

@@ -355,7 +355,7 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
     assert main(argv(target_dir, prompts, output)) == 0
     row = lines(output)[0]
     same = Match("/elsewhere/another-name", row["target_digest"], row["vocab_size"], row["template_hash"])
-    assert len(read_training_rows([str(output)], same).rows) == 9
+    assert len(read_training_rows([str(output)], same)) == 9
     capsys.readouterr()
     # another's answers under the same name are not taken, unless that is said to be right
     name = f"/elsewhere/{os.path.basename(target_dir)}"
@@ -363,13 +363,13 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
     with pytest.raises(UserError, match=r"line 1: written by .* with other weights .* give --trust-answers"):
         read_training_rows([str(output)], other)
     trusted = replace(other, template="f" * 64, trust=True)
-    assert len(read_training_rows([str(output)], trusted).rows) == 9
+    assert len(read_training_rows([str(output)], trusted)) == 9
     assert capsys.readouterr().err.count("are trusted to be of") == 1
     # of a model whose weights are elsewhere, or in files from before there were digests, the name must do
     for match, drop in ((replace(same, target=name, digest=None), False), (replace(same, target=name), True)):
         if drop:
             write(output, [{k: v for k, v in each.items() if k != "target_digest"} for each in lines(output)])
-        assert len(read_training_rows([str(output)], match).rows) == 9
+        assert len(read_training_rows([str(output)], match)) == 9
         assert capsys.readouterr().err.count("by the name alone") == 1
         with pytest.raises(UserError, match=r"line 1: written by .* tokens in its vocabulary, and the target is other"):
             read_training_rows([str(output)], replace(match, target="other"))

@@ -52,11 +52,10 @@ class DraftLoss:
         weighted, weight, accepted, blocks = totals[:4]
         supervised, *counts = totals[4:].split(slots)
         means = [count / supervised for count in counts]
-        return cls(
-            loss=weighted / weight, recall=torch.stack(means[: len(RECALL)]), acceptance_length=1 + accepted / blocks,
-            rows=int(supervised.sum()), weighted_sum=weighted, weight_sum=weight, supervised=supervised, blocks=blocks,
-            slot_overlap=means[-1] if len(means) > len(RECALL) else None,
-        )  # fmt: skip
+        recall, rows = torch.stack(means[: len(RECALL)]), int(supervised.sum())
+        overlap = means[-1] if len(means) > len(RECALL) else None
+        length = 1 + accepted / blocks
+        return cls(weighted / weight, recall, length, rows, weighted, weight, supervised, blocks, overlap)
 
 
 def use_flex(attention: str, device: torch.device) -> bool:
@@ -77,9 +76,14 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
 
 
 def compute_loss(
-    drafter: Drafter, target: Target, features: Features, blocks: Blocks, config: TrainConfig, flex: bool,
+    drafter: Drafter,
+    target: Target,
+    features: Features,
+    blocks: Blocks,
+    config: TrainConfig,
+    flex: bool,
     forward: Forward | None = None,
-) -> DraftLoss:  # fmt: skip
+) -> DraftLoss:
     """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
     forward = forward or runner(config, target.device)
     mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
@@ -131,10 +135,8 @@ def draft_loss(
     states = None
     if mix.distribution and final is not None:
         states = TargetStates(final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index])
-    rows = frozen_head_loss(
-        hidden.flatten(0, 1).index_select(0, index), head_weight, blocks.labels.flatten()[index], options.head_rows,
-        mix, states,
-    )  # fmt: skip
+    chosen, labels = hidden.flatten(0, 1).index_select(0, index), blocks.labels.flatten()[index]
+    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states)
 
     supervised = blocks.supervised[:, :, 1:]
     slot = index - index // blocks.size - 1  # the same rows among slots 1..S-1

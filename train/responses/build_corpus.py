@@ -190,9 +190,11 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
             if not keep.any():
                 raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
             counts = {
-                "prompts": len(asks) - len(apart) - len(near), "held_out": len(held_out), "found": found,
+                "prompts": len(asks) - len(apart) - len(near),
+                "held_out": len(held_out),
+                "found": found,
                 "like_held_out": len(near),
-            }  # fmt: skip
+            }
             data = PromptData(digest, held_out, counts, reader.samplers)
             writer.commit({"of": fingerprint} | data.to_json(), keep=np.flatnonzero(keep))
     finally:

@@ -138,9 +138,13 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
     if next(plan.conversations(work / PROMPTS, done, *share), None) is None:
         return Tally()
     backend = open_decoder(
-        config.target, runtime=config.answers.runtime, device=processes.device, dtype=config.dtype,
-        batch=config.answers.batch_size, context=config.prompts.max_length,
-    )  # fmt: skip
+        config.target,
+        runtime=config.answers.runtime,
+        device=processes.device,
+        dtype=config.dtype,
+        batch=config.answers.batch_size,
+        context=config.prompts.max_length,
+    )
     own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.answers)}
     common = {key: own.get(key, record.get(key)) for key in SAID}
     output = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")

@@ -192,19 +192,9 @@ class ResponseReader:
         return None
 
 
-@dataclass(slots=True)
-class TrainingRows:
-    """What answers files hold."""
-
-    rows: list[Row]  # renumbered
-    samplers: list[dict[str, Any]]  # every one that is there
-
-
-def read_training_rows(paths: Sequence[str], match: Match) -> TrainingRows:
+def read_training_rows(paths: Sequence[str], match: Match) -> list[Row]:
     """The rows of responses files, in memory. Raises UserError as `ResponseReader.read` does."""
-    reader = ResponseReader(match)
-    rows = [written.row for written in reader.read(paths)]
-    return TrainingRows(rows, reader.samplers)
+    return [written.row for written in ResponseReader(match).read(paths)]
 
 
 def _row_of(row: dict[str, Any], index: int) -> Row:

@@ -167,7 +167,7 @@ def test_tools_are_kept_in_what_is_written_and_trained_on(target_dir: Path, tmp_
     read = read_training_rows(
         [str(output)], Match(str(target), None, written[0]["vocab_size"], written[0]["template_hash"])
     )
-    assert [list(row.tokens) for row in read.rows] == [row["tokens"] for row in written]
+    assert [list(row.tokens) for row in read] == [row["tokens"] for row in written]
 
 
 def test_a_template_without_tools_is_one_counted_reason(

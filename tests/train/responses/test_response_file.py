@@ -36,14 +36,14 @@ def read(target_dir: Path, *paths: str) -> Any:
 
 def test_answers_are_read_packed_and_without_a_last_newline(target_dir: Path, tmp_path: Path) -> None:
     plain = Path(answers(target_dir, tmp_path / "a.jsonl"))
-    rows = read(target_dir, str(plain)).rows
+    rows = read(target_dir, str(plain))
     packed = tmp_path / "a.jsonl.xz"
     packed.write_bytes(lzma.compress(plain.read_bytes()))
-    assert read(target_dir, str(packed)).rows == rows
+    assert read(target_dir, str(packed)) == rows
     plain.write_bytes(plain.read_bytes()[:-1])
-    assert read(target_dir, str(plain)).rows == rows
+    assert read(target_dir, str(plain)) == rows
     plain.write_bytes(plain.read_bytes()[:-1])  # torn by a kill
-    assert read(target_dir, str(plain)).rows == rows[:-1]
+    assert read(target_dir, str(plain)) == rows[:-1]
 
 
 def test_a_last_line_without_its_newline_is_not_written_on(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_damaged_row_of_answers_is_one_line(change: dict[str, Any], tmp_path: 
 
 def test_rows_whose_prompt_ends_elsewhere_and_files_given_twice_are_refused(target_dir: Path, tmp_path: Path) -> None:
     good = answers(target_dir, tmp_path / "good.jsonl")
-    assert len(read(target_dir, good).rows) == 8
+    assert len(read(target_dir, good)) == 8
     with pytest.raises(UserError, match="given twice"):
         read(target_dir, good, good)
     for wrong in (-5, 1, 10**6, float("inf")):
