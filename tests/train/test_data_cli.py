@@ -18,6 +18,7 @@ from dflash_toolkit.fingerprint import template_digest
 from train import cli
 from train.config import DataOptions, TrainConfig
 from train.data_cli import main
+from train.responses import collect
 from train.responses.file import Match, read_training_rows
 
 SHORT = "max_tokens=12"
@@ -295,7 +296,7 @@ def test_dflash_train_takes_the_answers_as_they_are(
         files.append(str(tmp_path / f"{seed}.jsonl"))
         sampled = ("temperature=1.2", "samples=2", f"seed={seed}")
         assert main(argv(target_dir, prompts, Path(files[-1]), *sampled)) == 0
-    monkeypatch.setattr(cli, "open_decoder", None)  # nothing is answered again
+    monkeypatch.setattr(collect, "open_decoder", None)  # nothing is answered again
     output = tmp_path / "drafter"
     assert cli.main(["--target", str(target_dir), "--responses", *files, "--output", str(output), *TRAIN]) == 0
     record = json.loads((output / "run.json").read_text())
