@@ -4,7 +4,7 @@ Interpreted it runs in test_kernels_gluon_attention.py; that it compiles is in t
 is in no request's reach is NaN.
 """
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 
 from test_kernels_step import (
     Pages,
-    assert_as_exact_as_torch,
     attend,
+    check_attention,
+    check_invariant,
     check_padding,
-    defined,
+    check_slots,
     make_pages,
     randn,
 )
@@ -50,16 +51,14 @@ def asked(pages: Pages, rows: int, group: int) -> Tensor:
 def test_it_is_as_exact_as_torch_in_one_pass_and_in_two(
     groups: int, group: int, width: int, size: int, block: int, window: int, causal: bool
 ) -> None:
+    how: dict[str, Any] = {"causal": causal, "window": window}
     for batch in (1, 3, 9, 16):
         pages = make_pages(ragged(batch), block, size, groups, width, BF16)
         q = asked(pages, batch * block, group)
-        exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
-        torchs = defined(q, pages.cache, pages, causal=causal, window=window)
-        for whole in (False, True):
-            found = attend(q, pages, causal=causal, window=window, whole=whole)
-            assert_as_exact_as_torch(found, torchs, exact)
-        split = attend(q, pages, causal=causal, window=window)
-        assert torch.equal(attend(q, pages, causal=causal, window=window, pairs=True), split)
+        split, whole = (attend(q, pages, whole=whole, **how) for whole in (False, True))
+        check_attention(q, pages, split, **how)
+        check_attention(q, pages, whole, **how)
+        assert torch.equal(attend(q, pages, pairs=True, **how), split)
 
 
 @pytest.mark.parametrize("context", [0, 60, 64, 120, 186, 700, 2040])  # the last: before the first long split
@@ -70,12 +69,10 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
 ) -> None:
     pages = make_pages((context,), 16, size, groups, width, BF16)
     q = asked(pages, 16, group)
-    in_block = attend(q, pages, causal=True, window=window, whole=whole)
-    for k in range(16):
-        here = pages.one(0, k)
-        assert torch.equal(attend(q[k : k + 1], here, causal=True, window=window, whole=whole)[0], in_block[k])
-        shorter = attend(q[: k + 1], pages, causal=True, window=window, whole=whole)
-        assert torch.equal(shorter, in_block[: k + 1])
+    in_block = check_slots(q, pages, range(16), window=window, whole=whole)
+    for end in range(1, 17):
+        shorter = attend(q[:end], pages, causal=True, window=window, whole=whole)
+        assert torch.equal(shorter, in_block[:end])
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
@@ -86,13 +83,8 @@ def test_it_is_batch_invariant_bit_for_bit(
 ) -> None:
     pages = make_pages(CONTEXTS, 8, size, groups, width, BF16)
     q = asked(pages, len(CONTEXTS) * 8, group)
-    together = attend(q, pages, causal=causal, whole=whole).unflatten(0, (-1, 8))
+    together = check_invariant(q, pages, CONTEXTS, 8, causal=causal, whole=whole)
     assert whole or torch.equal(attend(q, pages, causal=causal, pairs=True).unflatten(0, (-1, 8)), together)
-    for request, context in enumerate(CONTEXTS):
-        alone, mine = pages.one(request), q.unflatten(0, (-1, 8))[request]
-        assert torch.equal(attend(mine, alone, causal=causal, whole=whole), together[request])
-        narrow = replace(alone, table=alone.table[:, : -(-(context + 8) // size)].contiguous())
-        assert torch.equal(attend(mine, narrow, causal=causal, whole=whole), together[request])
 
 
 def test_tokens_see_nothing_of_the_padding_behind_them() -> None:

@@ -19,11 +19,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gluon_interpreter import Fault, Interpreted
-from test_kernels_layer import EPS, assert_close, double, matrices
+from test_kernels_layer import EPS, assert_close, double, in_fp8, matrices
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.hopper import head, layer, ring
-from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
@@ -60,6 +60,8 @@ def streamed(
     shape: tuple[int, int, int, int],
     rows: int,
     programs: int,
+    *,
+    quantized: bool = False,
     slots: tuple[int, int] | None = None,
 ) -> Streamed:
     """The host's own choices, for a device of so many multiprocessors; `slots` are those of the rings, if not its."""
@@ -71,41 +73,54 @@ def streamed(
     if slots is not None:
         patch.setattr(layer, "slots_of", lambda _: ring.Slots(*slots))
     x, a = (torch.randn(rows, width).bfloat16() for width in shape[:2])
-    return Streamed(kernel, counters, matrices(shape, "cpu", BF16), x, a)
+    weights = matrices(shape, "cpu", BF16)
+    return Streamed(kernel, counters, in_fp8(weights) if quantized else weights, x, a)
 
 
 SMALL = (128, 384, 256, 192)  # D, attention width, FFN, qkv
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "programs", "cut"),
-    [
-        (SMALL, 1, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 2, "QKV_SPLITS": 1}),  # three blocks of K in two splits
-        (SMALL, 3, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 2, "QKV_SPLITS": 1}),
-        ((128, 640, 896, 64), 5, 9, {"O_SPLITS": 3, "DOWN_SPLITS": 4}),  # five in three, seven in four
-        ((256, 128, 640, 448), 16, 18, {"DOWN_SPLITS": 3, "QKV_SPLITS": 2}),
-        ((256, 128, 640, 448), 17, 18, {"DOWN_SPLITS": 3, "T": 32}),
-        ((128, 128, 2176, 4352), 33, 34, {"GATE_WIDE": 2, "QKV_WIDE": 2}),  # a program's tiles side by side
-        ((128, 128, 3456, 6912), 36, 36, {"GATE_WIDE": 3, "QKV_WIDE": 3}),
-        ((128, 256, 128, 64), 65, 66, {"T": 128}),
-    ],
-    ids=str,
-)
-def test_a_layer_is_as_exact_as_torch(
-    shape: tuple[int, int, int, int], rows: int, programs: int, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = streamed(monkeypatch, shape, rows, programs)
-    tap = torch.full((rows, 3 * shape[0]), torch.nan, dtype=BF16)
-    view = tap[:, shape[0] : 2 * shape[0]]
-    found = case.launch(tap=view)
-    assert cut.items() <= case.kernel.launches[0].items()
-    case.check(found)
-    assert torch.equal(view, found[0]) and int(tap.isnan().sum()) == 2 * rows * shape[0]
+CUTS: list[tuple[tuple[int, int, int, int], int, int, dict[str, int]]] = [  # shape, rows, programs, what is launched
+    (SMALL, 1, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 2, "QKV_SPLITS": 1}),  # three blocks of K in two splits
+    (SMALL, 3, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 2, "QKV_SPLITS": 1}),
+    ((128, 640, 896, 64), 5, 9, {"O_SPLITS": 3, "DOWN_SPLITS": 4}),  # five in three, seven in four
+    ((256, 128, 640, 448), 16, 18, {"DOWN_SPLITS": 3, "QKV_SPLITS": 2}),
+    ((256, 128, 640, 448), 17, 18, {"DOWN_SPLITS": 3, "T": 32}),
+    ((128, 128, 2176, 4352), 33, 34, {"GATE_WIDE": 2, "QKV_WIDE": 2}),  # a program's tiles side by side
+    ((128, 128, 3456, 6912), 36, 36, {"GATE_WIDE": 3, "QKV_WIDE": 3}),
+    ((128, 256, 128, 64), 65, 66, {"T": 128}),
+]
+FP8_CUTS = [
+    (SMALL, 1, 5, {"O_SPLITS": 2, "DOWN_SPLITS": 1}),  # a block of K and a half in two splits
+    (SMALL, 3, 5, {"BLOCK_K": 256, "SCALED": True}),
+    *(CUTS[i] for i in (2, 4, 5, 6)),
+]
+
+
+@pytest.mark.parametrize(("cut", "quantized"), [*((c, False) for c in CUTS), *((c, True) for c in FP8_CUTS)], ids=str)
+def test_a_layer_is_as_exact_as_torch(cut: Any, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, rows, programs, launched = cut
+    case = streamed(monkeypatch, shape, rows, programs, quantized=quantized)
+    tap = torch.full((rows, 3, shape[0]), torch.nan, dtype=BF16)
+    found, last = case.launch(tap=tap.flatten(1)[:, shape[0] : 2 * shape[0]]), case.launch(qkv=None)
+    assert launched.items() <= case.kernel.launches[0].items()
+    assert torch.equal(tap[:, 1], found[0]) and int(tap.isnan().sum()) == 2 * rows * shape[0]
+    assert found[1].dtype == (torch.float8_e4m3fn if quantized else BF16)
+    assert torch.equal((cast_fp8(last[1]) if quantized else last[1]).float(), found[1].float())
+    assert torch.equal(last[0], found[0]) and last[2] is None
+    case.check((found[0], last[1], found[2]))
     i = rows // 2
-    alone = case.launch(slice(i, i + 1))
-    assert all(torch.equal(one[..., 0, :], many[..., i, :]) for one, many in zip(alone, found, strict=True))
-    last = case.launch(qkv=None)
-    assert torch.equal(last[0], found[0]) and torch.equal(last[1], found[1]) and last[2] is None
+    for one, many in zip(case.launch(slice(i, i + 1)), found, strict=True):
+        assert torch.equal(one[..., 0, :].float(), many[..., i, :].float())
+
+
+def test_activations_beyond_fp8_become_its_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = streamed(monkeypatch, SMALL, 3, 5)
+    case.weights["gate_up"] = case.weights["gate_up"] * 40
+    case.weights = in_fp8(case.weights)
+    found, last = case.launch(), case.launch(qkv=None)
+    assert not any(bool(t.float().isnan().any()) for t in found)
+    case.check((found[0], last[1], found[2]))
 
 
 @pytest.mark.parametrize("slots", [None, (1, 1), (2, 3), (5, 2)])
@@ -115,7 +130,7 @@ def test_the_order_of_loads_and_programs_and_the_rings_do_not_matter(
     """Bit for bit, launch after launch on the same counters."""
     case = streamed(monkeypatch, SMALL, 3, 5)
     first = case.launch()
-    case = replace(streamed(monkeypatch, SMALL, 3, 5, slots), weights=case.weights, x=case.x, a=case.a)
+    case = replace(streamed(monkeypatch, SMALL, 3, 5, slots=slots), weights=case.weights, x=case.x, a=case.a)
     for seed in range(8):
         case.kernel.seed = seed
         assert all(torch.equal(one, other) for one, other in zip(case.launch(), first, strict=True))
@@ -227,14 +242,26 @@ LAYER_MISTAKES: dict[str, Mistake] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", LAYER_MISTAKES)
+FP8_MISTAKES: dict[str, Mistake] = {
+    "rows without the size that they had": (layer, "_norm", {"b_sum *= gl.load(scale_p + i_m)": "pass"}),
+    "another row's size": (layer, "_norm", {"gl.load(scale_p + i_m)": "gl.load(scale_p)"}),
+    "another tile's scales": (layer, "_gemm", {"scale_p + tile * BLOCK_N + o_n": "scale_p + o_n"}),
+    "another product's scales": (layer, "_compute", {"scales[3]": "scales[1]"}),
+    "no scales": (layer, "_gemm", {"b_0 * s_0[:, None]": "b_0"}),
+    "the norm rounded for a product that is not there": (layer, "_norm", {"h_p.dtype.element_ty": "gl.float8e4nv"}),
+}
+
+
+@pytest.mark.parametrize("mistake", [*LAYER_MISTAKES, *FP8_MISTAKES])
 def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, *LAYER_MISTAKES[mistake])
-    case = streamed(monkeypatch, SMALL, 3, 5, slots=(2, 1))
+    quantized = mistake in FP8_MISTAKES
+    broken(monkeypatch, *(LAYER_MISTAKES | FP8_MISTAKES)[mistake])
+    case = streamed(monkeypatch, SMALL, 3, 5, quantized=quantized, slots=None if quantized else (2, 1))
 
     def twice() -> None:
         for _ in range(2):
-            case.check(case.launch())
+            found = case.launch(qkv=None) if quantized else case.launch()
+            case.check((*found[:2], case.launch()[2] if quantized else found[2]))
 
     assert complaint(case.kernel, twice)
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from gluon_interpreter import Interpreted
 from test_kernels_gluon import broken, complaint
-from test_kernels_step import Pages, assert_as_exact_as_torch, attend, check_padding, defined, make_pages, randn
+from test_kernels_step import attend, check_attention, check_padding, check_slots, make_pages, randn
 
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.triton import attention
@@ -26,11 +25,6 @@ def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpret
     for name, keys in (("SHORT", short), ("SHORT_SPLITS", 2), ("LONG", 320)):
         patch.setattr(attention, name, type(attention.SHORT)(keys))
     return kernel
-
-
-def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, window: int = 0) -> None:
-    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
-    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=causal, window=window), exact)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
@@ -78,10 +72,7 @@ def test_the_order_of_loads_does_not_matter_to_attention(monkeypatch: pytest.Mon
 def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_attention(monkeypatch)
     pages = make_pages((186,), 8, 64, 1, 64, BF16)
-    q = randn(8, 3, 64, dtype=BF16)
-    in_block = attend(q, pages, causal=True, whole=True)
-    for k in range(8):
-        assert torch.equal(attend(q[k : k + 1], pages.one(0, k), causal=True, whole=True)[0], in_block[k])
+    check_slots(randn(8, 3, 64, dtype=BF16), pages, range(8), whole=True)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------
@@ -92,7 +83,7 @@ EARLY = (
     "k = i + 4 < asked; _expect(k_bar, before + i + 4, k, HEAD); "
     "_load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k)"
 )
-ATTENTION_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
+MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "the second keys used before they have come": ("_state", {"_wait(k_bar, before, 1, tiles)": "pass"}),
     "keys used before they have come": ("_state", {"_wait(k_bar, before, i + 2, tiles)": "pass"}),
     "values used before they have come": ("_state", {"_wait(v_bar, before, done, tiles)\n": "pass\n"}),
@@ -112,7 +103,7 @@ ATTENTION_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 BEHIND = "behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)"
 FOURTH = "slots + slot_3, column, asked > 3"
-PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
+PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {  # between the two splits of a program
     "the rings begun anew by the second split": (HOPPER, {"stop, tiles, behind, 0,": "stop, 0, behind, 0,"}),
     "the second split where the first begins": (HOPPER, {"stop, tiles, behind, 0,": "start, tiles, behind, 0,"}),
     "the fourth values never expected": (HOPPER, {"_expect(v_bar, 3, asked > 3, HEAD)": "pass"}),
@@ -125,28 +116,16 @@ PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", ATTENTION_MISTAKES)
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PAIR_MISTAKES])
 def test_a_mistake_in_attention_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, attention_hopper, *ATTENTION_MISTAKES[mistake])
-    kernel = interpret_attention(monkeypatch)
-    pages = make_pages((5, 130, 200, 460), 2, 64, 1, 64, BF16)
-    q = randn(8, 3, 64, dtype=BF16)
+    pairs = mistake in PAIR_MISTAKES
+    broken(monkeypatch, attention_hopper, *(MISTAKES | PAIR_MISTAKES)[mistake])
+    kernel = interpret_attention(monkeypatch, 128 if pairs else 64)
+    contexts = (130, 250, 790) if pairs else (5, 130, 200, 460)
+    pages, q = make_pages(contexts, 2, 64, 1, 64, BF16), randn(2 * len(contexts), 3, 64, dtype=BF16)
 
     def attempt() -> None:
-        check_attention(q, pages, attend(q, pages, causal=True, whole=True), causal=True)
-
-    assert complaint(kernel, attempt)
-
-
-@pytest.mark.parametrize("mistake", PAIR_MISTAKES)
-def test_a_mistake_between_two_splits_of_a_program_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, attention_hopper, *PAIR_MISTAKES[mistake])
-    kernel = interpret_attention(monkeypatch, 128)
-    pages = make_pages((130, 250, 790), 2, 64, 1, 64, BF16)
-    q = randn(6, 3, 64, dtype=BF16)
-
-    def attempt() -> None:
-        check_attention(q, pages, attend(q, pages, causal=True, pairs=True), causal=True)
+        check_attention(q, pages, attend(q, pages, causal=True, whole=not pairs, pairs=pairs), causal=True)
 
     assert complaint(kernel, attempt)
 

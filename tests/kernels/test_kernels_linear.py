@@ -38,6 +38,12 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return guarded(x.to(dtype)), guarded(weight.to(dtype)), guarded(bias.to(dtype))
 
 
+def terms_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The linear map in float64, and the sums of its terms' absolute values."""
+    operands = [None if t is None else t.double() for t in (x, weight, bias)]
+    return F.linear(*operands), F.linear(*(None if t is None else t.abs() for t in operands))
+
+
 def assert_as_good_as_torch(found: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor) -> None:
     """At most twice torch's worst error in the same dtype, the last rounding, and sums of `terms` in another order.
 
@@ -51,69 +57,55 @@ def assert_as_good_as_torch(found: Tensor, torchs: Tensor, exact: Tensor, terms:
     assert bool((excess <= 0).all()), f"{excess.max().item():.2e} above the bound"  # NaN fails too
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k"), [(200, 300), (128, 256), (10, 24), (64, 129)])
-def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_linear_is_as_good_as_torch_s(m: int, n: int, k: int, dtype: torch.dtype, biased: bool) -> None:
     x, weight, bias = operands(m, n, k, dtype)
-    terms = x.double().abs() @ weight.double().abs().T
-    for b, exact in (
-        (None, x.double() @ weight.double().T),
-        (bias, F.linear(*(t.double() for t in (x, weight, bias)))),
-    ):
-        found = kernels.linear(x, weight, b)
-        assert found.dtype == dtype
-        assert_as_good_as_torch(found, reference.linear(x, weight, b), exact, terms + 2 * bias.double().abs())
+    inputs = (x, weight, bias if biased else None)
+    found = kernels.linear(*inputs)
+    assert found.dtype == dtype
+    assert_as_good_as_torch(found, reference.linear(*inputs), *terms_of(*inputs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k", "splits"), [(72, 1100, 2), (64, 1024, 2), (10, 24, 1), (130, 300, 1)])
-def test_linear_split_k(m: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
-    x, weight, bias = operands(m, n, k, dtype)
+def test_split_k_sums_add_up_to_the_linear_map(m: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
+    inputs = operands(m, n, k, dtype)
+    found = kernels.linear_split_k(*inputs)
+    assert m > 128 or (len(found), found.dtype) == (splits, torch.float32)
+    assert_as_good_as_torch(found.double().sum(0), reference.linear(*inputs), *terms_of(*inputs))
+
+
+@pytest.mark.parametrize(("n", "k", "dtype"), [(72, 1100, torch.float32), (64, 4224, torch.float16)])
+def test_split_k_sums_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first(
+    n: int, k: int, dtype: torch.dtype
+) -> None:
+    x, weight, bias = operands(3, n, k, dtype)
+    tile = kernels.tile_for("split_k", n, k, 3, fp32=dtype == torch.float32)
+    span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
     found = kernels.linear_split_k(x, weight, bias)
-    if m <= 128:
-        assert (len(found), found.dtype) == (splits, torch.float32)
-    exact = F.linear(x.double(), weight.double(), bias.double())
-    terms = x.double().abs() @ weight.double().abs().T + 2 * bias.double().abs()
-    assert_as_good_as_torch(found.double().sum(0), reference.linear(x, weight, bias), exact, terms)
-
-
-def test_split_k_sums_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first() -> None:
-    x, weight, bias = operands(3, 72, 1100, torch.float32)
-    tile = kernels.tile_for("split_k", 72, 1100, 3, fp32=True)
-    span = -(-1100 // (tile.splits * tile.block_k)) * tile.block_k
-    for i, part in enumerate(kernels.linear_split_k(x, weight, bias)):
+    assert len(found) == tile.splits and (k == 1100 or (tile.splits - 1) * span >= k), "33 blocks in 8 splits of 5"
+    for i, part in enumerate(found):
         columns = slice(i * span, (i + 1) * span)
-        expected = F.linear(x[:, columns].double(), weight[:, columns].double(), bias.double() if i == 0 else None)
+        expected, _ = terms_of(x[:, columns], weight[:, columns], bias if i == 0 else None)
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_split_behind_the_end_of_k_is_zero() -> None:
-    # 33 blocks in 8 splits of 5: the last has none
-    x, weight, bias = operands(3, 64, 4224, torch.float16)
-    found = kernels.linear_split_k(x, weight, bias)
-    tile = kernels.tile_for("split_k", 64, 4224, 3)
-    span = -(-4224 // (tile.splits * tile.block_k)) * tile.block_k
-    assert [bool((part == 0).all()) for part in found] == [i * span >= 4224 for i in range(len(found))]
-    exact = F.linear(x.double(), weight.double(), bias.double())
-    terms = x.double().abs() @ weight.double().abs().T + 2 * bias.double().abs()
-    assert_as_good_as_torch(found.double().sum(0), reference.linear(x, weight, bias), exact, terms)
+        assert expected.any() or not part.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("width", "k"), [(100, 300), (64, 256), (5, 24), (33, 129)])
-def test_linear_swiglu(m: int, width: int, k: int, dtype: torch.dtype) -> None:
+def test_linear_swiglu_is_as_good_as_torch_s(m: int, width: int, k: int, dtype: torch.dtype) -> None:
     x, weight, _ = operands(m, 2 * width, k, dtype)
-    product = x.double() @ weight.double().T
-    exact = F.silu(product[:, 0::2]) * product[:, 1::2]
-    terms = x.double().abs() @ weight.double().abs().T
+    (gate, up), (gate_terms, up_terms) = ((t[:, 0::2], t[:, 1::2]) for t in terms_of(x, weight))
     # silu has slope at most 1.1 and magnitude at most its argument's
-    spread = 1.1 * terms[:, 0::2] * product[:, 1::2].abs() + product[:, 0::2].abs() * terms[:, 1::2]
+    spread = 1.1 * gate_terms * up.abs() + gate.abs() * up_terms
     found = kernels.linear_swiglu(x, weight)
     assert found.dtype == dtype
-    assert_as_good_as_torch(found, reference.linear_swiglu(x, weight), exact, spread)
+    assert_as_good_as_torch(found, reference.linear_swiglu(x, weight), F.silu(gate) * up, spread)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,7 +115,7 @@ def test_linear_argmax_takes_a_largest_column(m: int, n: int, k: int, dtype: tor
     x, weight, _ = operands(m, n, k, dtype)
     found = kernels.linear_argmax(x, weight)
     assert (found.dtype, found.shape) == (torch.int64, (m,))
-    logits = x.double() @ weight.double().T
+    logits, _ = terms_of(x, weight)
     slack = 2 * torch.finfo(dtype).eps * logits.abs().max() + 2 * (reference.linear(x, weight) - logits).abs().max()
     assert bool((logits.amax(-1) - logits.gather(1, found[:, None])[:, 0] <= slack).all())
 

@@ -1,6 +1,9 @@
 """The plain torch definitions against float64 autograd, Hugging Face's filters and plain loops."""
 
+import itertools
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -46,24 +49,17 @@ def ours(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, chunk
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "vocab", "chunk"),
-    [
-        (1, 1, 1, 1),
-        (1, 7, 5, 512),
-        (13, 7, 31, 4),
-        (13, 7, 31, 13),
-        (64, 33, 257, 17),
-        (5, 16, 1000, 1),
-        (3, 8, 151_936, 2),
-    ],
+    "shape",  # rows, width, vocabulary, chunk
+    [(1, 1, 1, 1), (1, 7, 5, 512), (13, 7, 31, 4), (13, 7, 31, 13), (64, 33, 257, 17), (0, 8, 5, 4), (3, 8, 9**5, 2)],
     ids=str,
 )
-def test_loss_and_gradient_are_those_of_cross_entropy_over_the_full_logits(
-    rows: int, width: int, vocab: int, chunk: int
-) -> None:
-    inputs = head_inputs(rows, width, vocab)
+def test_loss_and_gradient_are_those_of_cross_entropy_over_the_full_logits(shape: tuple[int, int, int, int]) -> None:
+    *sizes, chunk = shape
+    inputs = head_inputs(*sizes)
+    before = [t.clone() for t in inputs]
     for got, expected in zip(ours(*inputs, chunk), exact(*inputs), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=5e-5, atol=1e-6)
+    assert all(map(torch.equal, inputs, before)), "inputs are left as they were"
 
 
 def test_saturated_logits_give_finite_losses_and_gradients() -> None:
@@ -97,35 +93,19 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_bf16_autograd(rows: int, width
         assert error < 0.02
 
 
-def test_the_gradient_keeps_the_dtype_of_the_hidden_states() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_keeps_the_dtype_of_the_hidden_states(dtype: torch.dtype) -> None:
     hidden, weight, labels, upstream = head_inputs(6, 8, 20)
-    loss, gradient = ours(hidden, weight.bfloat16(), labels, upstream)
-    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.float32)
-    loss, gradient = ours(hidden.bfloat16(), weight.bfloat16(), labels, upstream)
-    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    loss, gradient = ours(hidden.to(dtype), weight.bfloat16(), labels, upstream)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, dtype)
 
 
-def test_rows_without_upstream_gradient_get_exactly_zero() -> None:
+def test_only_rows_with_an_upstream_gradient_have_one_and_the_head_has_none() -> None:
     hidden, weight, labels, upstream = head_inputs(20, 8, 40)
-    _, gradient = ours(hidden, weight, labels, upstream, chunk=3)
+    assert not frozen_head_loss(hidden, weight, labels).loss.requires_grad
+    _, gradient = ours(hidden, weight.requires_grad_(), labels, upstream, chunk=3)
     assert (upstream == 0).any() and gradient[upstream == 0].count_nonzero() == 0
-    assert gradient[upstream != 0].abs().sum(-1).min() > 0
-
-
-def test_the_head_gets_no_gradient() -> None:
-    hidden, weight, labels, _ = head_inputs(4, 8, 10)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    frozen_head_loss(hidden, weight, labels).loss.sum().backward()
-    assert weight.grad is None and hidden.grad is not None
-
-
-def test_inputs_are_left_as_they_were_and_the_loss_needs_no_gradient() -> None:
-    hidden, weight, labels, _ = head_inputs(9, 8, 10)
-    before = hidden.clone(), weight.clone(), labels.clone()
-    loss = frozen_head_loss(hidden, weight, labels, chunk=4).loss
-    assert not loss.requires_grad
-    assert all(torch.equal(a, b) for a, b in zip((hidden, weight, labels), before, strict=True))
+    assert gradient[upstream != 0].abs().sum(-1).min() > 0 and weight.grad is None
 
 
 def test_correct_says_whether_the_argmax_is_the_label() -> None:
@@ -134,14 +114,6 @@ def test_correct_says_whether_the_argmax_is_the_label() -> None:
     result = frozen_head_loss(hidden.requires_grad_(), weight, labels, chunk=7)
     assert torch.equal(result.correct, (hidden @ weight.T).argmax(-1) == labels)
     assert result.correct[::2].all() and not result.correct.requires_grad
-
-
-def test_no_rows_are_a_loss_of_no_rows() -> None:
-    hidden = torch.randn(0, 8, requires_grad=True)
-    result = frozen_head_loss(hidden, torch.randn(5, 8), torch.zeros(0, dtype=torch.long))
-    assert result.loss.shape == result.correct.shape == (0,)
-    result.loss.sum().backward()
-    assert hidden.grad.shape == (0, 8)
 
 
 def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,32 +141,22 @@ def hf_probabilities(logits: Tensor, temperature: float, top_p: float, top_k: in
 
 
 FILTERS = [  # temperature, top-p, top-k, min-p
-    (t, p, k, m) for t in (0.3, 1.0, 1.7) for p in (1.0, 0.9, 0.35) for k in (0, 1, 5, 400) for m in (0.0, 0.08)
+    dict(zip(("temperature", "top_p", "top_k", "min_p"), each, strict=True))
+    for each in itertools.product((0.3, 1.0, 1.7), (1.0, 0.9, 0.35), (0, 1, 5, 400), (0.0, 0.08))
 ]
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), FILTERS)
-def test_filtered_probabilities_are_those_of_hugging_face(
-    temperature: float, top_p: float, top_k: int, min_p: float
-) -> None:
-    logits = 3 * torch.randn(20, 301)
-    got = filtered_probabilities(logits, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    expected = hf_probabilities(logits, temperature, top_p, top_k, min_p)
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filtered_probabilities_are_those_of_hugging_face(filters: dict[str, Any]) -> None:
+    # few levels, as bf16 heads produce: which of the tokens tied at the edge of top-p stay is a free choice
+    tied, logits = torch.randint(-4, 5, (20, 97)).float() / 2, 3 * torch.randn(20, 301)
+    got, expected = filtered_probabilities(logits, **filters), hf_probabilities(logits, **filters)
     assert torch.equal(got > 0, expected > 0), "the same tokens stay"
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), FILTERS)
-def test_with_tied_logits_as_many_tokens_stay_as_with_hugging_face(
-    temperature: float, top_p: float, top_k: int, min_p: float
-) -> None:
-    # few levels, as bf16 heads produce; which of the tokens tied at the edge of top-p stay is a free choice
-    logits = torch.randint(-4, 5, (20, 97)).float() / 2
-    got = filtered_probabilities(logits, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    expected = hf_probabilities(logits, temperature, top_p, top_k, min_p)
-    torch.testing.assert_close(got.sort(-1).values, expected.sort(-1).values, rtol=1e-5, atol=1e-7)
-    if top_p == 1.0:
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+    pairs = [(got, expected)]
+    got, expected = filtered_probabilities(tied, **filters), hf_probabilities(tied, **filters)
+    pairs += [(got.sort(-1).values, expected.sort(-1).values)] + [(got, expected)] * (filters["top_p"] == 1.0)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_tokens_tied_at_the_edge_of_top_p_stay_in_the_order_of_their_ids() -> None:
@@ -203,12 +165,12 @@ def test_tokens_tied_at_the_edge_of_top_p_stay_in_the_order_of_their_ids() -> No
     assert torch.equal(kept, torch.arange(1024))
 
 
-def test_filters_are_batch_invariant() -> None:
+def test_filtering_is_batch_invariant_whatever_shape_the_rows_stand_in() -> None:
     logits = torch.randint(-6, 7, (16, 500)).float() / 4  # ties everywhere
     filters = {"temperature": 0.8, "top_p": 0.8, "top_k": 300, "min_p": 0.01}
     together = filtered_probabilities(logits, **filters)
-    alone = torch.cat([filtered_probabilities(row[None], **filters) for row in logits])
-    assert torch.equal(together, alone)
+    assert torch.equal(together, torch.stack([filtered_probabilities(row, **filters) for row in logits]))
+    assert torch.equal(filtered_probabilities(logits.view(2, 8, 500), **filters), together.view(2, 8, 500))
 
 
 @given(
@@ -278,46 +240,17 @@ def test_choose_is_the_inverse_cdf_and_never_picks_a_token_of_probability_zero(
     assert token == next(i for i, mass in enumerate(cdf.tolist()) if mass > threshold)
 
 
-def test_the_least_and_the_greatest_draw_pick_the_first_and_the_last_possible_token() -> None:
-    probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).repeat(2, 1)
-    ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert choose(probabilities, ends).tolist() == [1, 4]
-
-
-def test_evenly_spaced_draws_pick_every_token_as_often_as_its_probability() -> None:
-    probabilities = torch.tensor([[0.125, 0.0, 0.5, 0.375]])
-    draws = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
-    counts = choose(probabilities.expand(800, -1), draws).bincount(minlength=4)
-    assert counts.tolist() == [100, 0, 400, 300]
-
-
-@given(
-    rows=st.integers(1, 4).flatmap(
-        lambda m: st.integers(1, 9).flatmap(
-            lambda s: st.lists(
-                st.tuples(*(st.lists(st.integers(0, 2), min_size=n, max_size=n) for n in (s, s + 1))),
-                min_size=m, max_size=m,
-            )
-        )
-    )
-)  # fmt: skip
+@given(st.integers(1, 4), st.integers(0, 9), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_accepted_prefix_counts_matches_up_to_the_first_mismatch(
-    rows: list[tuple[list[int], list[int]]],
-) -> None:
-    expected = []
-    for draft, choice in rows:
-        count = 0
-        while count < len(draft) and draft[count] == choice[count]:
-            count += 1
-        expected.append(count)
-    draft, choice = torch.tensor([d for d, _ in rows]), torch.tensor([c for _, c in rows])
-    assert accepted_prefix(draft, choice).tolist() == expected
-    assert accepted_prefix(draft, choice[:, :-1]).tolist() == expected, "the bonus column takes no part"
-
-
-def test_an_empty_draft_has_no_accepted_token() -> None:
-    assert accepted_prefix(torch.zeros(3, 0, dtype=torch.long), torch.ones(3, 1, dtype=torch.long)).tolist() == [0] * 3
+def test_accepted_prefix_counts_matches_up_to_the_first_mismatch(rows: int, size: int, dice: random.Random) -> None:
+    draft, choice = ([dice.choices((0, 0, 1), k=n) for _ in range(rows)] for n in (size, size + 1))
+    expected = [
+        next((i for i, (d, c) in enumerate(zip(*row, strict=False)) if d != c), size)
+        for row in zip(draft, choice, strict=True)
+    ]
+    drafted, chosen = torch.tensor(draft, dtype=torch.long), torch.tensor(choice)
+    assert accepted_prefix(drafted, chosen).tolist() == expected
+    assert accepted_prefix(drafted, chosen[:, :-1]).tolist() == expected, "the bonus column takes no part"
 
 
 def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_token() -> None:
@@ -329,11 +262,3 @@ def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_tok
     assert accepted.sum() == 400
     rejected = choice[~accepted, 0].bincount(minlength=4) / (~accepted).sum()
     torch.testing.assert_close(rejected, torch.tensor([0.1, 0.0, 0.3, 0.2]) / 0.6)
-
-
-def test_rows_may_stand_in_any_shape() -> None:
-    logits = torch.randn(6, 50)
-    how = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.02}
-    flat = filtered_probabilities(logits, **how)
-    assert torch.equal(filtered_probabilities(logits.view(2, 3, 50), **how), flat.view(2, 3, 50))
-    assert torch.equal(filtered_probabilities(logits[4], **how), flat[4])

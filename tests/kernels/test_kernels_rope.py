@@ -8,16 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_step import (
-    DEVICE,
-    EPS,
-    assert_as_exact_as_torch,
-    exact_norm,
-    in_turn,
-    integers,
-    make_pages,
-    randn,
-)
+from test_kernels_step import DEVICE, EPS, assert_as_exact_as_torch, exact_norm, in_turn, integers, make_pages, randn
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import rope
@@ -48,6 +39,7 @@ WRITES = [  # S, query heads of a group, KV heads, head width, contexts, page si
     (8, 4, 2, 64, (130,), 16),
     (16, 7, 1, 128, (63, 0, 260), 64),
 ]
+Write = tuple[int, int, int, int, tuple[int, ...], int]
 
 
 def twelve_bits(*shape: int) -> Tensor:
@@ -56,14 +48,11 @@ def twelve_bits(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("normed", ["qk", ""])
-@pytest.mark.parametrize(
-    ("parts", "block", "group", "groups", "width", "contexts", "size", "dtype"),
-    in_turn([(parts, *case) for parts, case in zip((4, 3, 2, 1), WRITES, strict=True)]),
-)
-def test_rope_write(
-    parts: int, block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int,
-    normed: str, dtype: torch.dtype,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([*zip((4, 3, 2, 1), WRITES, strict=True)]), ids=str)
+def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
+    parts: int, case: Write, normed: str, dtype: torch.dtype
+) -> None:
+    block, group, groups, width, contexts, size = case
     heads, rows = group * groups, len(contexts) * block
     pages = make_pages(contexts, block, size, groups, width, dtype)
     before = randn(*pages.cache.shape, dtype=dtype)
@@ -120,19 +109,16 @@ def test_rope_write_rounds_once_behind_the_bias(parts: tuple[float, ...], write:
     assert (pages.cache[1, pages.slots(1)[0]] == 2050).all()
 
 
-def test_rope_write_adds_parts_in_their_order() -> None:
-    pages = make_pages((0,), 1, 4, 1, 8)
-    arguments = (None, None, None, EPS, make_rope(1, 8), pages.lengths, pages.table, pages.cache, 4)
-    partials = torch.tensor([2.0**25, -(2.0**25), 1.0], device=DEVICE)[:, None, None].repeat(1, 1, 24)
-    for parts, value in ((partials, 1), (partials.flip(0).contiguous(), 0)):
-        rope.rope_write(parts, *arguments)
-        assert (pages.cache[1, pages.slots(1)[0]] == value).all()
+@pytest.mark.parametrize(("parts", "value"), [((2.0**25, -(2.0**25), 1.0), 1), ((1.0, -(2.0**25), 2.0**25), 0)])
+def test_rope_write_adds_parts_in_their_order(parts: tuple[float, ...], value: int) -> None:
+    pages, partials = make_pages((0,), 1, 4, 1, 8), torch.tensor(parts, device=DEVICE)[:, None, None].repeat(1, 1, 24)
+    rope.rope_write(partials, None, None, None, EPS, make_rope(1, 8), pages.lengths, pages.table, pages.cache, 4)
+    assert (pages.cache[1, pages.slots(1)[0]] == value).all()
 
 
-@pytest.mark.parametrize(("block", "group", "groups", "width", "contexts", "size", "dtype"), in_turn(WRITES))
-def test_context_write_writes_the_counted_rows_of_every_layer(
-    block: int, group: int, groups: int, width: int, contexts: tuple[int, ...], size: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("case", "dtype"), in_turn([(case,) for case in WRITES]), ids=str)
+def test_context_write_writes_the_counted_rows_of_every_layer(case: Write, dtype: torch.dtype) -> None:
+    block, group, groups, width, contexts, size = case
     layers, rows = group, len(contexts) * block
     pages = make_pages(contexts, block, size, groups, width)
     before = randn(layers, *pages.cache.shape, dtype=dtype)

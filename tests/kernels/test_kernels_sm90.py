@@ -26,7 +26,6 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     sources = (ROOT / "dflash_toolkit/kernels").rglob("*.py")
     kernels = {name for path in sources for name in KERNEL.findall(path.read_text())}
     assert {report["kernel"] for report in found.values()} == kernels, "every kernel has a case"
-    assert len(found) >= 50
     assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
     assert [name for name, report in found.items() if report["serialized"]] == []
     assert max(report["shared"] for report in found.values()) <= 227 * 1024
@@ -45,22 +44,24 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert max(attention) <= shared_bytes(128, 2, *CUTS[0])
 
 
-# bytes that Triton 3.7 gave the kernel: fp32 and wide heads take a minute to compile
+# of head width, bytes a number, keys and stages the bytes that Triton 3.7 gave the kernel, free or causal, whichever
+# is more: fp32 and wide heads take a minute to compile
 COMPILED = {
-    (64, 4, 64, 3): (98304, 98304), (128, 4, 64, 3): (180480, 180480), (128, 4, 64, 2): (114944, 114944),
-    (256, 4, 64, 2): (213248, 213248), (256, 4, 32, 2): (139520, 139520), (64, 2, 64, 3): (40960, 57344),
-    (128, 2, 64, 3): (90112, 114688), (256, 2, 64, 3): (172032, 229376), (256, 2, 64, 2): (106496, 163840),
+    (64, 4, 64, 3): 98304, (128, 4, 64, 3): 180480, (128, 4, 64, 2): 114944, (256, 4, 64, 2): 213248,
+    (256, 4, 32, 2): 139520, (64, 2, 64, 3): 57344, (128, 2, 64, 3): 114688, (256, 2, 64, 3): 229376,
+    (256, 2, 64, 2): 163840,
+}  # fmt: skip
+CUTS_OF = {  # itemsize, head width: keys and stages with the shared memory of an A100 and of an H200
+    (2, 128): ((64, 3), (64, 3)), (4, 64): ((64, 3), (64, 3)), (4, 128): ((64, 2), (64, 3)),
+    (2, 256): ((64, 2), (64, 3)), (4, 256): ((32, 2), (64, 2)),
 }  # fmt: skip
 A100, H200 = 166912, 232448
 
 
 def test_attention_is_cut_so_that_it_fits() -> None:
-    for (width, itemsize, keys, stages), compiled in COMPILED.items():
-        assert max(compiled) <= shared_bytes(width, itemsize, keys, stages) <= max(compiled) + 1024
-    for itemsize, width, on_a100, on_h200 in (
-        (2, 128, (64, 3), (64, 3)), (4, 64, (64, 3), (64, 3)), (4, 128, (64, 2), (64, 3)), (2, 256, (64, 2), (64, 3)),
-        (4, 256, (32, 2), (64, 2)),
-    ):  # fmt: skip
-        assert cut_for(width, itemsize, A100) == on_a100 and cut_for(width, itemsize, H200) == on_h200
+    for cut, compiled in COMPILED.items():
+        assert compiled <= shared_bytes(*cut) <= compiled + 1024
+    for (itemsize, width), cuts in CUTS_OF.items():
+        assert tuple(cut_for(width, itemsize, shared) for shared in (A100, H200)) == cuts
     with pytest.raises(ValueError, match="265 KiB of shared memory for a thread block, and it has 227"):
         cut_for(512, 4, H200)

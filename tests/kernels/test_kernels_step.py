@@ -1,7 +1,7 @@
 """The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,19 +33,14 @@ EPS = 1e-6
 
 
 @pytest.fixture(autouse=True)
-def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of 32 tokens up to 128, then of 64: the interpreter is slow, and no rule depends on their sizes."""
-    if DEVICE == "cpu":
-        for name, tokens in (("SHORT", 32), ("SHORT_SPLITS", 4), ("LONG", 64)):
-            monkeypatch.setattr(attention, name, type(getattr(attention, name))(tokens))
-        monkeypatch.setattr(attention, "CUTS", ((32, 3),))
-
-
-@pytest.fixture(autouse=True)
-def _exact_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in the interpreter column by column of K: those of numpy depend on where in a tile a row stands."""
+def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: short splits, as the interpreter is slow and no rule depends on their sizes; and products column
+    by column of K, as those of numpy depend on where in a tile a row stands."""
     if DEVICE == "cuda":
         return
+    for name, tokens in (("SHORT", 32), ("SHORT_SPLITS", 4), ("LONG", 64)):  # of 32 tokens up to 128, then of 64
+        monkeypatch.setattr(attention, name, type(getattr(attention, name))(tokens))
+    monkeypatch.setattr(attention, "CUTS", ((32, 3),))
 
     def dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
         total = d.data.copy()
@@ -109,23 +104,39 @@ def make_pages(
 # ---- attention -------------------------------------------------------------------------------------
 
 
-def attend(
-    q: Tensor,
-    pages: Pages,
-    *,
-    causal: bool,
-    window: int = 0,
-    whole: bool = False,
-    pairs: bool = False,
-    counts: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, counts: Any = None, **passes: bool) -> Tensor:
+    """`passes`: `whole` for one pass over the keys, `pairs` for two splits a program."""
     hopper = attention_hopper.launch if attention_hopper.fits(q, pages.cache, pages.size) else None
-    where = (pages.cache, pages.lengths, pages.table, pages.size)
-    return attention._attention(q, *where, causal, window, whole, pairs, counts, hopper)
+    where, ways = (pages.cache, pages.lengths, pages.table, pages.size), {"whole": False, "pairs": False} | passes
+    return attention._attention(q, *where, causal, window, *ways.values(), counts, hopper)
 
 
 def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
     return reference.block_attention(q, cache, pages.lengths, pages.table, pages.size, causal=causal, window=window)
+
+
+def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, window: int = 0) -> None:
+    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
+    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=causal, window=window), exact)
+
+
+def check_slots(q: Tensor, pages: Pages, slots: Iterable[int], **how: Any) -> Tensor:
+    """A slot of a causal block is the plain step at its position, bit for bit."""
+    in_block = attend(q, pages, causal=True, **how)
+    for k in slots:
+        assert torch.equal(attend(q[k : k + 1], pages.one(0, k), causal=True, **how)[0], in_block[k])
+    return in_block
+
+
+def check_invariant(q: Tensor, pages: Pages, contexts: Sequence[int], block: int, **how: Any) -> Tensor:
+    """A request is the same alone and in a batch, bit for bit; the page table's width only bounds the grid."""
+    together = attend(q, pages, **how).unflatten(0, (-1, block))
+    for request, (mine, context) in enumerate(zip(q.unflatten(0, (-1, block)), contexts, strict=True)):
+        alone = pages.one(request)
+        narrow = replace(alone, table=alone.table[:, : -(-(context + block) // pages.size)].contiguous())
+        for each in (alone, narrow):
+            assert torch.equal(attend(mine, each, **how), together[request])
+    return together
 
 
 def check_padding(width: int, dtype: torch.dtype) -> None:
@@ -157,72 +168,62 @@ SHAPES = [  # S, heads of a group, head width, contexts, page size, window
     (16, 4, 64, (0, 260), 16, 0),
     (16, 3, 128, (120,), 16, 130),  # the block lies across the first long split's start
 ]
+Shape = tuple[int, int, int, tuple[int, ...], int, int]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
-@pytest.mark.parametrize(("block", "group", "width", "contexts", "size", "window", "dtype"), in_turn(SHAPES))
-def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
-    block: int, group: int, width: int, contexts: tuple[int, ...], size: int, window: int,
-    causal: bool, dtype: torch.dtype,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in SHAPES]), ids=str)
+def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(shape: Shape, dtype: torch.dtype, causal: bool) -> None:
+    block, group, width, contexts, size, window = shape
     pages = make_pages(contexts, block, size, 2, width, dtype)
     q = randn(len(contexts) * block, 2 * group, width, dtype=dtype)
-    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
     for whole in (False, True):
         found = attend(q, pages, causal=causal, window=window, whole=whole)
-        assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=causal, window=window), exact)
+        check_attention(q, pages, found, causal=causal, window=window)
 
 
-@pytest.mark.parametrize(
-    ("batch", "block", "multiprocessors", "way"),
-    [
-        (1, 16, 132, "split"), (8, 2, 132, "split"), (8, 2, 8, "in pairs"), (9, 1, 132, "whole"), (9, 2, 132, "whole"),
-        (1, 65, 132, "whole"),
-    ],
-)  # fmt: skip
+WAYS = [(1, 16, "split"), (8, 2, "split"), (8, 43, "in pairs"), (9, 1, "whole"), (9, 2, "whole"), (1, 65, "whole")]
+
+
+@pytest.mark.parametrize(("batch", "block", "way"), WAYS)
 def test_the_order_of_sums_depends_on_the_batch_not_on_the_block_length(
-    batch: int, block: int, multiprocessors: int, way: str, monkeypatch: pytest.MonkeyPatch
+    batch: int, block: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways: list[str] = []
     real = attention._attention
 
     def attend(*args: Any) -> Tensor:
-        whole, pairs = args[7:9]
+        whole, pairs = args[-3:-1]
         ways.append("whole" if whole else "in pairs" if pairs else "split")  # `whole` before all
         return real(*args)
 
     monkeypatch.setattr(attention, "_attention", attend)
-    monkeypatch.setattr(attention, "multiprocessors", lambda _: multiprocessors)
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 132)
     pages = make_pages((5,) * batch, block, 16, 2, 16)
     q = randn(batch * block, 2 * 3, 16)
     found = attention.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
-    exact = defined(q.double(), pages.cache.double(), pages, causal=True)
-    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=True), exact)
+    check_attention(q, pages, found, causal=True)
     assert ways == [way]
 
 
-@pytest.mark.parametrize(
-    ("block", "group", "context", "window", "whole", "dtype"),
-    in_turn(
-        [  # blocks that cross a tile, a split, the first long split
-            (8, 4, 60, 0, False),
-            (8, 4, 124, 50, False),
-            (8, 4, 124, 0, True),
-            (16, 7, 120, 0, False),
-            (3, 1, 0, 0, False),
-        ]
-    ),
-)
+CROSSINGS = [  # S, group, context, window, whole: blocks that cross a tile, a split, the first long split
+    (8, 4, 60, 0, False),
+    (8, 4, 124, 50, False),
+    (8, 4, 124, 0, True),
+    (16, 7, 120, 0, False),
+    (3, 1, 0, 0, False),
+]
+
+
+@pytest.mark.parametrize(("crossing", "dtype"), in_turn([(crossing,) for crossing in CROSSINGS]), ids=str)
 def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
-    block: int, group: int, context: int, window: int, whole: bool, dtype: torch.dtype
+    crossing: tuple[int, int, int, int, bool], dtype: torch.dtype
 ) -> None:
+    block, group, context, window, whole = crossing
     pages = make_pages((context,), block, 16, 1, 64, dtype)
-    q = randn(block, group, 64, dtype=dtype)
-    in_block = attend(q, pages, causal=True, window=window, whole=whole)
-    for k in range(0, block, 3 if block < 16 else 7):
-        here = pages.one(0, k)
-        assert torch.equal(attend(q[k : k + 1], here, causal=True, window=window, whole=whole)[0], in_block[k])
-        # nor does it see what the other slots ask or what stands behind it
+    q, slots = randn(block, group, 64, dtype=dtype), range(0, block, 3 if block < 16 else 7)
+    in_block = check_slots(q, pages, slots, window=window, whole=whole)
+    for k in slots:  # nor does it see what the other slots ask or what stands behind it
         others = torch.arange(block, device=DEVICE) != k
         changed = replace(pages, cache=pages.cache.clone())
         changed.cache[:, pages.slots(block)[0, k + 1 :]] = randn(2, block - k - 1, 1, 64, dtype=dtype)
@@ -234,16 +235,8 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
 def test_attention_is_batch_invariant_bit_for_bit(causal: bool, dtype: torch.dtype) -> None:
     contexts = (63, 0, 200)
-    pages = make_pages(contexts, 3, 16, 2, 64, dtype)
-    q = randn(len(contexts), 3, 2 * 3, 64, dtype=dtype)
-    together = attend(q.flatten(0, 1), pages, causal=causal).view(len(contexts), 3, -1)
-    for request in range(len(contexts)):
-        alone = pages.one(request)
-        assert torch.equal(attend(q[request], alone, causal=causal), together[request])
-        # the page table's width only bounds the grid
-        needed = -(-(contexts[request] + 3) // 16)
-        narrow = replace(alone, table=alone.table[:, :needed].contiguous())
-        assert torch.equal(attend(q[request], narrow, causal=causal), together[request])
+    q, pages = randn(3 * 3, 2 * 3, 64, dtype=dtype), make_pages(contexts, 3, 16, 2, 64, dtype)
+    check_invariant(q, pages, contexts, 3, causal=causal)
 
 
 def test_slots_of_a_free_block_do_not_feel_each_others_queries() -> None:
@@ -272,30 +265,29 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32-parts", "own-parts"])
 @pytest.mark.parametrize("parts", [0, 1, 2, 5])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 40), (5, 1000), (2, 4096)])
-def test_add_rms_norm(rows: int, width: int, parts: int, wide: bool, dtype: torch.dtype) -> None:
+def test_the_norm_is_that_of_the_rounded_sum_and_batch_invariant(
+    rows: int, width: int, parts: int, wide: bool, dtype: torch.dtype
+) -> None:
     x, weight = randn(rows, width, dtype=dtype), randn(width, dtype=dtype)
     partials = randn(parts, rows, width, dtype=torch.float32 if wide else dtype) if parts else None
-    taps = torch.full((rows, 3 * width), 7.0, dtype=dtype, device=DEVICE)
-    before = x.clone()
-    total, normed = norm.add_rms_norm(x, partials, weight, EPS, taps[:, width : 2 * width])
+    taps, before = torch.full((rows, 3, width), 7.0, dtype=dtype, device=DEVICE), x.clone()
+    total, normed = norm.add_rms_norm(x, partials, weight, EPS, taps.flatten(1)[:, width : 2 * width])
     expected_total, expected = reference.add_rms_norm(x, partials, weight, EPS)
     assert torch.equal(x, before) and (total is x) == (partials is None)
     exact = x.double() if partials is None else x.double() + partials.double().sum(0)
     assert_as_exact_as_torch(total, expected_total, exact)
-    # the norm is that of the rounded stream
     assert_as_exact_as_torch(normed, reference.add_rms_norm(total, None, weight, EPS)[1], exact_norm(total, weight))
     assert_as_exact_as_torch(normed, expected, exact_norm(exact, weight))
-    assert torch.equal(taps[:, width : 2 * width], total)
-    assert (taps[:, :width] == 7).all() and (taps[:, 2 * width :] == 7).all()
+    assert torch.equal(taps[:, 1], total) and (taps[:, ::2] == 7).all()
     alone = norm.add_rms_norm(x[-1:], None if partials is None else partials[:, -1:].contiguous(), weight, EPS)
     assert torch.equal(alone[0], total[-1:]) and torch.equal(alone[1], normed[-1:])
 
 
-def test_parts_are_added_in_their_order() -> None:
+@pytest.mark.parametrize(("parts", "total"), [((1e8, -1e8, 1.0), 1), ((1.0, -1e8, 1e8), 0)])
+def test_parts_are_added_in_their_order(parts: tuple[float, ...], total: int) -> None:
     x, weight = torch.zeros(1, 8, device=DEVICE), torch.ones(8, device=DEVICE)
-    partials = torch.tensor([1e8, -1e8, 1.0], device=DEVICE)[:, None, None].expand(3, 1, 8).contiguous()
-    assert (norm.add_rms_norm(x, partials, weight, EPS)[0] == 1).all()
-    assert (norm.add_rms_norm(x, partials.flip(0).contiguous(), weight, EPS)[0] == 0).all()
+    partials = torch.tensor(parts, device=DEVICE)[:, None, None].expand(3, 1, 8).contiguous()
+    assert (norm.add_rms_norm(x, partials, weight, EPS)[0] == total).all()
 
 
 # ---- acceptance ------------------------------------------------------------------------------------
@@ -304,24 +296,21 @@ def test_parts_are_added_in_their_order() -> None:
 @pytest.mark.parametrize("forced", [False, True], ids=["matched", "forced"])
 @pytest.mark.parametrize("block", [1, 2, 3, 8, 16, 64])
 @pytest.mark.parametrize("batch", [1, 3, 20])
-def test_accept(batch: int, block: int, forced: bool) -> None:
-    draft_and_more = torch.randint(1 << 40, (batch, block), device=DEVICE)
-    draft = draft_and_more[:, 1:]  # as the runtime has it: rows are not contiguous
-    choice = torch.randint(1 << 40, (batch, block), device=DEVICE)
+def test_accepted_tokens_and_lengths_are_those_of_the_definition(batch: int, block: int, forced: bool) -> None:
+    choice, drafts = torch.randint(1 << 40, (2, batch, block), device=DEVICE)
+    draft = drafts[:, 1:]  # as the runtime has it: rows are not contiguous
     for request in range(batch):  # every length of prefix, and matches behind a mismatch
         agree = (request * 7 + block - 1) % block
         choice[request, : block - 1] = draft[request]
         if agree < block - 1:
             choice[request, agree] += 1
-    active = torch.arange(batch, device=DEVICE) % 4 != 1
+    numbers = torch.arange(batch, device=DEVICE)
     exactly = torch.randint(block, (batch,), device=DEVICE, dtype=torch.int32) if forced else None
-    states = [
-        (torch.arange(batch, device=DEVICE, dtype=torch.int32) * 100, torch.arange(batch, device=DEVICE) - 50)
-        for _ in range(2)
-    ]
-    ours = accept.accept(draft, choice, active, *states[0], exactly)
-    expected = reference.accept(draft, choice, active, *states[1], exactly)
-    for found, wanted in zip((*ours, *states[0]), (*expected, *states[1]), strict=True):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    found, expected = [], []
+    for ops, results in ((accept, found), (reference, expected)):
+        lengths, last = (numbers * 100).int(), numbers - 50
+        results += [*ops.accept(draft, choice, numbers % 4 != 1, lengths, last, exactly), lengths, last]
+    for ours, wanted in zip(found, expected, strict=True):
+        assert ours.dtype == wanted.dtype and torch.equal(ours, wanted)
     # sampling counts tokens by scattering all of them, so those behind the committed ones are token ids too
-    assert (ours[1] >= 0).all()
+    assert (found[1] >= 0).all()
