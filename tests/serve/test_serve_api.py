@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -239,30 +240,25 @@ def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
     assert len(set(alone)) == 8
 
 
-def ask_and_leave(engine: AsyncEngine, url: str, body: dict[str, Any], answers: int) -> None:
-    """A client that asks and is gone before the end: the engine does not decode one step more for it."""
-    name = 'dflash_requests_total{outcome="disconnected"}'
-    before, address = counters(url).get(name, 0), httpx.URL(url)
-    with gated(engine, 10) as gate:
-        connection = http.client.HTTPConnection(address.host, address.port or 0, timeout=LATE_S)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        gate.wait()
-        if body["stream"]:
-            with connection.getresponse() as response:
-                assert response.readline().startswith(b"data: ")
-        connection.close()
-        wait_until(lambda: counters(url).get(name, 0) == before + answers)
-        gate.wait_idle()
-        assert gate.done <= 11, "the one that was under way"
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=len)
 def test_a_client_that_leaves_stops_its_decoding(
     engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool
 ) -> None:
     body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **LONG}
-    ask_and_leave(engine, url, body, len(prompts))
+    name = 'dflash_requests_total{outcome="disconnected"}'
+    before, address = counters(url).get(name, 0), httpx.URL(url)
+    with gated(engine, 10) as gate:
+        connection = http.client.HTTPConnection(address.host, address.port or 0, timeout=LATE_S)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        gate.wait()
+        if streamed:
+            with connection.getresponse() as response:
+                assert response.readline().startswith(b"data: ")
+        connection.close()
+        wait_until(lambda: counters(url).get(name, 0) == before + len(prompts))
+        gate.wait_idle()
+        assert gate.done <= 11, "the one that was under way"
     assert complete(client, max_tokens=1, seed=1).usage.completion_tokens == 1, "the worker is free again"
 
 
@@ -277,65 +273,45 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"n": 0}, "n"), ({"n": 129}, "n"), ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
-        ({"logit_bias": {"a": 2}}, "logit_bias"), ({"logit_bias": {"1": 200}}, "logit_bias"),
-        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"), ({"temperature": "hot"}, "temperature"),
-        ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
-        ({"extra_body": {"top_k": 1.5}}, "top_k"), ({"extra_body": {"min_p": 2}}, "min_p"),
-        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
-        ({"seed": 2**64}, "seed"), ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"),
-        ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "chat_template_kwargs.x"),
-        *(({"logprobs": wrong}, "logprobs") for wrong in (1, "yes")),
-        *(({"logprobs": True, "top_logprobs": wrong}, "top_logprobs") for wrong in (21, -1, True, 1.5, "2")),
-        *(({"top_logprobs": 2} | without, "top_logprobs") for without in ({}, {"logprobs": False})),
-    ],
-)  # fmt: skip
-def test_what_a_chat_cannot_ask_for_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
-    refused(chat, client, options, param)
-
-
-def refused(ask: Callable[..., Any], client: OpenAI, options: dict[str, Any], param: str) -> None:
+def refusal(ask: Callable[..., Any], *args: Any, **options: Any) -> APIStatusError:
+    """The error that a client gets."""
     with pytest.raises(APIStatusError) as caught:
-        ask(client, **options)
-    assert (caught.value.status_code, caught.value.param) == (400, param)
+        ask(*args, **options)
     assert error_of(caught.value.response)["type"] == "invalid_request_error"
+    return caught.value
+
+
+WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is named
+    "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5], "min_p": [2], "seed": [2**64],
+    "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
+    "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}], "max_tokens": [0, "5", True],
+    "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["a*"], "truncate_prompt_tokens": [3],
+}  # fmt: skip
+WRONG_CHATS = WRONG | {
+    "tools": [[{"type": "function", "function": {"name": "f"}}]], "tool_choice": ["required"],
+    "response_format": [{"type": "json_object"}], "chat_template_kwargs.x": [{"x": 1}], "messages": [[], "hi"],
+    "messages[0].role": [[{"role": "tool", "content": "x"}]],
+    "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}]],
+    "messages[0].content[0].type": [[{"role": "user", "content": [{"type": "image_url"}]}]],
+    "messages[0].tool_calls": [[{"role": "assistant", "content": "", "tool_calls": [{}]}]],
+    "logprobs": [1, "yes"], "top_logprobs": [2, 21, -1, True, 1.5, "2"],
+}  # fmt: skip
+WRONG_COMPLETIONS = WRONG | {
+    "best_of": [2], "echo": [True], "suffix": ["x"], "add_special_tokens": [False], "prompt_embeds": ["AAAA"],
+    "prompt": ["", [], ["a", ""], ["a", 5], [["a"]], [1, "a"], [300], [-1], ["a", [300]], None, ["a"] * 9],
+    "logprobs": [6, -1, True, False, "2"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("streamed", [False, True])  # not an event in a stream that has begun
 @pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        *(({"logprobs": wrong}, "logprobs") for wrong in (6, -1, True, False, "2")),
-        ({"temperature": 1e39}, "temperature"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"logit_bias": {"300": 1}}, "logit_bias"),
-        *(({"extra_body": {"repetition_penalty": wrong}}, "repetition_penalty") for wrong in (1e39, 1e-39)),
-        ({"extra_body": {"bad_words": ["a"]}}, "bad_words"), ({"extra_body": {"regex": "a*"}}, "regex"),
-        ({"extra_body": {"truncate_prompt_tokens": 3}}, "truncate_prompt_tokens"),
-        ({"extra_body": {"add_special_tokens": False}}, "add_special_tokens"),
-        ({"extra_body": {"prompt_embeds": "AAAA"}}, "prompt_embeds"),
-        ({"best_of": 2}, "best_of"), ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"),
-        ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
-        ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [["a"]]}, "prompt"), ({"prompt": ["a"] * 9, "n": 128}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [300]}, "prompt"), ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["a", [300]]}, "prompt"),
-        ({"prompt": None}, "prompt"),
-    ],
-)  # fmt: skip
-def test_what_a_completion_cannot_ask_for_is_named(
-    client: OpenAI, options: dict[str, Any], param: str, streamed: bool
-) -> None:
-    refused(complete, client, options | {"stream": streamed}, param)
+    ("ask", "param"), [(chat, p) for p in WRONG_CHATS] + [(complete, p) for p in WRONG_COMPLETIONS]
+)
+def test_what_cannot_be_asked_for_is_named(client: OpenAI, ask: Callable[..., Any], param: str, streamed: bool) -> None:
+    for value in (WRONG_CHATS if ask is chat else WRONG_COMPLETIONS)[param]:
+        more = {"logprobs": value != 2} if param == "top_logprobs" else {"n": 128} if param == "prompt" else {}
+        error = refusal(ask, client, stream=streamed, extra_body={re.split(r"[.[]", param)[0]: value, **more})
+        assert (error.status_code, error.param) == (400, param), value
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"", b'{"model": "\\ud800"}', b"[" * 100_000])
@@ -345,23 +321,17 @@ def test_a_body_that_is_no_request_is_a_400(url: str, body: bytes) -> None:
     error_of(response)
 
 
-def test_a_prompt_longer_than_the_context(client: OpenAI) -> None:
-    for ask, options, param in (
-        (complete, {"prompt": "a" * 512}, "prompt"),
-        (chat, {"messages": [{"role": "user", "content": "a" * 600}], "stream": True}, "messages"),
-    ):
-        with pytest.raises(APIStatusError) as caught:
-            ask(client, **options)
-        assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
-        assert caught.value.param == param
+def test_a_prompt_longer_than_the_context_is_refused(client: OpenAI) -> None:
+    long: list[Any] = [{"role": "user", "content": "a" * 600}]
+    for error in (refusal(complete, client, prompt="a" * 512), refusal(chat, client, messages=long, stream=True)):
+        assert (error.status_code, error.code) == (400, "context_length_exceeded")
+        assert error.param == ("messages" if "chat" in str(error.request.url) else "prompt")
     assert complete(client, prompt="a" * 511, max_tokens=5, extra_body=LONG).usage.completion_tokens == 1
 
 
-def test_a_model_that_is_not_served(client: OpenAI) -> None:
-    for ask in (lambda: chat(client, model="other"), lambda: client.models.retrieve("other")):
-        with pytest.raises(APIStatusError) as caught:
-            ask()
-        assert (caught.value.status_code, caught.value.code) == (404, "model_not_found")
+def test_a_model_that_is_not_served_is_a_404(client: OpenAI) -> None:
+    for error in (refusal(chat, client, model="other"), refusal(client.models.retrieve, "other")):
+        assert (error.status_code, error.code) == (404, "model_not_found")
 
 
 def test_unknown_paths_and_wrong_methods(url: str) -> None:
@@ -373,15 +343,12 @@ def test_unknown_paths_and_wrong_methods(url: str) -> None:
     error_of(response)
 
 
-def test_a_body_over_the_limit(url: str, client: OpenAI) -> None:
-    with pytest.raises(APIStatusError) as caught:
-        complete(client, prompt="a" * MAX_BODY)
-    assert (caught.value.status_code, caught.value.code) == (413, "request_too_large")
-
+def test_a_body_over_the_limit_is_refused_also_in_chunks(url: str, client: OpenAI) -> None:
+    error = refusal(complete, client, prompt="a" * MAX_BODY)
+    assert (error.status_code, error.code) == (413, "request_too_large")
     chunks = (b" " * 65536 for _ in range(MAX_BODY // 65536 + 1))
     response = httpx.post(f"{url}/v1/completions", content=chunks, timeout=LATE_S)
-    assert response.status_code == 413
-    error_of(response)
+    assert response.status_code == 413 and error_of(response)
 
 
 def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, caplog: pytest.LogCaptureFixture) -> None:

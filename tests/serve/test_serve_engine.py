@@ -325,19 +325,6 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
     assert health.status_code == 503 and "restart the server" in health.text
 
 
-def test_an_error_belongs_to_its_own_request(target: Target) -> None:
-    engine = make_engine(target, None)
-
-    async def play() -> list[Any]:
-        async def consume(prompt: list[int]) -> int:
-            return len(await told(ask(engine, prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))))
-
-        return await asyncio.gather(consume([10**6]), consume([1]), return_exceptions=True)
-
-    failed, served = asyncio.run(play())
-    assert "token 1000000" in str(failed) and served == 2
-
-
 def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
     ended = []
 

@@ -5,17 +5,7 @@ from typing import Any
 import pytest
 from conftest import make_tokenizer
 from openai import OpenAI
-from test_serve_api import (
-    LONG,
-    MESSAGES,
-    chat,
-    client,
-    client_of,
-    complete,
-    engine,
-    serving,
-    url,
-)
+from test_serve_api import LONG, MESSAGES, chat, client, client_of, complete, engine, serving, url
 from test_serve_engine import make_engine, wait_until
 
 from dflash_toolkit import Drafter, Target
