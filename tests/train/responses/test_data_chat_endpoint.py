@@ -12,7 +12,7 @@ import torch
 from conftest import EOS, TEMPLATE, make_target
 from test_conversations import CALL, RESULT
 from test_data_cli import argv, lines, user, write
-from test_data_endpoint import WORDS, Fake, answers, backend, fake, prompts
+from test_data_endpoint import WORDS, Command, Fake, answers, backend, command, fake, prompts
 from test_data_tools import TOOL, WITH_TOOLS, words
 from test_serve_api import serving
 from test_serve_engine import make_engine
@@ -22,7 +22,7 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.decoders import Chat, Response
 from train.data_cli import main
 
-__all__ = ["fake", "prompts"]  # fixtures
+__all__ = ["command", "fake", "prompts"]  # fixtures
 CHAT = Chat([user("ask")])
 GONE = 404, {"detail": "Not Found"}
 OPENAI = {"model", "messages", "tools", "max_tokens", "temperature", "seed", "stream", "top_p"}
@@ -102,47 +102,39 @@ def test_the_rows_are_those_of_the_completions_api(
 # ---- which API -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        GONE,
-        (405, {"detail": "Method Not Allowed"}),
-        (501, {"error": {"message": "not implemented"}}),
-        (400, {"message": "The model does not support Completions API"}),
-        (400, {"error": {"message": "cannot unmarshal array into field prompt of type string"}}),
-        (422, {"error": "prompt: expected a string"}),
-    ],
-    ids=lambda refusal: str(refusal[0]),
-)
+REFUSALS = [
+    GONE,
+    (405, {"detail": "Method Not Allowed"}),
+    (501, {"error": {"message": "not implemented"}}),
+    (400, {"message": "The model does not support Completions API"}),
+    (400, {"error": {"message": "cannot unmarshal array into field prompt of type string"}}),
+    (422, {"error": "prompt: expected a string"}),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal[0]))
 def test_a_server_that_refuses_completions_is_asked_for_chats_from_then_on(
-    refusal: tuple[int, Any], fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+    refusal: tuple[int, Any], fake: Fake, command: Command
 ) -> None:
     fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else refusal
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")) == 0
+    command()
     tried = 4 if refusal[0] in (400, 422) else 1  # with less and less, too
     assert ["messages" in body for body in fake.asked] == [False] * tried + [True] * 9
     prompt = encode_chat(WORDS, [user("ask 8 of it")])
-    assert answers(tmp_path / "a.jsonl")[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
-    assert fake.asked[-1] == {
-        "model": "tiny", "messages": [user("ask 8 of it")], "max_tokens": 12, "temperature": 0.0, "stream": False,
-        "seed": fake.asked[-1]["seed"], "return_token_ids": True, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }  # fmt: skip
+    assert command.answers()[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
+    seed = {"seed": fake.asked[-1]["seed"], "stream": False, "return_token_ids": True}
+    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    asked = {"model": "tiny", "messages": [user("ask 8 of it")], "max_tokens": 12}
+    assert fake.asked[-1] == asked | sampling | seed
 
 
-def test_the_api_can_be_named_and_then_no_other_is_tried(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
+def test_the_api_can_be_named_and_then_no_other_is_tried(fake: Fake, command: Command) -> None:
     fake.reply = only_chat(lambda body: (200, said("fine")))
-    assert main([*command, "server.api=completions"]) == 2
-    assert f"{fake.url}/v1/completions: HTTP 404" in capsys.readouterr().err.splitlines()[-1]
-    assert main([*command, "server.api=chat"]) == 0
+    assert f"{fake.url}/v1/completions: HTTP 404" in command("server.api=completions", code=2)[-1]
+    assert not any("asking" in line for line in command("server.api=chat"))
     assert ["messages" in body for body in fake.asked] == [False] + [True] * 9
-    assert "asking" not in capsys.readouterr().err
     fake.reply = lambda body, number: GONE
-    assert main([*command[:5], str(tmp_path / "b.jsonl"), *command[6:]]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = command(output="b.jsonl", code=2)[-1]
     assert f"{fake.url}/v1/completions: HTTP 404" in last and f"{fake.url}/v1/chat/completions: HTTP 404" in last
 
 
@@ -158,38 +150,31 @@ def strict(known: set[str]) -> Callable[[dict[str, Any]], tuple[int, Any]]:
 
 
 @pytest.mark.parametrize("length", ["max_tokens", "max_completion_tokens"])
-def test_a_strict_server_is_asked_with_openai_s_own_fields(
-    length: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_strict_server_is_asked_with_openai_s_own_fields(length: str, fake: Fake, command: Command) -> None:
     fake.reply = only_chat(strict(OPENAI - {"max_tokens"} | {length}))
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")) == 0
+    command()
     in_vain = 1 + (3 if length == "max_completion_tokens" else 2)  # the first finds no completions
     assert len(fake.asked) == in_vain + 9, "it is asked in vain once"
     assert [length in body for body in fake.asked[in_vain:]] == [True] * 9 and fake.asked[-1][length] == 12
 
 
 @pytest.mark.parametrize(
-    ("option", "field"),
+    ("option", "field", "wanted"),
     [
-        ("thinking=false", "chat_template_kwargs"),
-        ("top_k=5", "top_k"),
-        ("min_p=0.1", "min_p"),
+        ("thinking=false", "chat_template_kwargs", {"enable_thinking": False}),
+        ("top_k=5", "top_k", 5),
+        ("min_p=0.1", "min_p", 0.1),
     ],
 )
 def test_a_field_that_is_needed_is_not_left_out(
-    option: str, field: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    option: str, field: str, wanted: Any, fake: Fake, command: Command
+) -> None:
     fake.reply = only_chat(strict(OPENAI))
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
-    command += [option, "temperature=1"]
-    assert main(command) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
     needs = f"{field} ({option.split('=')[0]} needs it)"
+    last = command(option, "temperature=1", code=2)[-1]
     assert last.endswith(f"HTTP 422: unknown field {field}; not tried without {needs}")
     fake.reply = only_chat(strict(OPENAI | {field}))  # it knows this one and no other
-    assert main(command) == 0
-    wanted = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 5, "min_p": 0.1}[field]
+    command(option, "temperature=1")
     assert fake.asked[-1][field] == wanted and fake.asked[-1].keys() <= OPENAI | {field}
 
 
@@ -271,48 +256,31 @@ def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, target
     assert spoken == [f"{text}<|end|>", "b<|end|>"], "the recorded call is the one that was made"
 
 
-def test_answers_of_unknown_tokens_are_dropped_and_counted(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def reply(body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, said("fine", count=4 if "3" in body["messages"][0]["content"] else 9)
-
-    fake.reply = only_chat(reply)
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 0
-    assert capsys.readouterr().err.splitlines()[-1].endswith("1 answers, 5 tokens; dropped 8 of unknown tokens")
-    assert answers(tmp_path / "a.jsonl").keys() == {(3, 0)}
+def of_third(with_3: dict[str, Any], without: dict[str, Any]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
+    """A server that answers one prompt of the nine in another way."""
+    return only_chat(lambda body: (200, with_3 if "3" in body["messages"][0]["content"] else without))
 
 
-def test_an_answer_to_another_prompt_ends_the_run_in_one_line(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: Command) -> None:
+    fake.reply = of_third(said("fine", count=4), said("fine", count=9))
+    assert command()[-1].endswith("1 answers, 5 tokens; dropped 8 of unknown tokens")
+    assert command.answers().keys() == {(3, 0)}
+
+
+def test_an_answer_to_another_prompt_ends_the_run_and_one_of_many_is_lost_alone(fake: Fake, command: Command) -> None:
     ours = len(encode_chat(WORDS, [user("ask 0 of it")]))
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url)
     fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours + 4)))
-    assert main(command) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = command(code=2)[-1]
     assert f"the prompt has {ours + 4} tokens there and {ours} with the target's own chat template" in last
     assert "serve the target with its own template" in last and "thinking" in last
-    fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours)))
-    assert main(command) == 0 and len(answers(tmp_path / "a.jsonl")) == 9
+    fake.reply = of_third(said("fine", prompt=ours + 1), said("fine", prompt=ours))
+    assert command()[-1].endswith("dropped 1 to another prompt")
+    assert len(command.answers()) == 8
 
 
-def test_a_run_goes_on_where_the_server_failed(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = 400, {"error": {"message": "bad"}}
-    fake.reply = lambda body, number: GONE if "messages" not in body else (200, said("fine")) if number < 7 else refused
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
-    assert main(command) == 2
-    assert f"{fake.url}/v1/chat/completions: HTTP 400: bad" in capsys.readouterr().err.splitlines()[-1]
-    assert len(answers(tmp_path / "a.jsonl")) == 5
-    fake.asked.clear()
-    fake.reply = only_chat(lambda body: (200, said("fine")))
-    assert main(command) == 0
-    assert len(answers(tmp_path / "a.jsonl")) == 9 and sum("messages" in body for body in fake.asked) == 4
+def test_a_reply_of_another_form_ends_the_run(fake: Fake, command: Command) -> None:
     fake.reply = only_chat(lambda body: (200, {"choices": []}))
-    assert main([*command[:5], str(tmp_path / "b.jsonl"), *command[6:]]) == 2
-    assert "not the reply of /v1/chat/completions (IndexError" in capsys.readouterr().err.splitlines()[-1]
+    assert "not the reply of /v1/chat/completions (IndexError" in command(code=2)[-1]
 
 
 @pytest.mark.parametrize(

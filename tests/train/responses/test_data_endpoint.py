@@ -35,6 +35,29 @@ def answers(path: Path) -> dict[tuple[int, int], list[int]]:
     return {(row["index"], row["sample"]): row["tokens"] for row in lines(path)}
 
 
+class Command:
+    """`dflash-data` that asks the fake server, about nine prompts; each output is a run of its own."""
+
+    def __init__(self, fake: "Fake", target: Path, prompts: Path, folder: Path, capsys: Any) -> None:
+        self._asked, self._folder, self._capsys = (fake, target, prompts), folder, capsys
+
+    def __call__(self, *more: str, code: int = 0, output: str = "a.jsonl", batch: int = 1) -> list[str]:
+        """The lines that it writes to stderr; `code` is how it has to end."""
+        fake, target, prompts = self._asked
+        words = argv(target, prompts, self._folder / output, "--endpoint", fake.url, "--batch-size", str(batch))
+        self._capsys.readouterr()
+        assert main([*words, *more]) == code
+        return self._capsys.readouterr().err.splitlines()
+
+    def answers(self, output: str = "a.jsonl") -> dict[tuple[int, int], list[int]]:
+        return answers(self._folder / output)
+
+
+@pytest.fixture
+def command(fake: "Fake", target_dir: Path, prompts: Path, tmp_path: Path, capsys: Any) -> Command:
+    return Command(fake, target_dir, prompts, tmp_path, capsys)
+
+
 def test_dflash_serve_writes_what_the_engine_writes(
     target: Target, drafter: Drafter, target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -166,18 +189,11 @@ def test_the_tokens_are_the_server_s_own_or_none(fake: Fake, reply: Any, tokens:
     assert (answer.key, answer.tokens, answer.finish_reason) == (7, tokens, reason)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        (503, {"error": {"message": "busy"}}),
-        (429, {}),
-        (500, b"oops"),
-        (524, b"of a proxy"),
-        (200, {"choices": None, "error": {"message": "busy"}}),
-        (0, None),
-        (200, b"<html>"),
-    ],
-)
+FAILURES = [(503, {"error": {"message": "busy"}}), (429, {}), (500, b"oops"), (524, b"of a proxy"), (0, None)]
+FAILURES += [(200, {"choices": None, "error": {"message": "busy"}}), (200, b"<html>")]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
 def test_an_error_that_may_pass_is_tried_again(fake: Fake, failure: tuple[int, Any]) -> None:
     fake.reply = lambda body, number: failure if number < 4 else (200, whole("fine"))
     assert ask(fake).tokens == [*WORDS("fine").input_ids, EOS]
@@ -232,42 +248,38 @@ def test_a_server_of_several_models_wants_a_name(fake: Fake) -> None:
     assert fake.asked[0]["model"] == "b"
 
 
-@pytest.mark.parametrize(
-    ("url", "base"),
-    [
-        ("http://h:8000", "http://h:8000/v1"),
-        ("http://h:8000/v1/", "http://h:8000/v1"),
-        ("https://h/api", "https://h/api/v1"),
-        ("localhost:8000", "http://localhost:8000/v1"),
-    ],
-)
-def test_an_address_may_be_given_with_or_without_v1(url: str, base: str) -> None:
-    assert base_url(url) == base
+def test_an_address_may_be_given_with_or_without_v1() -> None:
+    for url in ("http://h:8000", "http://h:8000/v1/", "h:8000"):
+        assert base_url(url) == "http://h:8000/v1"
+    assert base_url("https://h/api") == "https://h/api/v1"
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
 def test_answers_written_before_the_server_failed_are_kept_and_not_asked_for_again(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    api: str, fake: Fake, command: Command
 ) -> None:
-    fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {"error": {"message": "bad"}})
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
-    assert main(command) == 2
-    assert "HTTP 400: bad" in capsys.readouterr().err.splitlines()[-1]
-    assert len(answers(tmp_path / "a.jsonl")) == 5
-    fake.reply = lambda body, number: (200, whole("fine"))
-    asked = len(fake.asked)
-    assert main(command) == 0
-    assert len(fake.asked) - asked == 4
+    def fine(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        reply = whole("fine")
+        reply["choices"][0]["message"] = {"role": "assistant", "content": "fine"}
+        return (200, reply) if ("messages" in body) == (api == "chat") else (404, {"detail": "Not Found"})
+
+    first = 6 if api == "chat" else 5  # the first finds no completions
+    fake.reply = lambda body, number: fine(body, number) if number <= first else (400, {"error": {"message": "bad"}})
+    path = "chat/completions" if api == "chat" else "completions"
+    assert f"{fake.url}/v1/{path}: HTTP 400: bad" in command(code=2)[-1]
+    assert len(command.answers()) == 5
+    fake.reply = fine
+    fake.asked.clear()
+    command()
+    assert sum(("messages" in body) == (api == "chat") for body in fake.asked) == 4
     prompt = encode_chat(WORDS, [user("ask 8 of it")])
-    assert answers(tmp_path / "a.jsonl")[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
+    assert command.answers()[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS] and len(command.answers()) == 9
 
 
-def test_stop_ids_that_cannot_be_read_do_not_vanish(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = Path(shutil.copytree(target_dir, tmp_path / "broken"))
+def test_stop_ids_that_cannot_be_read_do_not_vanish(fake: Fake, target_dir: Path, command: Command) -> None:
+    broken = Path(shutil.copytree(target_dir, target_dir.parent / "broken", dirs_exist_ok=True))
     (broken / "generation_config.json").write_text("{ half")
-    assert main(argv(broken, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 2
-    assert "generation_config.json" in capsys.readouterr().err.splitlines()[-1]
+    assert "generation_config.json" in command("--target", str(broken), code=2)[-1]
     assert fake.asked == []
 
 
@@ -302,27 +314,24 @@ def test_an_answer_that_was_broken_off_is_asked_for_again(fake: Fake, reason: st
 
 
 def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: Fake, command: Command, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {})
-    output, record = tmp_path / "a.jsonl", tmp_path / "a.run.json"
-    local = argv(target_dir, prompts, output)
-    there = [*local, "--endpoint", fake.url, "--batch-size", "1"]
-    assert main(there) == 2
+    record, local = tmp_path / "a.run.json", argv(target_dir, prompts, tmp_path / "a.jsonl")
+    command(code=2)
     written = json.loads(record.read_text())
     assert (written["runtime"], written["model"]) == ("endpoint", "tiny")
-    fake.models = ["other"]
-    fake.reply = lambda body, number: (200, whole("fine"))
-    for command, difference in ((there, "model: 'tiny', now 'other'"), (local, "runtime: 'endpoint', now 'engine'")):
-        capsys.readouterr()
-        assert main(command) == 2
-        assert f"holds answers of another run ({difference})" in capsys.readouterr().err.splitlines()[-1]
-        assert len(answers(output)) == 5 and json.loads(record.read_text()) == written
+    fake.models, fake.reply = ["other"], lambda body, number: (200, whole("fine"))
+    assert "holds answers of another run (model: 'tiny', now 'other')" in command(code=2)[-1]
+    assert main(local) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "holds answers of another run (runtime: 'endpoint', now 'engine')" in said
+    assert len(command.answers()) == 5 and json.loads(record.read_text()) == written
     # a record of before either was written down
     record.write_text(json.dumps({k: v for k, v in written.items() if k not in ("runtime", "model")}))
-    assert main(there) == 0 and len(answers(output)) == 9
+    command()
     written = json.loads(record.read_text())
-    assert written["model"] == "other" and "9 answers" in written["finished"]
+    assert len(command.answers()) == 9 and written["model"] == "other" and "9 answers" in written["finished"]
     assert main(local) == 0, "nothing is left to answer"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import EOS, TEMPLATE
-from test_data_chat_endpoint import CHAT, ask, only_chat, said
+from test_data_chat_endpoint import CHAT, ask, of_third, only_chat, said
 from test_data_cli import argv, user
-from test_data_endpoint import WORDS, Fake, answers, backend, fake, prompts, whole
+from test_data_endpoint import WORDS, Command, Fake, backend, command, fake, prompts, whole
 from test_data_endpoint import ask as complete
 from test_data_tools import words
 
@@ -22,7 +22,7 @@ from train.data_cli import main
 from train.responses.chat_endpoint import chat_fields
 from train.responses.conversation import likeliest_end_first, recorded_rows
 
-__all__ = ["fake", "prompts"]  # fixtures
+__all__ = ["command", "fake", "prompts"]  # fixtures
 FINE = [*WORDS("fine").input_ids, EOS]
 EXTRAS = {"top_k", "min_p", "repetition_penalty", "return_token_ids"}
 
@@ -52,21 +52,16 @@ def refusing(*fields: str, values: dict[str, Any] | None = None) -> Callable[[di
         (refusing("seed"), EXTRAS | {"top_p", "seed"}),
     ],
     ids=["token ids", "min_p", "top_p of 1", "seed"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
-    api: str, server: Any, left_out: set[str], fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    api: str, server: Any, left_out: set[str], fake: Fake, command: Command
+) -> None:
     fake.reply = server
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "3")
-    assert main([*command, f"server.api={api}"]) == 0
-    prompt = encode_chat(WORDS, [user("ask 8 of it")])
-    assert answers(tmp_path / "a.jsonl")[8, 0] == prompt + FINE
+    (line,) = [line for line in command(f"server.api={api}", batch=3) if line.startswith("asking")]
+    assert command.answers()[8, 0] == encode_chat(WORDS, [user("ask 8 of it")]) + FINE
     assert all((EXTRAS | {"top_p", "seed", "max_tokens"}) - body.keys() == left_out for body in fake.asked[-6:])
-    said_so = [line for line in capsys.readouterr().err.splitlines() if line.startswith("asking")]
     path = "chat/completions" if api == "chat" else "completions"
-    (line,) = said_so
     assert line.startswith(f"asking {fake.url}/v1/{path} without ") and ", for " in line and "HTTP 422: invalid" in line
     assert set(line.split(" without ")[1].split(", for ")[0].split(", ")) == left_out
 
@@ -80,19 +75,17 @@ def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
     one.close()
 
 
+@pytest.mark.parametrize("failure", [(500, {"error": "no such thing"}), (200, {"error": "no such thing"})])
 def test_a_server_that_keeps_failing_at_completions_may_have_chats(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    failure: tuple[int, Any], fake: Fake, command: Command
 ) -> None:
-    failures = [(500, {"error": "no such thing"}), (200, {"error": "no such thing"})]
-    for number, failure in enumerate(failures):
-        fake.reply = lambda body, number, failure=failure: (200, said("fine")) if "messages" in body else failure
-        output = tmp_path / f"{number}.jsonl"
-        command = argv(target_dir, prompts, output, "--endpoint", fake.url, "server.retries=0")
-        assert main(command) == 2
-        err = capsys.readouterr().err
-        assert err.splitlines()[-1].endswith("to go on, with server.api=chat if it answers chats only")
-        assert "no such thing" in err and "asking" not in err, "not known to have completions"
-        assert main([*command, "server.api=chat"]) == 0 and len(answers(output)) == 9
+    fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else failure
+    said_so = command("server.retries=0", code=2)
+    assert said_so[-1].endswith("to go on, with server.api=chat if it answers chats only")
+    err = "".join(said_so)
+    assert "no such thing" in err and "asking" not in err, "not known to have completions"
+    command("server.retries=0", "server.api=chat")
+    assert len(command.answers()) == 9
 
 
 @pytest.mark.parametrize(("listing", "models"), [(404, []), (405, []), (200, ["org/*"]), (200, ["*"])])
@@ -139,16 +132,10 @@ def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fak
         one.close()
 
 
-def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake.reply = only_chat(
-        lambda body: (200, said("fi", reason="content_filter" if "3" in body["messages"][0]["content"] else "stop"))
-    )
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "server.api=chat")
-    assert main(command) == 0
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith("dropped 1 stopped by a content filter") and len(fake.asked) == 9
+def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(fake: Fake, command: Command) -> None:
+    fake.reply = of_third(said("fi", reason="content_filter"), said("fi"))
+    assert command("server.api=chat", batch=3)[-1].endswith("dropped 1 stopped by a content filter")
+    assert len(fake.asked) == 9
 
 
 # ---- the prompt that a server made of a chat -------------------------------------------------------------------
@@ -175,20 +162,6 @@ def test_a_prompt_is_compared_token_for_token_where_a_server_returns_it(put: Any
 
 def test_no_number_is_not_another_prompt(fake: Fake) -> None:
     assert ask(fake, said("fine", prompt=0)).tokens == FINE
-
-
-def test_one_prompt_of_many_that_is_another_there_loses_its_answer_alone(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def reply(body: dict[str, Any]) -> tuple[int, Any]:
-        ours = len(encode_chat(WORDS, body["messages"]))
-        return 200, said("fine", prompt=ours + ("3" in body["messages"][0]["content"]))
-
-    fake.reply = only_chat(reply)
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")
-    assert main(command) == 0
-    assert capsys.readouterr().err.splitlines()[-1].endswith("dropped 1 to another prompt")
-    assert len(answers(tmp_path / "a.jsonl")) == 8
 
 
 def test_reasoning_that_the_template_leaves_out_is_not_an_answer_without_it(fake: Fake) -> None:
