@@ -1,14 +1,7 @@
 """What the runtime draws, in batches and from drafts, is what the target alone would: counted, not token by token."""
 
 import pytest
-from test_decode import (
-    SMALL_PROMPT,
-    SMALL_SAMPLINGS,
-    check_answers,
-    exact_answers,
-    likely_draft,
-    small_vocabulary_pair,
-)
+from test_decode import SMALL_PROMPT, SMALL_SAMPLINGS, check_answers, exact_answers, likely_draft, small_vocabulary_pair
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams

@@ -40,16 +40,21 @@ class Row:
 class TableDevice:
     """Remembers the token that each slot of each page belongs to, and answers from what it can read there.
 
-    A page that is handed out too early, twice, or not at all shows as a wrong answer.
+    A page that is handed out too early, twice, or not at all shows as a wrong answer. `calls` holds what it was asked
+    for: ("prefill", first token, start, tokens), ("move", source, target), ("set_pages", pages), ("decode", requests).
     """
 
     pages_per_request = 1000
 
-    def __init__(self, depth: int, dice: random.Random) -> None:
-        self.depth, self._dice = depth, dice
+    def __init__(self, depth: int = 1, dice: random.Random | None = None) -> None:
+        self.depth, self._dice = depth, dice or random.Random(0)
         self.slots: dict[tuple[int, int], int] = {}
         self.rows: dict[int, Row] = {}
+        self.calls: list[tuple[Any, ...]] = []
         self._prefilled: list[int] = []
+
+    def called(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
 
     def _write(self, pages: Sequence[int], position: int, token: int) -> None:
         assert pages[position // SIZE] != 0
@@ -59,6 +64,7 @@ class TableDevice:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
 
     def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        self.calls.append(("prefill", ids[0], start, len(ids)))
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
         self._prefilled = self._text(pages, start + len(ids))
@@ -74,15 +80,18 @@ class TableDevice:
         return [Committed([self.rows[row].last])]
 
     def move(self, source: int, target: int) -> None:
+        self.calls.append(("move", source, target))
         self.rows[target] = self.rows.pop(source)
 
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self.calls.append(("set_pages", len(pages)))
         self.rows[row].pages = list(pages)
 
     def decode(self, requests: Sequence[Request], block: int) -> Any:
+        self.calls.append(("decode", len(requests)))
         assert sorted(self.rows) == list(range(len(requests)))
         found = []
         for i in range(len(requests)):
@@ -102,6 +111,25 @@ class TableDevice:
         return pending
 
 
+def request_of(prompt: list[int], limit: int, *report: Any) -> Request:
+    return Request(prompt, SamplingParams(max_new_tokens=limit), frozenset(), limit, *report)
+
+
+def scheduled(device: TableDevice, *requests: Request, pool: Any = 200, block: int = 1, **options: Any) -> Scheduler:
+    """With the requests, in blocks of one length."""
+    defaults = {"max_batch": 8, "prefill_chunk": 64, "max_block": BLOCK, "prefix_cache": False}
+    pool = PagePool(pool, SIZE) if isinstance(pool, int) else pool
+    scheduler = Scheduler(device, pool, lambda running: block, **(defaults | options))
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def drain(scheduler: Scheduler) -> None:
+    while not scheduler.idle:
+        scheduler.advance()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16), st.booleans())
 def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
@@ -109,30 +137,15 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
 ) -> None:
     """Products of other sizes round otherwise: an answer would depend on who else was there."""
 
-    class Cuts(TableDevice):
-        def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
-            self.found.setdefault(ids[0] // 1000, []).append((start, len(ids)))
-            super().prefill(ids, start, pages)
-
-    def cuts(prompts: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
-        device = Cuts(1, random.Random(0))
-        device.found = {}
-        pool = PagePool(200, SIZE)
-        scheduler = Scheduler(
-            device, pool, lambda requests: BLOCK, max_batch=8, prefill_chunk=chunk, max_block=BLOCK,
-            prefix_cache=prefix_cache,
-        )  # fmt: skip
-        for prompt in prompts:
-            scheduler.add(Request(prompt, SamplingParams(max_new_tokens=2), frozenset(), 2))
-        while not scheduler.idle:
-            scheduler.advance()
-        return device.found
+    def cuts(prompts: list[list[int]]) -> list[tuple[int, int, int]]:
+        device = TableDevice()
+        requests = [request_of(prompt, 2) for prompt in prompts]
+        drain(scheduled(device, *requests, block=BLOCK, prefill_chunk=chunk, prefix_cache=prefix_cache))
+        return sorted(device.called("prefill"))
 
     prompts = [[1000 * i + k for k in range(n)] for i, n in enumerate(lengths)]  # nothing in common
-    together = cuts(prompts)
-    for i, prompt in enumerate(prompts):
-        expected = [(start, min(chunk, len(prompt) - start)) for start in range(0, len(prompt), chunk)]
-        assert together[i] == cuts([prompt])[i] == expected
+    each = [[(p[start], start, len(p[start:][:chunk])) for start in range(0, len(p), chunk)] for p in prompts]
+    assert [cuts([prompt]) for prompt in prompts] == each and cuts(prompts) == [cut for cuts in each for cut in cuts]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -154,16 +167,11 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
     dice = random.Random(seed)
     pool = PagePool(pages, SIZE)
     done: list[Request] = []
-    scheduler = Scheduler(
-        TableDevice(depth, dice),
-        pool,
-        lambda requests: dice.choice([1, 2, BLOCK]),
-        max_batch=max_batch,
-        prefill_chunk=7,
-        max_block=BLOCK,
-        prefix_cache=dice.random() < 0.8,
+    scheduler = scheduled(
+        TableDevice(depth, dice), pool=pool, max_batch=max_batch, prefill_chunk=7, prefix_cache=dice.random() < 0.8,
         report=lambda request, step: done.append(request) if request.finished else None,
-    )
+    )  # fmt: skip
+    scheduler.choose_block = lambda requests: dice.choice([1, 2, BLOCK])
     shared = [dice.randrange(97) for _ in range(40)]
     alive: list[Request] = []
     cancelled = 0
@@ -172,7 +180,7 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
         if action < 0.25 and event < 250:
             prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
             count = dice.randrange(1, 30)
-            request = Request(prompt, SamplingParams(max_new_tokens=count), frozenset(), count)
+            request = request_of(prompt, count)
             if pool.pages_for(scheduler.tokens_needed(request)) <= pool.capacity:
                 scheduler.add(request)
                 alive.append(request)
@@ -183,8 +191,7 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
         else:
             scheduler.advance()
         pool.check()
-    while not scheduler.idle:
-        scheduler.advance()
+    drain(scheduler)
     pool.check()
     assert pool.available == pool.capacity
     assert len(done) == len(alive) - cancelled
@@ -196,92 +203,40 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
 
 def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
     told: list[tuple[int, bool]] = []
-    scheduler = Scheduler(
-        TableDevice(1, random.Random(0)), PagePool(200, SIZE), lambda requests: BLOCK, max_batch=2, prefill_chunk=8,
-        max_block=BLOCK, prefix_cache=False, report=lambda request, step: told.append((turn, request is short)),
-    )  # fmt: skip
-    short = Request([1, 2, 3], SamplingParams(max_new_tokens=1), frozenset(), 1)
-    long = Request(list(range(90)) * 4, SamplingParams(max_new_tokens=4), frozenset(), 4)
-    scheduler.add(short)
-    scheduler.add(long)
-    turn = 0
-    while not scheduler.idle:
-        turn += 1
-        scheduler.advance()
-    assert told[0] == (1, True) and told[1][0] > 40
+    short, long = request_of([1, 2, 3], 1), request_of(list(range(90)) * 4, 4)
 
+    def report(request: Request, step: object) -> None:
+        told.append((len(device.called("prefill")), request is short))
 
-def turns(requests: list[Request], device: TableDevice, *, block: int = 1, chunk: int = 64) -> Scheduler:
-    scheduler = Scheduler(
-        device, PagePool(200, SIZE), lambda running: block, max_batch=8, prefill_chunk=chunk, max_block=BLOCK,
-        prefix_cache=False,
-    )  # fmt: skip
-    for request in requests:
-        scheduler.add(request)
-    return scheduler
+    device = TableDevice()
+    drain(scheduled(device, short, long, block=BLOCK, prefill_chunk=8, report=report))
+    assert told[0][1] and told[0][0] <= 2 and told[1][0] > 40
 
 
 def test_prompts_fill_a_chunk_to_its_last_token() -> None:
-    requests = [Request([i], SamplingParams(), frozenset(), 9) for i in range(4)]
-    scheduler = turns(requests, TableDevice(1, random.Random(0)), chunk=4)
-    scheduler.advance()
+    requests = [request_of([i], 9) for i in range(4)]
+    scheduled(TableDevice(), *requests, prefill_chunk=4).advance()
     assert [request.prefilled for request in requests] == [1] * 4
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1, 0), (2, 1), (5, 4)])
 def test_no_step_is_launched_for_who_surely_ends_without_it(limit: int, steps: int) -> None:
-    launched = []
-
-    class Counts(TableDevice):
-        def decode(self, requests: Sequence[Request], block: int) -> Any:
-            launched.append(len(requests))
-            return super().decode(requests, block)
-
-    scheduler = turns(
-        [Request([i, 1], SamplingParams(), frozenset(), limit) for i in range(2)], Counts(2, random.Random(0))
-    )
-    while not scheduler.idle:
-        scheduler.advance()
-    assert launched == [2] * steps
+    device = TableDevice(2)
+    drain(scheduled(device, *(request_of([i, 1], limit) for i in range(2))))
+    assert device.called("decode") == [(2,)] * steps
 
 
 def test_the_page_table_changes_once_in_four_pages() -> None:
-    changed = []
-
-    class Counts(TableDevice):
-        def set_pages(self, row: int, pages: Sequence[int]) -> None:
-            changed.append(len(pages))
-            super().set_pages(row, pages)
-
-    scheduler = turns([Request([1, 2], SamplingParams(), frozenset(), 60)], Counts(0, random.Random(0)))
-    while not scheduler.idle:
-        scheduler.advance()
-    assert changed == [7, 11, 15, 19], "a page and three in advance, each time"
+    device = TableDevice(0)
+    drain(scheduled(device, request_of([1, 2], 60)))
+    assert device.called("set_pages") == [(7,), (11,), (15,), (19,)], "a page and three in advance, each time"
 
 
 def test_a_row_is_moved_only_for_a_request_that_stays() -> None:
     """Copies of a row's state are a dozen launches: many rows that end together would make the next step wait."""
-    moved = []
-
-    class Moves(TableDevice):
-        def move(self, source: int, target: int) -> None:
-            moved.append((source, target))
-            super().move(source, target)
-
-    device = Moves(1, random.Random(0))
-    scheduler = Scheduler(
-        device, PagePool(200, SIZE), lambda running: 1, max_batch=6, prefill_chunk=64, max_block=BLOCK,
-        prefix_cache=True, report=lambda request, step: None,
-    )  # fmt: skip
-    requests = [
-        Request([i, 1], SamplingParams(max_new_tokens=limit), frozenset(), limit)
-        for i, limit in enumerate((9, 9, 30, 9, 9, 9))
-    ]
-    for request in requests:
-        scheduler.add(request)
-    while not scheduler.idle:
-        scheduler.advance()
-    assert moved == [(2, 1), (1, 0)], "the one that stays, and nobody who ends"
+    device, requests = TableDevice(), [request_of([i, 1], limit) for i, limit in enumerate((9, 9, 30, 9, 9, 9))]
+    drain(scheduled(device, *requests, max_batch=6, prefix_cache=True))
+    assert device.called("move") == [(2, 1), (1, 0)], "the one that stays, and nobody who ends"
     assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in requests)
 
 
@@ -317,41 +272,21 @@ def test_more_pages_than_there_are_change_nothing() -> None:
 
 
 def test_who_came_last_gives_way_whatever_row_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted: list[str] = []
-    pool = PagePool(61, SIZE)
-    scheduler = Scheduler(
-        TableDevice(0, random.Random(0)), pool, lambda requests: 1,
-        max_batch=3, prefill_chunk=64, max_block=1, prefix_cache=False,
-    )  # fmt: skip
-    real, names = scheduler._preempt, {}
-
-    def watched(request: Request) -> None:
-        preempted.append(names[request])
-        real(request)
-
-    monkeypatch.setattr(scheduler, "_preempt", watched)
-
-    def add(name: str, tokens: int, limit: int) -> None:
-        request = Request([ord(name)] * tokens, SamplingParams(), frozenset(), limit)
-        names[request] = name
-        scheduler.add(request)
-
-    add("a", 8, 20)
-    add("b", 8, 220)
+    scheduler, preempted = (scheduled(TableDevice(0), pool=61, max_batch=3, max_block=1), list[Request]())
+    real = scheduler._preempt
+    monkeypatch.setattr(scheduler, "_preempt", lambda request: (preempted.append(request), real(request)))
+    first, second, last = (request_of([i] * 8, limit) for i, limit in enumerate((20, 220, 220)))
+    scheduler.add(first)
+    scheduler.add(second)
     for _ in range(10):
         scheduler.advance()
-    add("c", 8, 220)
-    for _ in range(2000):
-        scheduler.advance()
-    assert scheduler.idle and preempted and set(preempted) == {"c"}, "c took a's row when a had ended"
+    scheduler.add(last)
+    drain(scheduler)
+    assert preempted and all(request is last for request in preempted), "it took the first one's row"
 
 
 def test_a_request_that_was_never_queued_can_be_cancelled() -> None:
-    scheduler = Scheduler(
-        TableDevice(0, random.Random(0)), PagePool(9, SIZE), lambda requests: 1,
-        max_batch=3, prefill_chunk=64, max_block=1, prefix_cache=True,
-    )  # fmt: skip
-    request = Request([1] * 8, SamplingParams(), frozenset(), 4)
+    scheduler, request = scheduled(TableDevice(0), pool=9), request_of([1] * 8, 4)
     scheduler.cancel(request)
     assert request.cancelled and scheduler.idle
 
@@ -361,16 +296,14 @@ def test_a_report_that_raises_costs_the_others_nothing() -> None:
         if len(request.tokens) > 2:
             raise RuntimeError("the caller's own")
 
+    def report(request: Request, step: object) -> None:
+        if request.on_progress:
+            request.on_progress(request, step)
+
     found = []
-    for report in (None, raises):
-        scheduler = Scheduler(
-            TableDevice(0, random.Random(0)), PagePool(9, SIZE), lambda requests: 1,
-            max_batch=3, prefill_chunk=64, max_block=1, prefix_cache=False,
-            report=lambda request, step: request.on_progress and request.on_progress(request, step),
-        )  # fmt: skip
-        requests = [Request([5] * 8, SamplingParams(), frozenset(), 8, on_progress) for on_progress in (report, None)]
-        for request in requests:
-            scheduler.add(request)
+    for on_progress in (None, raises):
+        requests = [request_of([5] * 8, 8, on_progress), request_of([5] * 8, 8)]
+        scheduler = scheduled(TableDevice(0), *requests, pool=9, max_batch=3, max_block=1, report=report)
         for _ in range(200):
             with contextlib.suppress(RuntimeError):
                 scheduler.advance()
