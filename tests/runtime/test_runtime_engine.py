@@ -73,16 +73,20 @@ def same(got: Generation, expected: Generation) -> bool:
     return (got.tokens, got.steps, got.finish_reason) == (expected.tokens, expected.steps, expected.finish_reason)
 
 
+def check(engine: Engine, models: tuple[Target, Drafter | None], prompts: list[list[int]], *params: Any) -> None:
+    """Every answer, its steps too, is what `generate` gives; one of the parameters for each prompt, or one for all."""
+    each = params * (len(prompts) // len(params))
+    for prompt, one, got in zip(prompts, each, engine.generate(prompts, list(each)), strict=True):
+        assert same(got, generate(*models, prompt, one))
+
+
 # ---- the same as decode.py ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
-    target, drafter = pair(kind)
-    engine, prompts = make_engine(target, drafter), prompts_of(1, 5, 17, 33, 40, 8)
-    params = [SamplingParams(max_new_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
-    for prompt, each, got in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        assert same(got, generate(target, drafter, prompt, each))
+    engine, params = make_engine(*pair(kind)), [SamplingParams(max_new_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
+    check(engine, pair(kind), prompts_of(1, 5, 17, 33, 40, 8), *params)
     engine.pool.check()
     assert engine.pool.available == engine.pool.capacity
     assert engine.stats.requests == 6 and engine.stats.generated_tokens == sum(p.max_new_tokens for p in params)
@@ -91,10 +95,8 @@ def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
 def test_greedy_answers_are_those_of_hugging_face() -> None:
     target, drafter = pair("qwen3")
     prompts = prompts_of(3, 21, 9)
-    for prompt, got in zip(
-        prompts, make_engine(target, drafter).generate(prompts, SamplingParams(max_new_tokens=60)), strict=True
-    ):
-        assert got.tokens == hf_greedy(target, prompt, 60)
+    answers = make_engine(target, drafter).generate(prompts, SamplingParams(max_new_tokens=60))
+    assert [got.tokens for got in answers] == [hf_greedy(target, prompt, 60) for prompt in prompts]
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "logprobs"])
@@ -149,29 +151,23 @@ def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int)
 
 @pytest.mark.parametrize("room", [1, 2, 7, 8, 9])
 def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
-    target, drafter = pair(limit=64)
-    (prompt,) = prompts_of(64 - room)
-    params = SamplingParams(ignore_eos=True)
-    got = make_engine(target, drafter, max_num_seqs=2).generate([prompt, prompt], params)
-    expected = generate(target, drafter, prompt, params)
-    assert len(expected.tokens) == room and all(same(g, expected) for g in got)
+    models, params, prompts = pair(limit=64), SamplingParams(ignore_eos=True), prompts_of(64 - room) * 2
+    check(make_engine(*models, max_num_seqs=2), models, prompts, params)
+    assert len(generate(*models, prompts[0], params).tokens) == room
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-        {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 32},
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
-    ],
-    ids=lambda s: s["rope_type"],
-)  # fmt: skip
-def test_scaled_rope_is_that_of_hugging_face(scaling: dict[str, Any]) -> None:
-    target = make_target(rope_parameters=scaling)
-    (prompt,) = prompts_of(50)
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_scaled_rope_is_that_of_hugging_face(kind: str) -> None:
+    target = make_target(rope_parameters={"rope_type": kind, "rope_theta": 1e4} | SCALINGS[kind])
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    assert same(make_engine(target, None).generate([prompt], params)[0], generate(target, None, prompt, params))
+    check(make_engine(target, None), (target, None), prompts_of(50), params)
 
 
 def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
@@ -183,44 +179,32 @@ def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
                 parameter.normal_(std=0.5)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     for prompt in prompts_of(9, 14, seed=7):
-        assert same(
-            make_engine(target, drafter).generate([prompt], params)[0], generate(target, drafter, prompt, params)
-        )
+        check(make_engine(target, drafter), (target, drafter), [prompt], params)
 
 
 # ---- pages -------------------------------------------------------------------------------------------------
 
 
 def test_a_prefix_hit_brings_target_and_draft_pages() -> None:
-    target, drafter = pair()
     (prefix, *tails) = prompts_of(24, 5, 9, 1)
-    engine = make_engine(target, drafter)
-    params = SamplingParams(max_new_tokens=12)
+    engine, params = make_engine(*pair()), SamplingParams(max_new_tokens=12)
     for tail in tails:
-        (got,) = engine.generate([prefix + tail], params)
-        assert same(got, generate(target, drafter, prefix + tail, params)), "steps too: the drafter sees the same"
+        check(engine, pair(), [prefix + tail], params)  # steps too: the drafter sees the same
     assert engine.stats.cached_prompt_tokens == 2 * 24
-    again = engine.generate([prefix], params)[0]  # the last token must be computed, so its page is not taken
-    assert same(again, generate(target, drafter, prefix, params))
-    assert engine.stats.cached_prompt_tokens == 2 * 24 + 20
+    check(engine, pair(), [prefix], params)
+    assert engine.stats.cached_prompt_tokens == 2 * 24 + 20, "the last token must be computed, so its page is not taken"
 
 
 def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
-    target, drafter = pair()
-    (prompt, more) = prompts_of(10, 6)
-    engine = make_engine(target, drafter)
+    (prompt, more), engine = prompts_of(10, 6), make_engine(*pair())
     first = engine.generate([prompt], SamplingParams(max_new_tokens=15, ignore_eos=True))[0]
-    turn = prompt + first.tokens + more
-    second = engine.generate([turn], SamplingParams(max_new_tokens=15))[0]
-    assert same(second, generate(target, drafter, turn, SamplingParams(max_new_tokens=15)))
+    check(engine, pair(), [prompt + first.tokens + more], SamplingParams(max_new_tokens=15))
     assert engine.stats.cached_prompt_tokens == 24  # of 24 written tokens, in pages of 4
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
-    target, drafter = pair()
-    engine = make_engine(target, drafter, prefix_cache=False)
-    (prompt,) = prompts_of(30)
-    engine.generate([prompt, prompt], SamplingParams(max_new_tokens=3))
+    engine = make_engine(*pair(), prefix_cache=False)
+    engine.generate(prompts_of(30) * 2, SamplingParams(max_new_tokens=3))
     assert engine.stats.cached_prompt_tokens == 0
 
 

@@ -41,6 +41,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP))
 
 
+def full(*_: object, **__: object) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x")
+
+
 def runner(room: Room) -> Any:
     device, dtype = torch.device("cuda"), torch.bfloat16
     return SimpleNamespace(device=device, dtype=dtype, depth=1, max_batch=4, max_block=16)
@@ -83,9 +87,6 @@ def test_a_cache_that_is_asked_for_may_take_all_of_the_memory_but_no_more() -> N
 
 @pytest.mark.usefixtures("gpu")
 def test_a_step_that_does_not_fit_names_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x")
-
     monkeypatch.setattr(memory, "workspace_of", full)
     with pytest.raises(
         UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_num_seqs, num_spec"
@@ -116,9 +117,6 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
 def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_options(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
-
     monkeypatch.setattr(DrafterWeights, "quantized", full if where == "copies" else lambda self, head: self)
     if where == "cache":
         monkeypatch.setattr(engine_module, "StepRunner", full)
@@ -242,10 +240,7 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
 
 @pytest.mark.usefixtures("gpu")
 def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. Including x")
-
-    monkeypatch.setattr("dflash_toolkit.models.dflash.checkpoint.load_drafter", load)
+    monkeypatch.setattr("dflash_toolkit.models.dflash.checkpoint.load_drafter", full)
     found = r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
     with pytest.raises(UserError, match=found):
         loading.read_drafter("D", make_target().config, torch.device("cuda"), torch.bfloat16)

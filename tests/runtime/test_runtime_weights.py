@@ -1,5 +1,6 @@
 """From checkpoint files to fused weights, and what is refused on the way."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_target
-from safetensors.torch import load_file, save_file
+from damage import damage
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -85,70 +86,46 @@ def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
     assert (loaded.layers[0].mixer.qkv_bias is not None) == (kind == "qwen2")
 
 
-def edited(target_dir: Path, tmp_path: Path, edit: Any) -> Path:
-    """A copy of a checkpoint whose tensors went through `edit`."""
-    for path in target_dir.iterdir():
-        if path.suffix == ".json":
-            (tmp_path / path.name).write_text(path.read_text())
-    tensors = load_file(target_dir / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
+INDEX, WEIGHTS, ENDS = "model.safetensors.index.json", "model.safetensors", "generation_config.json"
+DAMAGE: list[tuple[str, Any, str]] = [  # file, what it holds instead, what is said
+    (WEIGHTS, {"model.norm.weight": None}, "1 tensors are missing from its weights, first 'model.norm.weight'"),
+    (WEIGHTS, {"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}, "'model.layers.9.mlp.up_proj"),
+    (WEIGHTS, {"model.norm.weight": torch.zeros(3)}, r"has shape \(3,\), not \(32,\)"),
+    (WEIGHTS, "half", r"model\.safetensors is corrupt"),
+    (WEIGHTS, None, r"no \*.safetensors file"),
+    *((INDEX, text, r"model\.safetensors\.index\.json: not the index") for text in ("{", "", "{}", "[]", "3", b"\xff")),
+    *((INDEX, f'{{"weight_map": {value}}}', "not the index") for value in ("3", '{"a": 3}')),
+    *((ENDS, text, r"generation_config\.json|eos_token_id") for text in ("{", "[]", "3", '{"eos_token_id": [["x"]]}')),
+    (ENDS, '{"eos_token_id": "x"}', r"generation_config\.json|eos_token_id"),
+]
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda t: t.pop("model.norm.weight"), "1 tensors are missing from its weights, first 'model.norm.weight'"),
-        (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}), "'model.layers.9.mlp.up_proj"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"has shape \(3,\), not \(32,\)"),
-    ],
-    ids=["missing", "unknown", "misshapen"],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused(target_dir: Path, tmp_path: Path, edit: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_engine(
-            str(edited(target_dir, tmp_path, edit)), None, "cpu", options=EngineOptions(num_speculative_tokens=0)
-        )
+@pytest.mark.parametrize(("file", "change", "said"), DAMAGE)
+def test_a_checkpoint_that_does_not_fit_or_cannot_be_read_is_refused(
+    target_dir: Path, tmp_path: Path, file: str, change: Any, said: str
+) -> None:
+    path = Path(shutil.copytree(target_dir, tmp_path / "damaged"))
+    if file == INDEX:
+        (path / WEIGHTS).unlink()
+    damage(path / file, change)
+    with pytest.raises(UserError, match=said):
+        load_engine(str(path), None, "cpu", options=EngineOptions(num_speculative_tokens=0))
+    if file == ENDS:  # it may be missing, but does not vanish
+        (path / ENDS).unlink()
+        load_engine(str(path), None, "cpu", options=EngineOptions(num_speculative_tokens=0))
 
 
 @pytest.mark.parametrize("options", [{"num_speculative_tokens": 8}, {"max_model_len": 100_000}], ids=str)
 def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, options: dict[str, int]
 ) -> None:
-    path = edited(target_dir, tmp_path, lambda t: None)
-    (path / "model.safetensors").write_bytes(b"")
+    path = Path(shutil.copytree(target_dir, tmp_path / "damaged"))
+    damage(path / WEIGHTS, "")
     with pytest.raises(UserError, match=f"{next(iter(options))} is "):
         load_engine(str(path), str(drafter_dir), "cpu", options=EngineOptions(**options))
 
 
-def test_missing_and_torn_files_are_refused(target_dir: Path, tmp_path: Path) -> None:
-    path = edited(target_dir, tmp_path, lambda t: None)
-    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:500])
-    with pytest.raises(UserError, match=r"model\.safetensors is corrupt"):
-        load_engine(str(path), None, "cpu")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no \*.safetensors file"):
-        load_engine(str(path), None, "cpu")
-
-
-@pytest.mark.parametrize("text", ["{", "", "{}", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\udcff"])
-def test_an_index_that_is_none_is_named(target_dir: Path, tmp_path: Path, text: str) -> None:
-    path = edited(target_dir, tmp_path, lambda t: None)
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: not the index"):
-        load_engine(str(path), None, "cpu")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [["x"]]}'])
-def test_stop_ids_that_cannot_be_read_do_not_vanish(target_dir: Path, tmp_path: Path, text: str) -> None:
-    path = edited(target_dir, tmp_path, lambda t: None)
-    (path / "generation_config.json").write_text(text)
-    with pytest.raises(UserError, match=r"generation_config\.json|eos_token_id"):
-        load_engine(str(path), None, "cpu")
-    (path / "generation_config.json").unlink()
-    load_engine(str(path), None, "cpu", options=EngineOptions(num_speculative_tokens=0))
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -157,10 +134,7 @@ def test_stop_ids_that_cannot_be_read_do_not_vanish(target_dir: Path, tmp_path: 
         (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding-window attention"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
-        (
-            LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope type 'dynamic'",
-        ),
+        (LlamaConfig(rope_parameters=DYNAMIC), "rope type 'dynamic'"),
     ],
 )
 def test_what_the_runtime_does_not_compute_is_refused_by_name(config: Any, message: str) -> None:
@@ -183,22 +157,20 @@ def test_named_shapes_make_random_weights_that_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("option", "value", "said"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"), ({"page_size": 24}, "page_size is 24; it must be a power of two"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
-        ({"num_speculative_tokens": -1}, "is -1; it must be >= 0"),
+        ("max_num_seqs", 0, "max_num_seqs is 0"),
+        ("page_size", 24, "page_size is 24; it must be a power of two"),
+        ("gpu_memory_utilization", 1.5, "gpu_memory_utilization is 1.5"),
+        ("num_speculative_tokens", -1, "is -1; it must be >= 0"),
     ],
-)  # fmt: skip
-def test_engine_options_refuse_values_out_of_range(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineOptions(**values)
+)
+def test_engine_options_refuse_values_out_of_range(option: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineOptions(**{option: value})
 
 
 @pytest.mark.parametrize("values", [{}, {"rate": 0.5, "mean_length": 2.0}, {"rate": 1.5}, {"mean_length": 0.5}])
 def test_synthetic_acceptance_refuses_nonsense(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="synthetic"):
         SyntheticAcceptance(**values)
-
-
-# ---- how long a block ----------------------------------------------------------------------------------------
