@@ -1,6 +1,6 @@
 """Conversations of several turns: what is asked next, what becomes one row, and when it ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,9 +27,17 @@ def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def dialogue(*turns: str, max_length: int = 500, tokenizer: object = WORDS) -> LiveConversation:
-    asked = Conversation("x", tuple((user(turn),) for turn in turns))
-    return LiveConversation(4, 1, asked, tokenizer, PARAMS, max_length)
+FIRST = len(encode_chat(WORDS, [user("one")]))
+FORGETFUL = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('|')[-1] }}")
+REFUSES = "{{ raise_exception('no') }}"
+PICKY = "{% if messages | length > 1 %}" + REFUSES + "{% endif %}" + TEMPLATE
+
+
+def dialogue(*turns: str, room: int = 480, template: str = TEMPLATE) -> LiveConversation:
+    """With room for so many tokens behind the first prompt."""
+    asked, tokenizer = Conversation("x", tuple((user(turn),) for turn in turns)), make_tokenizer()
+    tokenizer.chat_template = template
+    return LiveConversation(4, 1, asked, tokenizer, PARAMS, FIRST + room)
 
 
 def said(text: str) -> list[int]:
@@ -70,9 +78,7 @@ def test_a_turn_that_does_not_continue_the_tokens_becomes_a_row_of_its_own() -> 
 
 
 def test_a_template_that_forgets_earlier_answers_gives_rows_that_are_what_a_server_sees() -> None:
-    forgetful = make_tokenizer()
-    forgetful.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('|')[-1] }}")
-    talk = dialogue("one", "two", tokenizer=forgetful)
+    talk = dialogue("one", "two", template=FORGETFUL)
     answer(talk, said("think|yes"))
     assert talk.request is not None
     assert talk.request[0] == encode_chat(WORDS, [user("one"), assistant("yes"), user("two")])
@@ -80,70 +86,45 @@ def test_a_template_that_forgets_earlier_answers_gives_rows_that_are_what_a_serv
     assert [part.row.answer_tokens for part in talk.parts] == [10, 4]
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda talk: answer(talk, WORDS("cut").input_ids, "length"),
-        lambda talk: answer(talk, [*WORDS("  ").input_ids, EOS]),
-    ],
-    ids=["cut", "without text"],
-)
-def test_an_answer_that_cannot_be_gone_on_from_ends_the_conversation(end: Callable[[LiveConversation], None]) -> None:
-    talk = dialogue("one", "two")
-    end(talk)
-    assert talk.request is None and len(talk.parts) == 1
-
-
 def test_room_shrinks_with_every_turn_and_without_it_the_conversation_ends() -> None:
-    first = len(encode_chat(WORDS, [user("one")]))
-    talk = dialogue("one", "two", "3", max_length=first + 16)
+    talk = dialogue("one", "two", "3", room=16)
     assert talk.request is not None and talk.request[1].max_new_tokens == 16
     answer(talk, said("yes"))
-    assert talk.request is not None and talk.request[1].max_new_tokens == first + 16 - len(talk.request[0]) < 16
+    assert talk.request is not None and talk.request[1].max_new_tokens == FIRST + 16 - len(talk.request[0]) < 16
     answer(talk, said("no"))
     assert talk.request is None and talk.dropped is None and len(talk.parts[0].row.spans) == 2
-    tight = dialogue("one", max_length=first + 1)
-    assert tight.request is None and tight.dropped == "too long"
 
 
-def test_answers_without_an_anchor_or_of_unknown_tokens_leave_no_row() -> None:
-    for tokens, reason in (([EOS], "shorter than two tokens"), ([], "of unknown tokens")):
-        talk = dialogue("one")
-        answer(talk, tokens)
-        assert talk.request is None and talk.parts == [] and talk.dropped == reason
+CUT = "later turns after an answer that was cut or empty"
 
 
-def test_what_is_left_out_of_a_conversation_that_survives_is_said() -> None:
-    first = len(encode_chat(WORDS, [user("one")]))
-    tight = dialogue("one", "two", max_length=first + 6)
-    answer(tight, said("yes"))
-    assert tight.dropped is None and tight.left_out == ["later turns too long"]
-    picky = make_tokenizer()
-    picky.chat_template = "{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-    refused = dialogue("one", "two", tokenizer=picky)
-    answer(refused, said("yes"))
-    assert refused.dropped is None and refused.left_out == ["later turns refused by the chat template"]
-    cut = dialogue("one", "two")
-    answer(cut, said("yes")[:-1], "length")
-    assert cut.left_out == ["later turns after an answer that was cut or empty"]
-    forgetful = make_tokenizer()
-    forgetful.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('|')[-1] }}")
-    parted = dialogue("one", "two", tokenizer=forgetful)
-    answer(parted, said("think|yes"))
-    answer(parted, [EOS])
-    assert len(parted.parts) == 1 and parted.left_out == ["parts shorter than two tokens"]
-    short = dialogue("one", "two")
-    answer(short, [EOS])
-    assert short.dropped == "shorter than two tokens" and short.left_out == []
-    whole = dialogue("one")
-    answer(whole, said("yes")[:-1], "length")
-    assert whole.left_out == [] and tight.parts[0].row.answer_tokens == 4
-
-
-def test_messages_that_the_template_refuses_are_dropped_with_their_reason() -> None:
-    refusing = make_tokenizer()
-    refusing.chat_template = "{{ raise_exception('no') }}"
-    assert dialogue("one", tokenizer=refusing).dropped == "refused by the chat template"
+@pytest.mark.parametrize(
+    ("turns", "options", "answers", "parts", "dropped", "left_out"),
+    [
+        (["one", "two"], {}, ["cut..."], 1, None, [CUT]),
+        (["one", "two"], {}, ["  "], 1, None, [CUT]),
+        (["one", "two"], {"room": 6}, ["yes"], 1, None, ["later turns too long"]),
+        (["one", "two"], {"template": PICKY}, ["yes"], 1, None, ["later turns refused by the chat template"]),
+        (["one", "two"], {"template": FORGETFUL}, ["think|yes", ""], 1, None, ["parts shorter than two tokens"]),
+        (["one", "two"], {}, [""], 0, "shorter than two tokens", []),  # no anchor
+        (["one"], {}, ["unknown"], 0, "of unknown tokens", []),
+        (["one"], {}, ["cut..."], 1, None, []),
+        (["one"], {"room": 1}, [], 0, "too long", []),
+        (["one"], {"template": REFUSES}, [], 0, "refused by the chat template", []),
+    ],
+)
+def test_what_ends_a_conversation_before_its_last_turn_is_said(
+    turns: list[str], options: Any, answers: list[str], parts: int, dropped: str | None, left_out: list[str]
+) -> None:
+    talk = dialogue(*turns, **options)
+    for text in answers:
+        if text == "unknown":
+            answer(talk, [])
+        elif text == "cut...":
+            answer(talk, said(text)[:-1], "length")
+        else:
+            answer(talk, said(text))
+    assert (talk.request, len(talk.parts), talk.dropped, talk.left_out) == (None, parts, dropped, left_out)
 
 
 class Backwards:
@@ -173,7 +154,7 @@ def test_no_more_is_begun_than_the_backend_has_use_for_and_every_conversation_en
     def conversations() -> Iterator[LiveConversation]:
         for i in range(7):
             begun.append(i)
-            yield dialogue(*["ask"] * (1 + i % 3), max_length=7 if i == 5 else 500)
+            yield dialogue(*["ask"] * (1 + i % 3), room=1 if i == 5 else 480)
 
     ended = []
     for talk in submit_all(backend, conversations()):
