@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.slow  # the wheel is built
 FOLDERS = ("dflash_toolkit", "train", "serve")
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 

@@ -55,6 +55,7 @@ def test_every_command_of_an_example_can_be_run(script: Path, commands: Callable
     assert checked
 
 
+@pytest.mark.slow
 def test_a_drafter_is_trained_on_a_cpu_and_compared_with_another(
     commands: Callable[..., list[list[str]]],
     target_dir: Path,
@@ -77,6 +78,7 @@ def test_a_drafter_is_trained_on_a_cpu_and_compared_with_another(
     assert heading.split()[-2:] == drafters and row.split()[0] == "a" and len(row.split()) == 3
 
 
+@pytest.mark.slow
 def test_a_served_drafter_answers_the_question(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     for name, program in (("dflash-serve", "-m serve.cli"), ("python", "")):
         (tmp_path / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')

@@ -81,6 +81,7 @@ def metadata_of(card: str) -> dict[str, Any]:
     return yaml.safe_load(metadata)
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_card_and_the_same_command_uploads_it(
     target_dir: Path, data: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
