@@ -1,6 +1,7 @@
 """Reading ahead: what is read and what not, and that it begins before torch and transformers are imported."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import dflash_toolkit
 import dflash_toolkit.evaluation
 import dflash_toolkit.runtime
 from dflash_toolkit.checkpoint import readahead, reader
-from dflash_toolkit.checkpoint.readahead import read_ahead
+from dflash_toolkit.checkpoint.readahead import cached, read_ahead
 
 LAZY = (dflash_toolkit, dflash_toolkit.runtime, dflash_toolkit.evaluation)
 PART = 4096
@@ -29,7 +30,10 @@ def fresh(program: str, *arguments: str) -> str:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small files have several parts, and the memory is the tests' own, whatever the machine's."""
+    monkeypatch.setattr(readahead.os, "cpu_count", lambda: readahead.CORES)
     monkeypatch.setattr(readahead, "PART", PART)
+    monkeypatch.setattr(readahead, "READ", PART // 4)
+    monkeypatch.setattr(readahead, "cached", lambda *_: False)  # the tests have just written them
     (tmp_path / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   1048576 kB\nBuffers: 1 kB\n")
     monkeypatch.setattr(readahead, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(readahead, "CONTAINER", (tmp_path / "memory.max",))
@@ -96,6 +100,47 @@ def test_a_file_that_goes_away_ends_the_reading(tmp_path: Path) -> None:
     assert reading.bytes == 0
 
 
+def test_what_is_in_the_file_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checkpoint(tmp_path / "target", a=3 * PART, b=10)
+    asked: list[int] = []
+
+    def known(_: int, start: int, size: int) -> bool:
+        asked.append(start)
+        return start == PART
+
+    monkeypatch.setattr(readahead, "cached", known)
+    assert bytes_read(target) == 2 * PART + 10 and sorted(asked) == [0, 0, PART, 2 * PART]
+
+
+def test_a_file_says_whether_it_is_cached(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        assert cached(descriptor, 0, 1 << 20) and cached(descriptor, 2 << 20, 8 << 20)
+        assert not cached(descriptor, 4 << 20, 1 << 20), "behind the end there is nothing"
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        found = [cached(descriptor, start, 1 << 20) for _ in range(3) for start in (0, 1 << 20, 3 << 20)]
+        if all(found):
+            pytest.skip("a file system in memory")
+        assert not any(found), "to ask does not fetch"
+        os.pread(descriptor, 1 << 20, 2 << 20)
+        assert cached(descriptor, 2 << 20, 1 << 20) and not cached(descriptor, 0, 4 << 20)
+
+
+def test_where_nobody_can_tell_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+
+    def without_mincore(_: None) -> object:
+        return object()
+
+    monkeypatch.setattr(readahead.ctypes, "CDLL", without_mincore)
+    with path.open("rb") as file:
+        assert not cached(file.fileno(), 0, 1 << 20)
+
+
 # ---- what fits ----------------------------------------------------------------------------------------
 
 
@@ -121,6 +166,13 @@ def test_files_larger_than_half_of_the_memory_are_not_read(
     if limit is not None:
         (tmp_path / "memory.max").write_text(limit)
     assert bytes_read(target) == (100 << 10 if fits else 0)
+
+
+def test_a_few_cores_are_left_to_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checkpoint(tmp_path / "target", a=10)
+    assert bytes_read(target) == 10
+    monkeypatch.setattr(readahead.os, "cpu_count", lambda: readahead.CORES - 1)
+    assert bytes_read(target) == 0
 
 
 # ---- when it begins -----------------------------------------------------------------------------------
