@@ -22,9 +22,9 @@ def case(head: int, whole: bool, pairs: bool, causal: bool, window: int = 0, cou
     return Case(attention_hopper.hopper_attention_kernel, kinds, constexprs, 4, ragged=ragged)
 
 
-WAYS = [(128, way) for way in ("split", "in pairs", "whole")] + [(64, "in pairs")]  # which takes the most registers
 CASES = {
     f"heads of {head}, {way}, {'causal' if causal else 'free'}": case(head, way == "whole", way == "in pairs", causal)
-    for head, way in WAYS
+    for head in (64, 128)
+    for way in ("split", "in pairs", "whole")
     for causal in (False, True)
 } | {"window": case(128, True, False, True, 2048), "padded": case(128, True, False, True, counted=True)}

@@ -36,11 +36,11 @@ def case(rows: int, d: int, width: int, ffn: int, qkv: int, splits: tuple[int, i
 
 CASES = {
     f"8B, {rows} rows{', last' if qkv == 0 else ''}": case(rows, 4096, 4096, 12288, qkv, (2, 2, 4))
-    for rows, qkv in ((16, 6144), (64, 6144), (128, 6144), (128, 0))
+    for rows, qkv in ((16, 6144), (32, 6144), (64, 6144), (128, 6144), (128, 0))
 } | {"0.5B, 16 rows": case(16, 896, 896, 4864, 1152, (7, 8, 7))}
 CASES |= {
     f"8B in fp8, {rows} rows{', last' if qkv == 0 else ''}": case(rows, 4096, 4096, 12288, qkv, (2, 2, 4), "fp8e4nv")
-    for rows, qkv in ((16, 6144), (128, 6144), (128, 0))
+    for rows, qkv in ((16, 6144), (64, 6144), (128, 6144), (128, 0))
 }
 
 
@@ -55,4 +55,4 @@ def head_case(rows: int, d: int, vocabulary: int) -> Case:
     return Case(head.head_kernel, kinds, constexprs, ring.WARPS, 3, ("M",))
 
 
-CASES |= {f"head, {rows} rows": head_case(rows, 4096, 151_936) for rows in (16, 128)}
+CASES |= {f"head, {rows} rows": head_case(rows, 4096, 151_936) for rows in (16, 64, 128)}
