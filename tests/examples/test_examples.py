@@ -15,7 +15,9 @@ from train.cli import main as train
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
+# curl finds a server once that has written what it was given: a script ends its server when it is through
 STAND_IN = """#!/bin/sh
+case "$0" in */curl) test "$(tail -c 2 "$CALLS" 2>&1 | od -An -tx1 | tr -d ' ')" = 0a00; exit ;; esac
 { printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "$CALLS"
 case "$0" in */vllm | */dflash-serve) exec sleep 60 ;; esac
 """
