@@ -1,12 +1,9 @@
 """How many threads compute on a CPU, and how those that have nothing to do wait.
 
-PyTorch's wheels compute with OpenMP (libgomp, on a Mac libomp). Between two products its threads spin, by default for
-so long that two processes on one pair of cores spend most of their time waiting for each other. A thread that sleeps is
-woken in microseconds. OpenMP reads the environment once, when PyTorch is imported.
-
-A thousand turns first, some microseconds, decode 6 % faster than sleeping at once where nothing else runs (paired, 8 of
-8) and 7 % slower beside other work (14 of 21); a hundred 7 % slower where nothing else runs, ten thousand half as fast
-beside other work.
+PyTorch's wheels compute with OpenMP (libgomp, on a Mac libomp). Between two GEMMs its threads spin, by default for so
+long that two processes on one pair of cores spend most of their time waiting for each other. A thread that sleeps is
+woken in microseconds; spinning for some microseconds first saves that where the next GEMM follows at once. OpenMP reads
+the environment once, when PyTorch is imported.
 """
 
 import os

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fit an existing drafter to a fine-tuned or quantised target. The drafter gives the shape; it is measured first, and
+# Fit an existing drafter to a fine-tuned or quantized target. The drafter gives the shape; it is measured first, and
 # exported again if training does not make it better.
 set -eu
 : "${TARGET:=my/fine-tune}" "${DRAFTER:=z-lab/Qwen3-8B-DFlash-b16}" "${DATA:=prompts.jsonl}" "${OUTPUT:=out/fine-tune}"

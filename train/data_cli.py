@@ -146,7 +146,7 @@ class DataConfig(ModelOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
     description = (
-        "Answer the prompts of DATA with exactly TARGET, for dflash-train --answers. Resumes where it stopped."
+        "Answer the prompts of DATA with exactly TARGET, for dflash-train --responses. Resumes where it stopped."
     )
     return run_command(lambda: run(parse_cli(DataConfig, argv, "dflash-data", description)))
 

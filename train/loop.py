@@ -16,7 +16,7 @@ from .features.memory import enough_memory
 from .features.source import FeatureSource, open_features
 from .objective.blocks import sample_blocks
 from .objective.loss import compute_loss, use_flex
-from .optim.schedule import PackedSchedule, Schedule, draws, make_schedule, packing
+from .optim.schedule import PackedSchedule, Schedule, make_schedule, packing, rng_for
 from .responses.corpus import lengths_of
 from .run.budget import Budget, TrainingClock
 from .run.definition import Outcome, Run
@@ -138,7 +138,7 @@ class Gradients:
             if source.reads_ahead and turn + self.world < self.end:
                 source.ahead([run.rows[i] for i in self.schedule.indices(turn + self.world)])
         packed, anchors = packing(config, target.device)
-        random, mask = draws(config.run.seed, 2, turn), run.drafter.config.mask_token_id
+        random, mask = rng_for(config.run.seed, 2, turn), run.drafter.config.mask_token_id
         size = config.drafter.block_size
         blocks = sample_blocks(features, anchors or config.loss.anchors, size, mask, random, fixed=packed > 0)
         flex = use_flex(config.run.attention, target.device)

@@ -105,8 +105,8 @@ def read_ahead(*checkpoints: str | None) -> ReadAhead:
 
     Nothing is read where the files are larger than half of the memory that is available, as the cache would lose the
     first of them to the last, where nobody says how much that is (a system other than Linux), or on a few cores, which
-    the imports need: 4 GB from disk are loaded in 5.2 s on 2 cores, in 10.6 where they are read ahead. On a GPU's host
-    that saves 5.7 s of 21.5. posix_fadvise, 6.9 s on 2 cores, fetches no more than the disk's window a call.
+    the imports need. What it saves: `scripts/bench/start.py`. By reads, as posix_fadvise fetches no more than the
+    disk's window a call.
 
     Args:
         checkpoints: directories or Hugging Face ids in the order in which they are loaded. None, and what is not on

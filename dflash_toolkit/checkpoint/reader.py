@@ -86,8 +86,8 @@ def weight_files(folder: Path, kinds: Sequence[str] = ("model.safetensors",)) ->
     return []
 
 
-def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable[[], Tensor]"], None]) -> None:
-    """Call `take(name, read)` for every tensor of safetensors files, a thread per file; `read()` is the tensor.
+def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable[[str], Tensor]"], None]) -> None:
+    """Call `take(name, read)` for every tensor of safetensors files, a thread per file; `read(name)` is the tensor.
 
     Raises:
         UserError: there are no files, or one is damaged; and what `take` raises.
@@ -100,7 +100,7 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
             with safe_open(file, framework="pt") as tensors:
                 stored = tensors.keys()
                 for name in stored:
-                    take(name, lambda name=name: tensors.get_tensor(name))  # type: ignore[misc]
+                    take(name, tensors.get_tensor)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{what}: {file.name} is corrupt ({' '.join(str(error).split())})") from error
 
@@ -122,8 +122,8 @@ def load_files(what: str, views: Mapping[str, "Tensor"], files: Sequence[Path]) 
 def load_weights(what: str, views: Mapping[str, "Tensor"], tensors: Mapping[str, "Tensor"]) -> None:
     """Copy every tensor to the parameter view of its name. Raises UserError as `load_files` does."""
     weights = _Weights(what, views)
-    for name, tensor in tensors.items():
-        weights.take(name, lambda tensor=tensor: tensor)  # type: ignore[misc]
+    for name in tensors:
+        weights.take(name, tensors.__getitem__)
     weights.check_complete()
 
 
@@ -135,17 +135,17 @@ class _Weights:
         self._left = dict(views)
         self._head: Tensor | None = None  # stored beside the embedding that it is tied to
 
-    def take(self, name: str, read: "Callable[[], Tensor]") -> None:
+    def take(self, name: str, read: "Callable[[str], Tensor]") -> None:
         view = self._left.pop(name, None)
         if view is not None:
-            tensor = read()
+            tensor = read(name)
             if tensor.shape != view.shape:
                 raise UserError(
                     f"{self._what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}"
                 )
             view.copy_(tensor)
         elif name == HEAD and EMBEDDING in self._views:
-            self._head = read()
+            self._head = read(name)
         elif not name.endswith("rotary_emb.inv_freq"):  # which old checkpoints carry
             raise UserError(
                 f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"

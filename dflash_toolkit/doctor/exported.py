@@ -21,7 +21,7 @@ SAME = 1e-3  # the drafter's numbers: fp32 on a CPU, there and here
 ALIKE = 0.02  # after an edit that bf16 rounds, as 1 + (w - 1)
 ROUNDED = 0.15  # the target's numbers, where one of the two computed in 16 bits: twice what tests see of random targets
 EXACT = 0.02  # where both computed in fp32, on whatever device
-OTHER = 0.35  # beyond: not another quantisation of the same weights, but others
+OTHER = 0.35  # beyond: not another quantization of the same weights, but others
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias")
 
@@ -323,7 +323,7 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
     departed = _departure(now["places"], then["places"], tolerance)
     if departed is None and None not in (digest, recorded) and digest != recorded:
         words = "its weights are not those of training (another digest), though it computes nearly the same"
-        remedy = "a light fine-tune or another quantisation, perhaps: use the weights of training to be sure"
+        remedy = "a light fine-tune or another quantization, perhaps: use the weights of training to be sure"
         return [Finding("target", "warning", words, remedy, figures)], False
     if departed is None:
         words = f"computes what it did at export, within {max(places.values()):.2g} of {tolerance}"
@@ -337,7 +337,7 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
     named = f" ({made_for})" if made_for else ""
     if worst <= OTHER:
         remedy = (
-            f"its weights are others than at training{named}, or quantised otherwise: use those that it was trained for"
+            f"its weights are others than at training{named}, or quantized otherwise: use those that it was trained for"
         )
         return [Finding("target", "warning", words, remedy, figures)], False
     remedy = f"its weights are others than at training{named}: use those, or train a drafter for these"

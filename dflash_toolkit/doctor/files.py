@@ -208,7 +208,7 @@ def check_weights(case: Case) -> list[Finding]:
         found.append(Finding("weights", "warning", spread, remedy, {"norms": odd}))
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in case.tensors.values()})
     if set(dtypes) - {"bfloat16", "float16", "float32"}:
-        remedy = "export in bfloat16: quantised drafters are not read"
+        remedy = "export in bfloat16: quantized drafters are not read"
         found.append(Finding("weights", "warning", f"stored as {', '.join(dtypes)}", remedy))
     return found or [Finding("weights", "ok", f"{', '.join(dtypes)}, finite, none zero, all trained")]
 

@@ -293,13 +293,8 @@ class EnginePair(Pair):
 
     def decoder(self, draft: bool) -> EngineDecoder:
         if draft not in self._decoders:
-            options = replace(
-                self._options,
-                max_model_len=self._context,
-                num_speculative_tokens=self.block_size - 1
-                if draft
-                else 0,  # a report is about whole blocks: nothing is chosen
-            )
+            tokens = self.block_size - 1 if draft else 0  # a report is about whole blocks: nothing is chosen
+            options = replace(self._options, max_model_len=self._context, num_speculative_tokens=tokens)
             try:
                 parts = self._parts if draft else replace(self._parts, drafter=None)
                 engine = parts.engine(options)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MIN_ROWS = (
-    513  # of a prompt's chunk; below, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
-)
+# of a prompt's chunk; below, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
+MIN_ROWS = 513
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class ModelSpec:
         c: Any = config
         name = c.name_or_path or c.model_type
         if getattr(c, "quantization_config", None):
-            raise UserError(f"target {name}: quantised weights are not supported by the runtime")
+            raise UserError(f"target {name}: quantized weights are not supported by the runtime")
         if getattr(c, "use_sliding_window", False) or "sliding_attention" in (getattr(c, "layer_types", None) or ()):
             raise UserError(f"target {name}: sliding-window attention is not supported by the runtime")
         if getattr(c, "mlp_bias", False):

@@ -140,8 +140,8 @@ def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | N
     return tuple(dict.fromkeys(found))
 
 
-def _dequantise_fp8(config: PreTrainedConfig, name: str) -> None:
-    """Have the weights of an FP8 checkpoint dequantised when they are loaded, also where there is a GPU beside the CPU.
+def _dequantize_fp8(config: PreTrainedConfig, name: str) -> None:
+    """Have the weights of an FP8 checkpoint dequantized when they are loaded, also where there is a GPU beside the CPU.
 
     Raises:
         UserError: blocks that do not divide the matrices; transformers takes their scales for those of smaller blocks.
@@ -162,7 +162,7 @@ def _dequantise_fp8(config: PreTrainedConfig, name: str) -> None:
         ):
             raise UserError(
                 f"target {name}: its {what} {size} is no multiple of its FP8 blocks of {uneven}, which cannot be "
-                f"dequantised on a CPU; use --device cuda or the unquantised checkpoint"
+                f"dequantized on a CPU; use --device cuda or the unquantized checkpoint"
             )
 
 
@@ -207,28 +207,28 @@ class Target:
             weight = getattr(module, "weight", None)
             if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (model.config.hidden_size,):
                 raise UserError(
-                    f"target {self.name}: its {what} is quantised, and a drafter needs it dense; "
-                    f"quantise the target without it (it is left out by default in bitsandbytes and llm-compressor)"
+                    f"target {self.name}: its {what} is quantized, and a drafter needs it dense; "
+                    f"quantize the target without it (it is left out by default in bitsandbytes and llm-compressor)"
                 )
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto") -> "Target":
         """Load a Hugging Face id or directory.
 
-        A checkpoint with a `quantization_config` is loaded as transformers does, quantised where its library is there;
-        what is computed between the matrices is in `dtype`. One in FP8 is dequantised on a CPU, which has no such
-        products: its weights are the same numbers, and activations are not rounded to FP8.
+        A checkpoint with a `quantization_config` is loaded as transformers does, quantized where its library is there;
+        what is computed between the matrices is in `dtype`. One in FP8 is dequantized on a CPU, which has no
+        GEMMs in FP8: its weights are the same numbers, and activations are not cast to FP8.
 
         Raises:
             UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
-                quantised checkpoint whose library is not installed or that has no dense embedding and head.
+                quantized checkpoint whose library is not installed or that has no dense embedding and head.
         """
         config = load_config(name)
         declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
         where = use_device(device)
-        quantised = getattr(config, "quantization_config", None) is not None
-        if quantised and where.type == "cpu":
-            _dequantise_fp8(config, name)
+        quantized = getattr(config, "quantization_config", None) is not None
+        if quantized and where.type == "cpu":
+            _dequantize_fp8(config, name)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
@@ -236,8 +236,8 @@ class Target:
                 dtype=resolve_dtype(dtype, where),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                # quantised tensors cannot be moved, or only be made on their device; others load faster without
-                device_map={"": where} if quantised else None,
+                # quantized tensors cannot be moved, or only be made on their device; others load faster without
+                device_map={"": where} if quantized else None,
             )
             model, info = loaded
         except (ImportError, OSError, SafetensorError, RuntimeError, ValueError) as error:
@@ -248,7 +248,7 @@ class Target:
             raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
         if missing := sorted(info["missing_keys"]):
             raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
-        return cls(model if quantised else model.to(where), load_tokenizer(name), name)
+        return cls(model if quantized else model.to(where), load_tokenizer(name), name)
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -35,7 +35,7 @@ class Verifier:
     def __init__(
         self, weights: TargetWeights, stack: Stack, taps: tuple[int, ...] = (), forced: Tensor | None = None
     ) -> None:
-        self.weights, self.stack, self._taps, self._forced = weights, stack, taps, forced
+        self.weights, self.stack, self._taps, self.forced = weights, stack, taps, forced
         self.steps = torch.zeros(1, dtype=torch.int64, device=weights.embedding.device)  # of `forced`, done
 
     def forward(self, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -67,8 +67,8 @@ class Verifier:
         return Verdict(path, counts, last, logprobs), features
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:
-        if self._forced is None:
+        if self.forced is None:
             return None
-        now = self._forced.index_select(0, self.steps)[0, :batch].clamp(max=block - 1)
-        self.steps.add_(1).remainder_(len(self._forced))
+        now = self.forced.index_select(0, self.steps)[0, :batch].clamp(max=block - 1)
+        self.steps.add_(1).remainder_(len(self.forced))
         return now

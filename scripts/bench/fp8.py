@@ -1,9 +1,9 @@
-"""Time a draft layer's products and the draft's head in fp8 beside bf16: what `--draft-dtype fp8` is made of.
+"""Time a draft layer's GEMMs and the draft's head in fp8 beside bf16: what `--draft-dtype fp8` is made of.
 
     python scripts/bench/fp8.py --rows 16 64 128 192 224 256 --output fp8.json
 
 Chains of layers run as one CUDA graph, so that weights come from memory and not from L2. Microseconds, of a layer
-behind its attention (products, norms, SwiGLU) and of the head with its argmax.
+behind its attention (GEMMs, norms, SwiGLU) and of the head with its argmax.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python scripts/bench/loss.py --shape qwen3-8b --rows 7680 --head-rows 256 1024 4096 --output loss.json
 
 Logits exist for `--head-rows` rows at a time. A loss that never wrote them would have to make them a second time for
-the gradient, which needs the normaliser of the whole row first: three products instead of two. `unwritten_ms_at_least`
+the gradient, which needs the normaliser of the whole row first: three GEMMs instead of two. `unwritten_ms_at_least`
 is what those three take here, with everything else for nothing. Milliseconds of cross-entropy, forward and backward.
 """
 

@@ -5,8 +5,8 @@
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
 Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
-work is not. With `--useless N` nothing that is drafted for N requests of every batch is accepted; how long a token of
-theirs and of the others takes is told apart.
+work is not. With `--zero-acceptance N` nothing that is drafted for N requests of every batch is accepted; how long a
+token of theirs and of the others takes is told apart.
 """
 
 import argparse
@@ -87,10 +87,10 @@ def measure(
     long: int,
     repeats: int,
     first: bool = False,
-    useless: int = 0,
+    zero_acceptance: int = 0,
     logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Milliseconds a step and tokens a second of `batch` equal requests, of which the first `useless` are so."""
+    """Milliseconds a step and tokens a second of `batch` equal requests, of which the first have `zero_acceptance`."""
     # captures graphs, compiles kernels; batches that only the long answers come through too
     for tokens in (short, long):
         run(engine, prompt, tokens, batch, 0, first, logprobs)
@@ -122,9 +122,9 @@ def measure(
             step.drafted + 1 for answer in runs[long][-1].answers for step in answer.steps
         ),
     }
-    if useless:
-        row["ms_per_token_useless"] = ms_per_token(slice(useless))
-        row["ms_per_token_others"] = ms_per_token(slice(useless, None)) if useless < batch else None
+    if zero_acceptance:
+        row["ms_per_token_zero_acceptance"] = ms_per_token(slice(zero_acceptance))
+        row["ms_per_token_others"] = ms_per_token(slice(zero_acceptance, None)) if zero_acceptance < batch else None
     return row
 
 
@@ -143,9 +143,9 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
 
 
 GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
-PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the products
+PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the GEMMs
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
-    "products": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
+    "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
 END, CONTEXT, ARGMAX = "_accept_kernel", "_context_write_kernel", "reduce_kernel"  # ours and PyTorch's
 
@@ -224,7 +224,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     acceptance = parser.add_mutually_exclusive_group()
     acceptance.add_argument("--accept", type=float, help=f"conditional probability of every position ({ACCEPT})")
     acceptance.add_argument("--mean-length", type=float, help="instead: tokens of a step on average, bonus included")
-    parser.add_argument("--useless", type=int, default=0, metavar="N", help="requests of a batch that accept nothing")
+    parser.add_argument(
+        "--zero-acceptance", type=int, default=0, metavar="N", help="requests of a batch that accept nothing"
+    )
     parser.add_argument("--logprobs", type=int, metavar="N", help="every request asks for so many best tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic acceptance")
     parser.add_argument("--short", type=int, default=64)
@@ -247,8 +249,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
         parser.error(f"--short is {args.short}; it must be less than --long")
     if max(args.prompt) + args.long > args.max_model_len:
         parser.error(f"--prompt and --long are {max(args.prompt) + args.long} tokens; raise --max-model-len")
-    if not 0 <= args.useless <= min(args.batch):
-        parser.error(f"--useless is {args.useless}; every --batch has {min(args.batch)} requests at least")
+    if not 0 <= args.zero_acceptance <= min(args.batch):
+        parser.error(
+            f"--zero-acceptance is {args.zero_acceptance}; every --batch has {min(args.batch)} requests at least"
+        )
     if args.logprobs is not None and not 0 <= args.logprobs <= MAX_LOGPROBS:
         parser.error(f"--logprobs is {args.logprobs}; it must be in 0..{MAX_LOGPROBS}")
     if args.accept is None and args.mean_length is None:
@@ -272,7 +276,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "accept": args.accept,
         "mean_length": args.mean_length,
         "seed": args.seed,
-        "useless": args.useless,
+        "zero_acceptance": args.zero_acceptance,
         "logprobs": args.logprobs,
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
@@ -290,21 +294,29 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 synthetic=synthetic,
             )
             engine = Engine(target, drafter, (), options)
-            if args.useless:  # the first requests get the first rows, and stay there until they end
-                engine.runner._forced[:, : args.useless] = 0
+            if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
+                engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
             start_s = time.perf_counter() - began
             for prompt in args.prompt:
                 row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                 row |= measure(
-                    engine, prompt, batch, args.short, args.long, args.repeats, args.first, args.useless, args.logprobs
+                    engine,
+                    prompt,
+                    batch,
+                    args.short,
+                    args.long,
+                    args.repeats,
+                    args.first,
+                    args.zero_acceptance,
+                    args.logprobs,
                 )
                 if block:
-                    floor = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
-                    row |= {"floor_ms": floor, "of_floor": floor / row["ms_per_step"]}
+                    roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
+                    row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}
                 if args.breakdown and block:
                     fill(engine, batch, prompt)
                     row["graph_ms"] = graph_ms(engine, batch, block)
-                    row["of_floor_graph"] = row["floor_ms"] / row["graph_ms"]
+                    row["mbu_graph"] = row["roofline_ms"] / row["graph_ms"]
                     row["parts_us"] = breakdown(engine, batch, block)
                 result["rows"].append(row)
                 shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "parts_us"}

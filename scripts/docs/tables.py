@@ -35,6 +35,7 @@ MOVED = {  # programs in the files, and where they are now
     "peer_vllm_step.py": "peers/vllm_step.py",
     "train_real.py": "bench/train_real.py",
 }
+RENAMED = {"--useless": "--zero-acceptance"}  # flags of programs
 POOLED = ("gsm8k", "mbpp", "humaneval", "mt_bench")
 SETS = (*POOLED, "math500")
 
@@ -145,7 +146,7 @@ def serving(table: Table) -> None:
     table.columns(
         "batch | plain tok/s | vLLM plain | ratio | DFlash tok/s (block) | vLLM DFlash (k) | ratio | a full step | MBU"
     )
-    floor = load("step_qwen3_8b_h200", "block16")["rows"][0]["floor_ms"]  # every weight once, whatever the batch
+    roofline = load("step_qwen3_8b_h200", "block16")["rows"][0]["roofline_ms"]  # every weight once, whatever the batch
     for batch, block, row, plain, ours, best, k, vllm_plain in beside_vllm(table):
         alone, full = plain["tokens_per_second"], row["ms_of_a_full_step"]
         table.add(
@@ -157,7 +158,7 @@ def serving(table: Table) -> None:
             f"{best:.0f} ({k})",
             times(ours / best),
             f"{full:.1f} ms",
-            percent(floor / full),
+            percent(roofline / full),
         )
 
 
@@ -187,7 +188,7 @@ def real_weights_vllm(table: Table) -> None:
 
 
 def parts(table: Table) -> None:
-    names = ("products", "draft", "head", "attention", "context", "rest")
+    names = ("gemms", "draft", "head", "attention", "context", "rest")
     table.columns("batch, block | a step, ms | layers' GEMMs | draft | heads | attention | context K/V | rest | MBU")
     for key, block in (("block16", 16), ("block8", 8), ("block4", 4)):
         for row in table.read("step_qwen3_8b_h200", key)["rows"]:
@@ -196,7 +197,7 @@ def parts(table: Table) -> None:
                 f"{row['batch']}, {block}",
                 f"{step:.2f}",
                 *(f"{row['parts_us'][name] / 1e3:.2f}" for name in names),
-                percent(row["floor_ms"] / step),
+                percent(row["roofline_ms"] / step),
             )
 
 
@@ -225,7 +226,7 @@ def start(table: Table) -> None:
 
 def zero_acceptance(table: Table) -> None:
     kinds = ("plain 256", "first 256", "later 256", "plain 64", "first 64", "later 64")
-    runs = {kind: by_batch(table.read("step_qwen3_8b_h200", "useless_drafts", kind)["rows"]) for kind in kinds}
+    runs = {kind: by_batch(table.read("step_qwen3_8b_h200", "zero_acceptance_drafts", kind)["rows"]) for kind in kinds}
     table.columns("batch | 256 tokens, first answers | 256 tokens, later | 64 tokens, first answers | 64 tokens, later")
 
     def longer(which: str, tokens: int, batch: int) -> str:
@@ -244,8 +245,8 @@ def mixed(table: Table) -> None:
     for key in ("1 of 8", "4 of 8", "1 of 32", "16 of 32"):
         (row,) = table.read("step_qwen3_8b_h200", "mixed", key)["rows"]
         alone = plain[row["batch"]]["ms_of_a_full_step"]
-        shown = [row["ms_of_a_full_step"], alone, row["ms_per_token_useless"], row["ms_per_token_others"]]
-        table.add(key, *(f"{ms:.2f}" for ms in shown), percent(row["ms_per_token_useless"] / alone - 1))
+        shown = [row["ms_of_a_full_step"], alone, row["ms_per_token_zero_acceptance"], row["ms_per_token_others"]]
+        table.add(key, *(f"{ms:.2f}" for ms in shown), percent(row["ms_per_token_zero_acceptance"] / alone - 1))
 
 
 def prefill_attention(table: Table) -> None:
@@ -448,7 +449,8 @@ def measured(table: Table) -> str:
 
 def today(command: list[str]) -> list[str]:
     """A command as it is run now; the files keep what was run."""
-    return [re.sub(r"^scripts/(\w+\.py)$", lambda found: f"scripts/{MOVED[found[1]]}", word) for word in command]
+    words = [RENAMED.get(word, word) for word in command]
+    return [re.sub(r"^scripts/(\w+\.py)$", lambda found: f"scripts/{MOVED[found[1]]}", word) for word in words]
 
 
 def pages() -> list[Path]:

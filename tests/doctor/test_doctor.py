@@ -72,7 +72,7 @@ def answered(target: Target) -> list[Row]:
 
 
 class Clinic:
-    """A target, a drafter that knows its answers by heart, and `examine` to see a copy of it, broken or not."""
+    """A target, a drafter that has memorised its answers, and `examine` to see a copy of it, broken or not."""
 
     def __init__(self, path: Path, target: Target, drafter: Drafter, provenance: dict[str, Any] | None = None) -> None:
         path.mkdir(exist_ok=True)
@@ -303,7 +303,7 @@ def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, m
     for layer in target.layers[4:]:  # a late feature says the next token, as it nearly does in a real target
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    # more texts than it can learn by heart, so that it learns to read that feature instead
+    # more texts than it can memorise, so that it learns to read that feature instead
     prompts = torch.randint(0, 250, (256, 12), generator=torch.Generator().manual_seed(1))
     texts = target.model.generate(prompts, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=PAD)
     rows = [Row(i, 12, text.tolist()) for i, text in enumerate(texts)]

@@ -33,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Patient:
-    """A drafter that knows its target's answers by heart, on disk with and without a record of its export."""
+    """A drafter that has memorised its target's answers, on disk with and without a record of its export."""
 
     target: Target
     drafter: Drafter

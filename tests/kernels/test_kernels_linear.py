@@ -1,4 +1,4 @@
-"""The skinny products against float64 and their definitions, on the interpreter where there is no GPU."""
+"""The skinny GEMMs against float64 and their definitions, on the interpreter where there is no GPU."""
 
 import itertools
 import math

@@ -339,7 +339,7 @@ def test_a_target_in_fp8_blocks_is_its_numbers_on_a_cpu_or_one_line(
     # as on a machine that has a GPU too, where transformers would keep FP8 for products that a CPU lacks
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    if intermediate % 128:  # transformers dequantises with other blocks, and the features were off by 18
+    if intermediate % 128:  # transformers dequantizes with other blocks, and the features were off by 18
         with pytest.raises(UserError, match=r"its intermediate_size 192 is no multiple of its FP8 blocks of 128"):
             Target.load(str(tmp_path), "cpu")
         return

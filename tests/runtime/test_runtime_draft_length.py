@@ -1,4 +1,4 @@
-"""How long a block to draft: the choice, what it costs where drafts are useless, the step times it rests on."""
+"""How long a block to draft: the choice, what it costs where none is accepted, the step times it rests on."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def test_the_block_that_promises_most_tokens_a_second_is_chosen() -> None:
     times = {"s1": 4.0, "s4": 5.0, "s8": 5.2, "s16": 5.6}
     assert chooser(**times)(requests(0.95)) == 16
     assert chooser(**times)(requests(0.5)) in (4, 8)
-    assert chooser(**times)(requests(0.05)) == 1, "plain decoding where drafts are useless"
+    assert chooser(**times)(requests(0.05)) == 1, "plain decoding where no draft is accepted"
     compute_bound = {"s1": 4.0, "s4": 6.0, "s8": 10.0, "s16": 19.0}
     assert chooser(**compute_bound)(requests(0.865)) < 16
     assert chooser(**compute_bound)(requests(0.95)) == 8

@@ -172,9 +172,7 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     prompts = prompts_of(5)
     params = [SamplingParams(max_new_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
     expected = make_engine(target, drafter, num_speculative_tokens=None).generate(prompts, params)
-    engine = make_engine(
-        target, drafter, num_speculative_tokens=None
-    )  # step times are known by now, so no step is captured
+    engine = make_engine(target, drafter, num_speculative_tokens=None)  # times are known by now: no step is captured
     prepared = 0
     while engine.prepare():
         prepared += 1

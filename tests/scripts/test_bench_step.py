@@ -43,7 +43,7 @@ def test_a_drafted_step_is_charged_kernel_by_kernel(bench_step: ModuleType) -> N
     step = [("embedding", 2.0), *draft, *HEAD, ("cat", 1.0), *verify, *HEAD, ("_accept_kernel", 1.0), *CONTEXT]
     found = bench_step.attribute(ends(step, 4))
     assert found == pytest.approx(
-        {"products": 300.0, "draft": 214.0, "head": 44.0, "attention": 18.0, "context": 4.0, "rest": 2.0}
+        {"gemms": 300.0, "draft": 214.0, "head": 44.0, "attention": 18.0, "context": 4.0, "rest": 2.0}
     )
     assert sum(found.values()) == pytest.approx(sum(took for _, took in step))
 
@@ -51,7 +51,7 @@ def test_a_drafted_step_is_charged_kernel_by_kernel(bench_step: ModuleType) -> N
 def test_a_plain_step_has_no_draft(bench_step: ModuleType) -> None:
     step = [("embedding", 2.0), *LAYER, *HEAD, ("_accept_kernel", 1.0)]
     assert bench_step.attribute(ends(step, 3)) == pytest.approx(
-        {"products": 100.0, "head": 22.0, "attention": 6.0, "rest": 3.0}
+        {"gemms": 100.0, "head": 22.0, "attention": 6.0, "rest": 3.0}
     )
 
 
@@ -72,7 +72,7 @@ def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(
     found = bench_step.attribute(ends([*step, *CONTEXT], 4))
     took = 470.0 + sum(us for _, us in between)
     assert found == pytest.approx(
-        {"head": 2 * took, "products": 152.0, "draft": 82.0, "attention": 8.0, "context": 4.0, "rest": 2.0}
+        {"head": 2 * took, "gemms": 152.0, "draft": 82.0, "attention": 8.0, "context": 4.0, "rest": 2.0}
     )
 
 
@@ -103,7 +103,10 @@ def test_acceptance_is_a_rate_or_a_mean_length(
         (["--mean-length", "0.5"], "synthetic mean_length is 0.5; it must be >= 1"),
         (["--mean-length", "nan"], "synthetic mean_length is nan; it must be >= 1"),
         (["--logprobs", "50"], "--logprobs is 50; it must be in 0..20"),
-        (["--useless", "2", "--batch", "1", "8"], "--useless is 2; every --batch has 1 requests at least"),
+        (
+            ["--zero-acceptance", "2", "--batch", "1", "8"],
+            "--zero-acceptance is 2; every --batch has 1 requests at least",
+        ),
         (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
         (["--short", "384"], "--short is 384; it must be less than --long"),
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-model-len"),

@@ -17,7 +17,7 @@ from ..config import PACK_TOKENS, TrainConfig
 from ..run.state import ResumePoint
 
 
-def draws(seed: int, stream: int, index: int) -> torch.Generator:
+def rng_for(seed: int, stream: int, index: int) -> torch.Generator:
     """A generator of its own for every (stream, index) of a seed: 1 is the data order, 2 the anchors, 3 who
     gets which rows."""
     # hashed to 32 bits: the generator ignores the rest of a seed
@@ -182,7 +182,7 @@ class _Lanes:
         epoch and as a whole: rows of about one length go to one lane each."""
         dealt = np.arange(len(seen))
         if group > 1:
-            dealt = torch.randperm(len(seen), generator=draws(self._seed, 3, group)).numpy()
+            dealt = torch.randperm(len(seen), generator=rng_for(self._seed, 3, group)).numpy()
             dealt = dealt[np.lexsort((-self._lengths[dealt], seen[dealt]))]
         lanes = []
         for i in range(group):
@@ -192,7 +192,7 @@ class _Lanes:
         return lanes
 
     def _permutation(self, group: int, lane: int, epoch: int, count: int) -> np.ndarray:
-        return torch.randperm(count, generator=draws(self._seed, 1, epoch * group + lane)).numpy()
+        return torch.randperm(count, generator=rng_for(self._seed, 1, epoch * group + lane)).numpy()
 
 
 class Schedule(_Lanes):

@@ -241,8 +241,8 @@ class EndpointBackend:
                 f"(usage.completion_tokens), so that no text of it can be checked; ask a server that does"
             )
         if tokens is None:
-            spellings = self._spellings(request, choice)
-            counted = (self._counted(server, spelling, reason, count) for spelling in spellings)
+            tokenizations = self._tokenizations(request, choice)
+            counted = (self._counted(server, each, reason, count) for each in tokenizations)
             tokens = next(filter(None, counted), [])
         else:
             tokens = self._known(server, [int(token) for token in tokens])
@@ -263,7 +263,7 @@ class EndpointBackend:
             )
         return tokens
 
-    def _spellings(self, request: _Request, choice: dict[str, Any]) -> Iterator[list[int]]:
+    def _tokenizations(self, request: _Request, choice: dict[str, Any]) -> Iterator[list[int]]:
         """The tokens that a text may have been, likeliest first, with a stop token or without."""
         message = choice.get("message")
         text = choice["text"] if message is None else plain_text(message)

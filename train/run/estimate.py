@@ -7,7 +7,7 @@ from ..config import TrainConfig
 from ..features.source import FeatureSource
 from ..objective.blocks import sample_blocks
 from ..objective.loss import compute_loss, use_flex
-from ..optim.schedule import PackedSchedule, Schedule, draws, packing
+from ..optim.schedule import PackedSchedule, Schedule, packing, rng_for
 from ..responses.rows import Row
 
 
@@ -32,7 +32,7 @@ def teacher_forced_length(
         features = source([rows[i] for i in schedule.indices(step)])
         blocks = sample_blocks(
             features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
-            draws(0, 2, step), fixed=bool(tokens),
+            rng_for(0, 2, step), fixed=bool(tokens),
         )  # fmt: skip
         # with gradients, which nobody uses: so the step that was compiled for training serves here too
         result = compute_loss(drafter, target, features, blocks, config, flex)

@@ -1,4 +1,4 @@
-"""A run that starts from a drafter there is: for a fine-tuned or quantised target, or to go on with other data.
+"""A run that starts from a drafter there is: for a fine-tuned or quantized target, or to go on with other data.
 
 Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's, with a scaled rope too. What is
 trained is full attention over the target's own head: of a reduced vocabulary (d2t, t2d) the layers alone are taken, and

@@ -116,7 +116,7 @@ def _linear_kernel(
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(b_acc, (BLOCK_N // 2, 2, T)), (0, 2, 1)))
-        # rounded as separate products would be
+        # cast as separate GEMMs would cast them
         gate = gate.to(out_p.dtype.element_ty).to(tl.float32)
         up = up.to(out_p.dtype.element_ty).to(tl.float32)
         b_out = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32) * up

@@ -205,12 +205,12 @@ def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
         left_out |= SPECULATORS_COPIES | SPECULATORS_MAPS
     tensors: dict[str, Tensor] = {}
 
-    def take(stored: str, read: Callable[[], Tensor]) -> None:
+    def take(stored: str, read: Callable[[str], Tensor]) -> None:
         name = stored.removeprefix("model.")  # some trainers save their module one level up
         if speculators and name in SPECULATORS_MAPS - left_out:
             raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
         if name not in left_out:
-            tensors[name] = read()
+            tensors[name] = read(stored)
 
     each_tensor(f"drafter {path}", weight_files(path), take)
     return tensors

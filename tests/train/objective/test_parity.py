@@ -139,7 +139,7 @@ def test_the_exported_checkpoint_computes_what_the_trained_module_does(
 
 @pytest.fixture(scope="module")
 def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafter]:
-    """A drafter trained on the target's one answer to PROMPT until it knows it by heart."""
+    """A drafter trained on the target's one answer to PROMPT until that is memorised."""
     torch.set_num_threads(1)
     target = make_target()
     answer = generate(target, None, PROMPT, SamplingParams(max_new_tokens=64, ignore_eos=True)).tokens

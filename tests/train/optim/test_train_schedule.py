@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.optim.schedule import PackedSchedule, Schedule, draws
+from train.optim.schedule import PackedSchedule, Schedule, rng_for
 
 
 def a_schedule(lengths: list[int], room: int, *more: Any) -> Schedule | PackedSchedule:
@@ -53,7 +53,7 @@ def test_every_lane_has_rows_of_its_own_and_meets_them_once_an_epoch(
 def test_one_lane_takes_the_permutations_of_all_rows() -> None:
     schedule, packed = Schedule(10, 4, 2, 0, seed=3), PackedSchedule([10] * 10, 40, 2, 0, seed=3)
     for epoch in range(2):
-        expected = torch.randperm(10, generator=draws(3, 1, epoch)).tolist()
+        expected = torch.randperm(10, generator=rng_for(3, 1, epoch)).tolist()
         assert taken(schedule, range(3 * epoch, 3 * epoch + 3)) == expected
         assert taken(packed, range(3 * epoch, 3 * epoch + 3)) == expected
 

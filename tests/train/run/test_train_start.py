@@ -1,4 +1,4 @@
-"""A run that starts from a drafter there is, of either form; averaged weights; a quantised target."""
+"""A run that starts from a drafter there is, of either form; averaged weights; a quantized target."""
 
 import json
 import shutil
@@ -200,24 +200,24 @@ def test_a_young_average_forgets_faster() -> None:
         assert average.weight.flatten().tolist() == pytest.approx([1 - kept] * 4)
 
 
-# ---- quantised targets -----------------------------------------------------------------------------------------
+# ---- quantized targets -----------------------------------------------------------------------------------------
 
 
-def test_a_quantised_target_whose_library_is_missing_names_it(target_dir: Path, tmp_path: Path) -> None:
+def test_a_quantized_target_whose_library_is_missing_names_it(target_dir: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(target_dir, tmp_path / "target"))
     config = json.loads((path / "config.json").read_text())
-    quantised = {"quantization_config": {"quant_method": "aqlm"}}
-    (path / "config.json").write_text(json.dumps(config | quantised))
+    quantized = {"quantization_config": {"quant_method": "aqlm"}}
+    (path / "config.json").write_text(json.dumps(config | quantized))
     with pytest.raises(UserError, match=r"cannot load its weights .*aqlm") as caught:
         Target.load(str(path), "cpu")
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_with_a_quantised_head_is_refused() -> None:
+def test_a_target_with_a_quantized_head_is_refused() -> None:
     model = make_target(tied=False).model
     model.lm_head = torch.nn.Linear(32, VOCAB, bias=False)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB * 16, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(UserError, match="its LM head is quantised, and a drafter needs it dense"):
+    with pytest.raises(UserError, match="its LM head is quantized, and a drafter needs it dense"):
         Target(model)
 
 
@@ -242,7 +242,7 @@ def test_a_run_on_a_target_in_four_bits(
     loaded = Target.load(str(path), device)
     assert type(loaded.layers[0].mlp.up_proj).__name__ == "Linear4bit" and loaded.device.type == device
     assert loaded.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
-    with pytest.raises(UserError, match="quantised weights are not supported by the runtime"):
+    with pytest.raises(UserError, match="quantized weights are not supported by the runtime"):
         ModelSpec.of_target(loaded.config)
     assert main(argv(path, data, tmp_path / "run", "optim.steps=2", f"device={device}")) == 0
     assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
@@ -265,12 +265,12 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp
         "targets": ["Linear"], "weights": {**eight, "strategy": "channel", "dynamic": False},
         "input_activations": {**eight, "strategy": "token", "dynamic": True},
     }  # fmt: skip
-    quantised = {
+    quantized = {
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
         "ignore": ["lm_head"], "config_groups": {"group_0": group},
     }  # fmt: skip
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
     loaded = Target.load(str(path), device)
     assert loaded.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn and loaded.device.type == device
     ids = torch.arange(20, device=device)[None]

@@ -1,0 +1,97 @@
+"""Digests of the tokens that the engine decodes greedily: equal ones say that two versions of it are the same.
+
+    python scripts/bench/tokens.py --output before.json                       # in one checkout
+    python scripts/bench/tokens.py --output after.json --expect before.json   # in another: exit 1 if tokens differ
+
+320 prompts of 8 to 200 tokens for a random model of each architecture (a named shape's first layers), at batch 1 and 8:
+plainly, with a random drafter, and with drafts that dice accept, so that blocks of every length are taken over.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_toolkit.benchmark import setting
+from dflash_toolkit.config import run_command
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.target import use_device
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
+from dflash_toolkit.sampling import SamplingParams
+
+SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "smollm2")
+MODES = ("plain", "drafts", "dice")
+
+
+def digests(shape: str, args: argparse.Namespace) -> dict[str, str]:
+    """sha256 of all tokens by `shape/batch/mode`."""
+    device = use_device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = named_shape(shape)
+    config.num_hidden_layers = args.layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: args.layers]
+    target = random_target(ModelSpec.of_target(config), device, dtype)
+    drafter = random_drafter(drafter_shape(config, layers=2, taps=2), device, dtype)
+    dice = random.Random(shape)
+    prompts = [
+        [dice.randrange(1000, config.vocab_size - 1000) for _ in range(dice.randrange(8, 200))]
+        for _ in range(args.prompts)
+    ]
+    params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
+    found = {}
+    for batch in (1, 8):
+        for mode in MODES:
+            options = EngineOptions(
+                max_num_seqs=batch,
+                max_model_len=1024,
+                kv_cache_tokens=max(8192, batch * 1024),
+                num_speculative_tokens=0 if mode == "plain" else 15,
+                synthetic=SyntheticAcceptance(rate=0.7, seed=1) if mode == "dice" else None,
+            )
+            engine = Engine(target, drafter, (), options)
+            digest = hashlib.sha256()
+            for answer in engine.generate(prompts, params):
+                digest.update(json.dumps(answer.tokens).encode())
+            found[f"{shape}/{batch}/{mode}"] = digest.hexdigest()[:16]
+            del engine
+            gc.collect()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=SHAPES)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=320)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--expect", type=Path, help="a result to compare with")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    result: dict[str, Any] = {**setting("bench/tokens.py"), "digests": {}}
+    for shape in args.shape:
+        began = time.perf_counter()
+        result["digests"] |= digests(shape, args)
+        print(f"{shape}: {time.perf_counter() - began:.0f} s", flush=True)
+        write_json(args.output, result)
+    if args.expect:
+        before = json.loads(args.expect.read_text())["digests"]
+        result["compared"] = len(result["digests"])
+        result["different"] = sorted(key for key, value in result["digests"].items() if before.get(key) != value)
+        write_json(args.output, result)
+        print(f"{result['compared']} compared, different: {', '.join(result['different']) or 'none'}")
+    return 1 if result.get("different") else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
