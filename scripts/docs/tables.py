@@ -295,6 +295,7 @@ def acceptance(table: Table) -> None:
     table.columns(f"acceptance length | {' | '.join(POOLED)} | these four, pooled | math500 | steps | sequences/s")
     runs = {
         "pipeline": "two answers a prompt",
+        "pipeline_h100": "two answers a prompt, on an H100",
         "regenerated_four_minutes": "two answers a prompt",
         "regenerated_two_minutes": "two answers a prompt",
         "given_two_and_eight_minutes": "one given answer a prompt",
