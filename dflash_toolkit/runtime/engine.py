@@ -157,9 +157,12 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         on_progress: Callable[[Request, Step | None], None] | None = None,
+        *,
+        key: str = "",
+        priority: int = 0,
     ) -> Request:
         """Queue a prompt; `step` works on it. Raises UserError, see `request`."""
-        request = self.request(prompt_ids, params, on_progress)
+        request = self.request(prompt_ids, params, on_progress, key=key, priority=priority)
         self.scheduler.add(request)
         return request
 
@@ -168,8 +171,15 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
         on_progress: Callable[[Request, Step | None], None] | None = None,
+        *,
+        key: str = "",
+        priority: int = 0,
     ) -> Request:
         """A request, checked and not yet queued.
+
+        Args:
+            key: whose it is; those of one key share its turns.
+            priority: lower is earlier, as in vLLM.
 
         Raises:
             PromptError: an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
@@ -183,7 +193,7 @@ class Engine:
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         limit = min(params.max_new_tokens, self.context_limit - len(prompt))
         acceptance = RollingAcceptance(self._expected)
-        request = Request(prompt, params, stop, limit, on_progress, acceptance=acceptance)
+        request = Request(prompt, params, stop, limit, on_progress, key, priority, acceptance=acceptance)
         needed = self.pool.pages_for(self.scheduler.tokens_needed(request))
         if needed > self.pool.capacity:
             have = self.pool.capacity * self.pool.page_size
@@ -240,7 +250,12 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Generation]:
-        """Decode prompts to their ends, together; `params` are one for all or one each. Raises UserError."""
+        """Decode prompts to their ends, together; `params` are one for all or one each.
+
+        Raises:
+            UserError: see `request`.
+            Exception: what ended one of them; after all the others have ended.
+        """
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         requests = [self.request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         try:
@@ -252,6 +267,8 @@ class Engine:
             for request in requests:
                 self.cancel(request)
             raise
+        if error := next((request.error for request in requests if request.error), None):
+            raise error
         return [request.generation for request in requests]
 
     def _chooser(self) -> Callable[[Sequence[Request]], int]:

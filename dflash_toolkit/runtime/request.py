@@ -64,7 +64,9 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int]
     limit: int  # of generated tokens: max_new_tokens or what the context leaves
-    on_progress: Callable[["Request", Step | None], None] | None = None  # with the step; None: the prefill
+    on_progress: Callable[["Request", Step | None], None] | None = None  # None: prefill, error
+    key: str = ""  # whose it is: turns go round the keys, then round a key's requests
+    priority: int = 0  # lower is earlier; equal ones by arrival
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)
@@ -77,6 +79,7 @@ class Request:
     epoch: int = 0  # counts the times it lost its row; results launched before that are void
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
     cancelled: bool = False
+    error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
 
     def with_seed(self, seed: int) -> "Request":
         """The same prompt once more, for an answer of its own; before anything was decoded."""
@@ -95,7 +98,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.generation.finish_reason is not None
+        return self.generation.finish_reason is not None or self.error is not None
 
     @property
     def known_ids(self) -> list[int]:
