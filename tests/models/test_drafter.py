@@ -118,7 +118,7 @@ def dense(drafter: Drafter, inputs: tuple[Tensor, ...], visible: Visible | None 
 )  # fmt: skip
 def test_outputs_are_those_of_the_dense_implementation(changes: dict[str, object]) -> None:
     drafter = make_drafter(**changes)
-    for context, batch, first in ((1, 1, 0), (9, 2, 0), (6, 1, 400)):
+    for context, batch, first in ((1, 1, 0), (9, 2, 0), (6, 1, 400), (7, 1, 1000)):
         inputs = make_inputs(drafter.config, context, batch, first)
         torch.testing.assert_close(run(drafter, inputs).double(), dense(drafter, inputs), rtol=1e-3, atol=1e-4)
 
@@ -192,15 +192,6 @@ def test_blocks_under_a_mask_see_what_each_would_see_alone() -> None:
         torch.testing.assert_close(together[:, rows], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_moving_every_position_by_a_constant_changes_nothing() -> None:
-    drafter = make_drafter()
-    features, before, block, at = make_inputs(drafter.config)
-    still = run(drafter, (features, before, block, at))
-    torch.testing.assert_close(run(drafter, (features, before + 1000, block, at + 1000)), still, rtol=1e-3, atol=1e-3)
-    shifted = run(drafter, (features, before, block, at + 1))
-    assert (shifted - still).abs().max() > 0.02, "but the distance between block and context matters"
-
-
 # ---- precision -------------------------------------------------------------------------------------
 
 
@@ -208,7 +199,7 @@ def test_moving_every_position_by_a_constant_changes_nothing() -> None:
 def test_a_cast_to_bfloat16_leaves_the_rope_frequencies_exact(position: int) -> None:
     # frequencies rounded to bf16 turn a far position by whole radians: the keys would share nothing
     exact, cast = make_drafter(), make_drafter().to(torch.bfloat16)
-    features, _, _, _ = make_inputs(exact.config, context=4)
+    features = make_inputs(exact.config, context=4)[0]
     at = torch.full((1, 4), position)
     with torch.no_grad():
         keys = exact.context_kv(features, at).keys
@@ -235,20 +226,12 @@ def test_autocast_runs_near_full_precision() -> None:
 @pytest.mark.parametrize("taps", [(4,), (1, 4, 6)], ids=len)
 def test_parameters_are_those_of_the_contract_by_name_and_shape(taps: tuple[int, ...]) -> None:
     expected = {"fc.weight": (24, len(taps) * 24), "hidden_norm.weight": (24,), "norm.weight": (24,)}
-    for i in range(2):
-        expected |= {
-            f"layers.{i}.input_layernorm.weight": (24,),
-            f"layers.{i}.post_attention_layernorm.weight": (24,),
-            f"layers.{i}.self_attn.q_proj.weight": (24, 24),  # N * H
-            f"layers.{i}.self_attn.k_proj.weight": (12, 24),  # G * H
-            f"layers.{i}.self_attn.v_proj.weight": (12, 24),
-            f"layers.{i}.self_attn.o_proj.weight": (24, 24),
-            f"layers.{i}.self_attn.q_norm.weight": (6,),
-            f"layers.{i}.self_attn.k_norm.weight": (6,),
-            f"layers.{i}.mlp.gate_proj.weight": (20, 24),
-            f"layers.{i}.mlp.up_proj.weight": (20, 24),
-            f"layers.{i}.mlp.down_proj.weight": (24, 20),
-        }
+    shapes = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (24,))
+    shapes |= dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (24, 24))  # N * H
+    shapes |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (12, 24))  # G * H
+    shapes |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (6,))
+    shapes |= {"mlp.gate_proj": (20, 24), "mlp.up_proj": (20, 24), "mlp.down_proj": (24, 20)}
+    expected |= {f"layers.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
     drafter = Drafter(make_config(target_layer_ids=taps))
     assert {name: tuple(p.shape) for name, p in drafter.named_parameters()} == expected
     assert not list(drafter.named_buffers()), "a buffer would be rounded by a cast and land in checkpoints"
@@ -285,9 +268,7 @@ def test_a_drafter_around_tensors_keeps_them_and_draws_nothing() -> None:
     before = torch.get_rng_state()
     around = Drafter.of_tensors(given_drafter.config, tensors)
     assert torch.equal(torch.get_rng_state(), before)
-    assert {name: p.data_ptr() for name, p in around.named_parameters()} == {
-        n: t.data_ptr() for n, t in tensors.items()
-    }
+    assert all(p.data_ptr() == tensors[name].data_ptr() for name, p in around.named_parameters())
     with pytest.raises(RuntimeError, match=r"fc\.weight"):
         Drafter.of_tensors(given_drafter.config, {name: t for name, t in tensors.items() if name != "fc.weight"})
 

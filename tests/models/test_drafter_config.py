@@ -28,6 +28,7 @@ from dflash_toolkit.models.dflash.shape import default_target_layer_ids
         ({"layer_types": ("full_attention", "linear_attention")}, "linear_attention"),
         ({"layer_types": ("full_attention", "sliding_attention")}, "sliding_window is None"),
         ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 0}, "sliding_window is 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -73,8 +74,3 @@ def test_default_taps_rise_from_layer_1_to_layer_n_minus_3(layers: int, taps: in
 def test_a_target_too_shallow_for_the_taps_is_refused(layers: int, taps: int) -> None:
     with pytest.raises(ValueError, match="tap"):
         default_target_layer_ids(layers, taps)
-
-
-def test_an_infinite_rope_is_refused() -> None:
-    with pytest.raises(ValueError, match="rope_theta is inf"):
-        make_config(rope_theta=float("inf"))

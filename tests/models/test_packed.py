@@ -1,6 +1,7 @@
 """Documents packed into one row: each has the hidden states that it has alone."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -73,8 +74,7 @@ def test_rows_of_a_step_go_through_together_and_have_the_same_features(monkeypat
     """As on a GPU."""
     target = exact("qwen3")
     rows = [Row(i, 3, text.tolist()) for i, text in enumerate(documents([30, 7, 55, 12, 21]))]
-    alone = FeatureSource(target, TAPS, 40)
-    together = FeatureSource(target, TAPS, 40)
+    alone, together = (FeatureSource(target, TAPS, 40) for _ in range(2))
     monkeypatch.setattr(together, "_several", True)
     seen: list[int] = []
     target.layers[0].register_forward_hook(lambda *_: seen.append(1))
@@ -91,21 +91,10 @@ def test_this_pytorchs_flash_attention_takes_what_it_is_given() -> None:
 
 def test_a_model_with_attention_sinks_is_refused_by_their_name() -> None:
     """Without them its features were off by a tenth, in silence."""
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    few = {
-        "vocab_size": 64,
-        "intermediate_size": 32,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "pad_token_id": 0,
-    }
-    model = GptOssForCausalLM(GptOssConfig(**sizes, **few)).eval()
+    attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **attention, **experts)).eval()
     before = model.config._attn_implementation
     with packed.alone(model, [5, 7]) as extra, pytest.raises(UserError, match=r"GptOssAttention asks for .* s_aux"):
         model(torch.arange(12)[None], use_cache=False, **extra)
@@ -120,14 +109,14 @@ def test_only_arguments_without_an_effect_are_passed_over() -> None:
         return packed.attention(torch.nn.Module(), q, kv, kv, mask, **lengths, **more)[0]  # type: ignore[arg-type]
 
     plain = attend()
-    for passed in (
-        {"dropout": 0.0},
+    without_effect: list[dict[str, object]] = [
         {"is_causal": True},
         {"is_causal": None},
-        {"position_ids": ends},
+        {"dropout": 0.0},
         {"s_aux": None},
-        {"cu_seq_lens_k": ends, "max_length_k": 7, "use_cache": False, "output_attentions": False},
-    ):
+    ]
+    without_effect += [{"cu_seq_lens_k": ends, "max_length_k": 7, "use_cache": False, "output_attentions": False}]
+    for passed in (*without_effect, {"position_ids": ends}):
         assert torch.equal(attend(**passed), plain)
     refused = {"dropout": 0.1, "is_causal": False, "s_aux": torch.zeros(4), "softcap": 30.0, "new_one": 0}
     for name, value in refused.items():
@@ -146,10 +135,8 @@ def test_only_arguments_without_an_effect_are_passed_over() -> None:
 def test_flash_attention_is_as_exact_as_bf16_allows(heads: int, groups: int, width: int, window: int | None) -> None:
     lengths = [1, 130, 64, 517, 3]
     g = torch.Generator("cuda").manual_seed(heads)
-    q, k, v = (
-        torch.randn(sum(lengths), n, width, generator=g, device="cuda", dtype=torch.bfloat16)
-        for n in (heads, groups, groups)
-    )
+    how: dict[str, Any] = {"generator": g, "device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(sum(lengths), n, width, **how) for n in (heads, groups, groups))
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     asked = ends, max(lengths), width**-0.5, window
     exactly = packed.one_by_one(q.double(), k.double(), v.double(), asked[0], *asked[2:])
