@@ -1,6 +1,7 @@
 """The device's side: prefills, and the whole decoding step, captured as one CUDA graph.
 
 A step is: propose a draft -> verify it (taps captured) -> write the context's keys and values of the committed tokens.
+Where not all requests are greedy it is captured in parts (`parts.py`).
 Everything it reads and writes lives on the device (`batch_state.py`), so the host launches it without waiting for the
 one before and reads its results from pinned memory when it likes. Shapes are fixed: rows without a request and the
 padding of a prompt's chunk write to the null block.
@@ -17,11 +18,12 @@ from torch import Tensor
 from ..kernels.ops import Ops
 from .batch_state import BatchState
 from .capture import Captures, PinnedBuffers, to_device
+from .parts import Between, Block, Part
 from .proposer import Draft, Proposer
 from .request import Committed, Request
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack
-from .verifier import Verifier
+from .verifier import Verdict, Verifier
 from .weights import DrafterWeights, TargetWeights
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -44,8 +46,8 @@ class PendingResult:
     """What rows got, on its way to the host."""
 
     tokens: Tensor  # int64 [rows, 1 + S] on the host: how many were committed, then the tokens
-    logprobs: Tensor | None  # fp64 [rows, S, ...], see `Sampler.choose`
-    wanted: tuple[int | None, ...]  # SamplingParams.logprobs by row
+    logprobs: Tensor | None  # fp64 [F, S, ...], see `Sampler.choose`
+    wanted: dict[int, tuple[int, int]]  # row -> its place in `logprobs` and its SamplingParams.logprobs
     done: torch.cuda.Event | None
     buffer: Tensor | None = None  # pinned memory that `tokens` is a view of, to be given back
 
@@ -95,7 +97,11 @@ class StepRunner:
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
         self.verifier = Verifier(target, stack(target), taps, forced)
         self.proposer = Proposer(drafter, stack(drafter), target.embedding, target.head) if drafter else None
-        self._graphs: dict[tuple[int, int, Mode], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
+        self._modes = [Mode.GREEDY] * max_batch  # by row
+        self._numbers = torch.arange(max_batch, device=self.device)
+        width = target.spec.hidden_size
+        self._between = Between(max_batch, max_block, width, len(taps) * width, self.dtype, self.device)
+        self._graphs: dict[Part, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_batch * (1 + max_block))
         self.bucket = functools.partial(bucket_of, max_batch)  # a method would make a cycle with those that get it
@@ -160,7 +166,7 @@ class StepRunner:
     def add(self, row: int, request: Request) -> PendingResult | None:
         """Put a prefilled request into the batch; the prefill chooses its first token if it has none yet."""
         state, sampler = self.state, self.state.sampler
-        mode = mode_of(request.params)
+        mode = self._modes[row] = mode_of(request.params)
         state.add(row, request)
         if request.tokens:
             return None
@@ -168,12 +174,14 @@ class StepRunner:
         rows = slice(row, row + 1)
         before = state.lengths[rows] - 1  # the choice stands behind the last token of the prompt
         no_draft = state.last_token.new_empty(1, 0)
-        choice, logprobs = sampler.choose(self._last_hidden, self.target.head, rows, no_draft, before, mode)
+        choice, logprobs = sampler.choose(
+            self._last_hidden, self.target.head, self._numbers[rows], no_draft, before, mode
+        )
         state.last_token[rows] = choice[0]
         counts = torch.ones_like(before)
         if mode == Mode.FULL:
             sampler.count(rows, choice, counts)
-        return self._pending(torch.cat([counts[:, None], choice], dim=1), logprobs, [request])
+        return self._pending(torch.cat([counts[:, None], choice], dim=1), logprobs, [request], [0])
 
     @torch.inference_mode()
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
@@ -182,6 +190,7 @@ class StepRunner:
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         self.state.move(source, target)
+        self._modes[target] = self._modes[source]
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
@@ -199,23 +208,24 @@ class StepRunner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], block: int) -> PendingResult:
         """Launch one step of rows 0..len(requests) - 1 with blocks of `block` tokens; 1 is plain decoding."""
-        mode = max(mode_of(request.params) for request in requests)
-        if self.device.type != "cuda":
-            return self._pending(*self._step(len(requests), block, mode), requests)
-        graph, tokens, logprobs = self.graph(self.bucket(len(requests)), block, mode)
-        graph.replay()
-        return self._pending(tokens, logprobs, requests)
+        tokens, logprobs, full = self._run_step(self._modes[: len(requests)], block)
+        return self._pending(tokens, logprobs, requests, full)
 
     def launcher(self, rows: int, block: int) -> Callable[[], object]:
         """A greedy step of that shape as a function, for timing; on an empty batch it changes nothing."""
         if self.device.type == "cuda":
-            return self.graph(rows, block, Mode.GREEDY)[0].replay
+            return self.graph(Part("step", rows, block))[0].replay
         return lambda: self.run_eagerly(rows, block)
 
     @torch.inference_mode()
     def run_eagerly(self, rows: int, block: int, mode: Mode = Mode.GREEDY) -> None:
         """A step of that shape without a graph."""
-        self._step(rows, block, mode)
+        if mode == Mode.GREEDY:
+            self._step(rows, block)
+            return
+        self._begin(rows, block)
+        self._choose(rows, block, mode)
+        self._end(rows, block)
 
     def read(self, pending: PendingResult) -> list[Committed]:
         """Wait for a result."""
@@ -223,28 +233,26 @@ class StepRunner:
             pending.done.synchronize()
         found = []
         for row, (count, *tokens) in enumerate(pending.tokens.tolist()):
-            best = pending.wanted[row]
             logprobs = None
-            if best is not None and pending.logprobs is not None:
-                logprobs = unpack_logprobs(pending.logprobs[row, :count], best)
+            if pending.logprobs is not None and row in pending.wanted:
+                place, best = pending.wanted[row]
+                logprobs = unpack_logprobs(pending.logprobs[place, :count], best)
             found.append(Committed(tokens[:count], logprobs))
         if pending.buffer is not None:
             self._results.give_back(pending.buffer)
         return found
 
     @torch.inference_mode()
-    def graph(self, rows: int, block: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]:
-        """The captured step for a shape, captured now if it was not yet."""
-        key = (rows, block, mode)
-        if key not in self._graphs:
+    def graph(self, part: Part) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+        """A captured step or part of one and what it returns, captured now if it was not yet."""
+        if part not in self._graphs:
             saved = [field.clone() for field in self._mutable()]
             try:
-                graph, (tokens, logprobs) = self._captured(lambda: self._step(rows, block, mode))
+                self._graphs[part] = self._captured(lambda: self._eagerly(part))
             finally:  # a step has run, also where its capture failed
                 for field, value in zip(self._mutable(), saved, strict=True):
                     field.copy_(value)
-            self._graphs[key] = (graph, tokens, logprobs)
-        return self._graphs[key]
+        return self._graphs[part]
 
     def prepare(self, blocks: Sequence[int]) -> bool:
         """Capture the next prefill or step, greedy ones first, that is not there for these blocks; False if none."""
@@ -256,44 +264,108 @@ class StepRunner:
                 self._place[1:2].fill_(1)
                 self._prefill_graph(size)
                 return True
-        shapes = itertools.product(Mode, buckets_up_to(self.max_batch), sorted(blocks, reverse=True))
-        for mode, rows, block in shapes:
-            if (rows, block, mode) not in self._graphs:
-                self.graph(rows, block, mode)
-                return True
-        return False
+        shapes = list(itertools.product(buckets_up_to(self.max_batch), sorted(blocks, reverse=True)))
+        parts = [Part("step", *shape) for shape in shapes]
+        parts += [Part(kind, *shape) for kind in ("begin", "end") for shape in shapes]
+        parts += [Part("choose", *shape, mode) for mode in Mode for shape in shapes]
+        missing = next((part for part in parts if part not in self._graphs), None)
+        if missing is not None:
+            self.graph(missing)
+        return missing is not None
 
     def _mutable(self) -> list[Tensor]:
         """What a step advances."""
         return [self.state.lengths, self.state.last_token, self.verifier.steps, self.state.sampler.counts]
 
-    def _step(self, batch: int, block: int, mode: Mode) -> tuple[Tensor, Tensor | None]:
-        """One step of the first `batch` rows: int64 [batch, 1 + S] and the log-probabilities, see `PendingResult`."""
+    def _run(self, part: Part) -> Tensor | None:
+        if self.device.type != "cuda":
+            return self._eagerly(part)
+        graph, result = self.graph(part)
+        graph.replay()
+        return result
+
+    def _run_step(self, modes: Sequence[Mode], block: int) -> tuple[Tensor, Tensor | None, list[int]]:
+        """A step of rows that choose so: as `_step`, log-probabilities, and the rows that these are of."""
+        batch, logprobs = self._rows(len(modes)), None
+        of_mode: dict[Mode, list[int]] = {mode: [] for mode in Mode}
+        for row, mode in enumerate(modes):
+            of_mode[mode].append(row)
+        if len(of_mode[Mode.GREEDY]) == len(modes):
+            tokens = self._run(Part("step", batch, block))
+        else:
+            self._run(Part("begin", batch, block))
+            for mode, rows in of_mode.items():
+                if rows:
+                    self._between.name(mode, rows, self._rows(len(rows)))
+                    logprobs = self._run(Part("choose", self._rows(len(rows)), block, mode))
+            tokens = self._run(Part("end", batch, block))
+        assert tokens is not None
+        return tokens, logprobs, of_mode[Mode.FULL]
+
+    def _rows(self, count: int) -> int:
+        """Rows that are computed for so many."""
+        return self.bucket(count) if self.device.type == "cuda" else count
+
+    def _eagerly(self, part: Part) -> Tensor | None:
+        if part.kind == "choose":
+            return self._choose(part.rows, part.block, part.mode)
+        run = {"step": self._step, "begin": self._begin, "end": self._end}[part.kind]
+        return run(part.rows, part.block)
+
+    def _step(self, batch: int, block: int) -> Tensor:
+        """One greedy step of the first `batch` rows: int64 [batch, 1 + S], see `PendingResult`."""
+        read = self._read_block(batch, block)
+        choice = self.state.sampler.greedy(read.hidden.flatten(0, 1), self.target.head).view(batch, block)
+        return self._commit(read, choice)[0]
+
+    def _begin(self, batch: int, block: int) -> None:
+        self._between.put(self._read_block(batch, block))
+
+    def _choose(self, count: int, block: int, mode: Mode) -> Tensor | None:
+        """The choices of `count` rows in that mode, and their log-probabilities."""
+        rows, hidden, draft, lengths = self._between.of(mode, count, block)
+        choice, logprobs = self.state.sampler.choose(hidden, self.target.head, rows, draft, lengths, mode)
+        self._between.chosen(rows, choice)
+        return logprobs
+
+    def _end(self, batch: int, block: int) -> Tensor:
+        tokens, verdict = self._commit(*self._between.get(self.state.page_table[:batch], self.page_size, block))
+        self.state.sampler.count(slice(0, batch), verdict.path, verdict.counts)
+        return tokens
+
+    def _read_block(self, batch: int, block: int) -> Block:
         rows, last = self.state.rows(batch), self.state.last_token[:batch]
         if self.proposer and block > 1:
             draft = self.proposer.propose(last, rows, block)
         else:
             draft = Draft(last.new_empty(batch, 0))
-        verdict, features = self.verifier.verify(draft, rows, self.state, mode)
-        if self.proposer and features is not None:
-            self.proposer.write_context(features, rows, verdict.counts)
-        return torch.cat([verdict.counts[:, None].long(), verdict.path], dim=1), verdict.logprobs
+        hidden, features = self.verifier.read(draft, last, rows)
+        return Block(rows, draft.tokens, hidden, features)
+
+    def _commit(self, read: Block, choice: Tensor) -> tuple[Tensor, Verdict]:
+        verdict = self.verifier.commit(read.draft, choice, self.state)
+        if self.proposer and read.features is not None:
+            self.proposer.write_context(read.features, read.rows, verdict.counts)
+        return torch.cat([verdict.counts[:, None].long(), verdict.path], dim=1), verdict
 
     # ---- host and device -----------------------------------------------------------------------------------
 
-    def _pending(self, tokens: Tensor, logprobs: Tensor | None, requests: Sequence[Request]) -> PendingResult:
+    def _pending(
+        self, tokens: Tensor, logprobs: Tensor | None, requests: Sequence[Request], full: Sequence[int]
+    ) -> PendingResult:
+        """A result of the first rows; `full` are those that `logprobs` are of."""
         rows = len(requests)
-        wanted = tuple(request.params.logprobs for request in requests)
-        if all(best is None for best in wanted):
-            logprobs = None
+        best = ((place, row, requests[row].params.logprobs) for place, row in enumerate(full))
+        wanted = {row: (place, count) for place, row, count in best if count is not None}
+        logprobs = logprobs[: len(full)] if wanted and logprobs is not None else None
         if self.device.type != "cuda":
-            return PendingResult(tokens[:rows], None if logprobs is None else logprobs[:rows], wanted, None)
+            return PendingResult(tokens[:rows], logprobs, wanted, None)
         buffer = self._results.take()
         # contiguous, as else the copy would be waited for
         host = buffer[: rows * tokens.shape[1]].view(rows, -1).copy_(tokens[:rows], non_blocking=True)
         if logprobs is not None:
-            pinned = torch.empty(logprobs[:rows].shape, dtype=logprobs.dtype, pin_memory=True)
-            logprobs = pinned.copy_(logprobs[:rows], non_blocking=True)
+            pinned = torch.empty(logprobs.shape, dtype=logprobs.dtype, pin_memory=True)
+            logprobs = pinned.copy_(logprobs, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return PendingResult(host, logprobs, wanted, done, buffer)

@@ -12,7 +12,7 @@ from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
 
 
 class Mode(IntEnum):
-    """What the most demanding request of a batch needs; each is captured on its own."""
+    """What a request needs of the head to choose; each is captured on its own."""
 
     GREEDY = 0  # the head's argmax, no logits in memory
     SAMPLED = 1  # temperature and filters
@@ -74,14 +74,18 @@ class Sampler:
         for field in self._fields + (self._tables if self._written else []):
             field[target].copy_(field[source])
 
+    def greedy(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """The most probable token of every state [M, D], int64 [M]."""
+        return self._ops.linear_argmax(hidden, head)
+
     def choose(
-        self, hidden: Tensor, head: Tensor, rows: slice, draft: Tensor, lengths: Tensor, mode: Mode
+        self, hidden: Tensor, head: Tensor, rows: Tensor, draft: Tensor, lengths: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor | None]:
         """The target's tokens int64 [B, S] and, in FULL mode, their log-probabilities.
 
         Args:
             hidden: normed hidden states [B * S, D].
-            rows: which rows of the state the B requests have.
+            rows: int64 [B], which rows of the state the requests have.
             draft: int64 [B, S - 1].
             lengths: int32 [B], position of each block's first slot.
 
@@ -91,7 +95,7 @@ class Sampler:
         """
         batch, block = len(lengths), draft.shape[1] + 1
         if mode == Mode.GREEDY:
-            return self._ops.linear_argmax(hidden, head).view(batch, block), None
+            return self.greedy(hidden, head).view(batch, block), None
         raw = self._ops.linear(hidden, head)
         logits = raw if mode == Mode.SAMPLED else self._edited(raw, rows, draft)
 
@@ -106,23 +110,23 @@ class Sampler:
         return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode == Mode.FULL else None
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
-        """Count what a step committed: the first `counts` [B] of tokens [B, S]. FULL mode only."""
+        """Count what a step committed: the first `counts` [B] of tokens [B, S]. Of use to rows in FULL mode."""
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 
-    def _edited(self, logits: Tensor, rows: slice, draft: Tensor) -> Tensor:
+    def _edited(self, logits: Tensor, rows: Tensor, draft: Tensor) -> Tensor:
         batch, block = draft.shape[0], draft.shape[1] + 1
         # slot k stands behind the answer and the block's drafts 1..k
         before = torch.zeros(batch, block, self._vocab, dtype=torch.int32, device=logits.device)
         if block > 1:
             before[:, 1:].scatter_(2, draft[..., None], 1)
-        counts = self.counts[rows, None] + before.cumsum(1, dtype=torch.int32)
-        penalties = self.penalties[rows, None, None]  # [B, 1, 1, 3]
+        counts = self.counts[rows][:, None] + before.cumsum(1, dtype=torch.int32)
+        penalties = self.penalties[rows][:, None, None]  # [B, 1, 1, 3]
         edited = penalized(
             logits.view(batch, block, -1),
-            self.prompt[rows, None] | (counts > 0),
+            self.prompt[rows][:, None] | (counts > 0),
             counts,
-            self.bias[rows, None],
+            self.bias[rows][:, None],
             *penalties.unbind(-1),
         )
         return edited.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The target at work: it runs over prompts and blocks, chooses its own tokens, and commits what a draft has of them."""
+"""The target at work: it runs over prompts and blocks, and commits what a draft has of its own choices."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .batch_state import BatchState
 from .proposer import Draft
-from .sampler import Mode
 from .stack import Rows, Stack
 from .weights import TargetWeights
 
@@ -20,7 +19,6 @@ class Verdict:
     path: Tensor  # int64 [B, S], the first `counts` are committed: drafted tokens, then one of the target's own
     counts: Tensor  # int32 [B], 0 where a row is inactive
     next: Tensor  # int64 [B], the token that the next block begins with
-    logprobs: Tensor | None = None  # fp64 [B, S, ...] in FULL mode, see `Sampler.choose`
 
 
 class Verifier:
@@ -51,20 +49,19 @@ class Verifier:
     def dtype(self) -> torch.dtype:
         return self.weights.embedding.dtype
 
-    def verify(self, draft: Draft, rows: Rows, state: BatchState, mode: Mode) -> tuple[Verdict, Tensor | None]:
-        """Judge a draft for the first rows of the batch, whose state it advances; the features too."""
+    def read(self, draft: Draft, last: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Run over a draft behind the last committed tokens [B]: states [B, S, D] and features, see `forward`."""
         assert draft.parents is None and draft.q is None, "chains of the most probable tokens only"
-        batch, block = draft.tokens.shape[0], draft.tokens.shape[1] + 1
-        last, sampler, these = state.last_token[:batch], state.sampler, slice(0, batch)
         ids = torch.cat([last[:, None], draft.tokens], dim=1)
         hidden, features = self.forward(ids.flatten(), rows)
-        choice, logprobs = sampler.choose(hidden, self.weights.head, these, draft.tokens, rows.lengths, mode)
-        counts, path = self.stack.ops.accept(
-            draft.tokens, choice, state.active[:batch], state.lengths[:batch], last, self._forced_now(batch, block)
-        )
-        if mode == Mode.FULL:
-            sampler.count(these, path, counts)
-        return Verdict(path, counts, last, logprobs), features
+        return hidden.unflatten(0, ids.shape), features
+
+    def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:
+        """Judge drafts [B, S - 1] by the choices [B, S], for the first rows of the batch, whose state it advances."""
+        batch, block = choice.shape
+        last, forced = state.last_token[:batch], self._forced_now(batch, block)
+        counts, path = self.stack.ops.accept(draft, choice, state.active[:batch], state.lengths[:batch], last, forced)
+        return Verdict(path, counts, last)
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:
         if self.forced is None:

@@ -230,13 +230,13 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
     hidden, head = torch.randn(batch * block, width, device=DEVICE), torch.randn(vocab, width, device=DEVICE)
     draft = torch.randint(vocab, (batch, block - 1), device=DEVICE)
     lengths = torch.arange(batch, dtype=torch.int32, device=DEVICE) + 5
-    chosen = []
+    rows, chosen = torch.arange(1, batch + 1, device=DEVICE), []
     for ops in (reference, gpu):
         sampler = Sampler(batch + 1, vocab, torch.device(DEVICE), ops)
         for row, (t, p, k, m) in enumerate([FILTERS[0], FILTERS[1], FILTERS[4], FILTERS[8]], start=1):
             params = SamplingParams(temperature=t, top_p=p, top_k=k, min_p=m, seed=row, presence_penalty=float(mode))
             sampler.set(row, params, [1, 2], [3])
-        chosen.append(sampler.choose(hidden, head, slice(1, batch + 1), draft, lengths, mode)[0])
+        chosen.append(sampler.choose(hidden, head, rows, draft, lengths, mode)[0])
     assert torch.equal(*chosen) and len(chosen[0].unique()) > batch
 
 

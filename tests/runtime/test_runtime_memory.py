@@ -20,9 +20,9 @@ from dflash_toolkit.runtime import EngineOptions, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
+from dflash_toolkit.runtime.parts import Part
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
-from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from train.responses import backends
 
@@ -304,7 +304,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
         return None, result
 
     def decode(requests: Sequence[Request], block: int) -> Any:  # as on a GPU
-        runner.graph(runner.bucket(len(requests)), block, Mode.GREEDY)
+        runner.graph(Part("step", runner.bucket(len(requests)), block))
         return StepRunner.decode(runner, requests, block)
 
     monkeypatch.setattr(runner, "_captured", captured)
@@ -376,5 +376,5 @@ def test_graphs_find_their_scratch_allocated() -> None:
     assert taken >= largest > 32 * 16 * VOCAB * 4
     while engine.prepare():
         captured += 1
-    assert captured == len(PREFILL_SIZES) + 3 * 7, "prefills; modes, buckets up to 32"
+    assert captured == len(PREFILL_SIZES) + 6 * 7, "prefills; steps and parts of them, in three modes; buckets up to 32"
     assert held() - taken <= 16 << 20, "what is smaller than a MiB, and what graphs return"

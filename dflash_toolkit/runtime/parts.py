@@ -1,0 +1,89 @@
+"""A step in parts, for a batch whose requests choose in different ways: what one part leaves for the next.
+
+A request pays for its own way to choose, and its bits do not depend on how the others do: the target's states of all
+rows are computed first, then each mode chooses for its own rows, then all rows commit. Of a batch that is all greedy
+nothing of this runs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .capture import to_device
+from .sampler import Mode
+from .stack import Rows
+
+
+class Part(NamedTuple):
+    """What one graph holds: a whole greedy step, or a part of one."""
+
+    kind: Literal["step", "begin", "choose", "end"]
+    rows: int
+    block: int
+    mode: Mode = Mode.GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of every row, read by the target."""
+
+    rows: Rows
+    draft: Tensor  # int64 [B, S - 1]
+    hidden: Tensor  # [B, S, D], normed
+    features: Tensor | None  # [B * S, K * D], what the drafter's context is made of
+
+
+class Between:
+    """Buffers at fixed places, which captured parts read and write.
+
+    Args:
+        rows, block: the largest batch and block.
+        width, features: values of a hidden state, and of what the taps make of a token.
+    """
+
+    def __init__(self, rows: int, block: int, width: int, features: int, dtype: torch.dtype, device: torch.device):
+        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._hidden = new(rows, block, width, dtype=dtype)
+        self._features = new(rows * block, features, dtype=dtype) if features else None
+        self._lengths = new(rows, dtype=torch.int32)
+        self._draft, self._choice = new(rows, block), new(rows, block)
+        self._rows = {mode: new(rows) for mode in Mode}  # which choose so, filled up with the first of them
+        self._known: dict[Mode, list[int]] = {}
+
+    def put(self, block: Block) -> None:
+        batch, size = block.hidden.shape[:2]
+        self._hidden[:batch, :size].copy_(block.hidden)
+        self._draft[:batch, : size - 1].copy_(block.draft)
+        self._lengths[:batch].copy_(block.rows.lengths)
+        if self._features is not None and block.features is not None:
+            self._features[: batch * size].copy_(block.features)
+
+    def get(self, page_table: Tensor, page_size: int, size: int) -> tuple[Block, Tensor]:
+        """The block of the first rows, whose lengths have not advanced, and the choices int64 [B, S]."""
+        batch = len(page_table)
+        rows = Rows(self._lengths[:batch], page_table, page_size)
+        features = None if self._features is None else self._features[: batch * size]
+        draft, choice = self._draft[:batch, : size - 1], self._choice[:batch, :size]
+        return Block(rows, draft.contiguous(), self._hidden[:batch, :size], features), choice.contiguous()
+
+    def name(self, mode: Mode, rows: list[int], count: int) -> None:
+        """These rows choose in that mode; `count` are computed, the first of them again for want of others."""
+        padded = rows + rows[:1] * (count - len(rows))
+        if self._known.get(mode) != padded:
+            self._rows[mode][:count].copy_(to_device(padded, torch.int64, self._hidden.device))
+            self._known[mode] = padded
+
+    def of(self, mode: Mode, count: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the rows of a mode: their numbers [F], states [F * S, D], drafts [F, S - 1] and lengths [F]."""
+        rows = self._rows[mode][:count]
+        hidden = self._hidden[:, :size].index_select(0, rows)
+        draft = self._draft[:, : size - 1].index_select(0, rows)
+        return rows, hidden.flatten(0, 1), draft, self._lengths.index_select(0, rows)
+
+    def chosen(self, rows: Tensor, choice: Tensor) -> None:
+        """What those rows [F] choose, int64 [F, S]; of a row that stands there twice it is the same."""
+        self._choice[:, : choice.shape[1]].index_copy_(0, rows, choice)

@@ -1,0 +1,80 @@
+"""Requests that choose in different ways share a step: each pays for its own way, and writes what it writes alone."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_engine import SAMPLINGS, make_engine, pair, prompts_of, same
+
+from dflash_toolkit import SamplingParams, generate
+from dflash_toolkit.runtime import Engine
+
+GREEDY = SamplingParams(max_new_tokens=24)
+KINDS = [SAMPLINGS[4], GREEDY, SAMPLINGS[0], SAMPLINGS[2], GREEDY, SAMPLINGS[1], SAMPLINGS[3]]
+PROMPTS = prompts_of(4, 19, 7, 26, 11, 5, 9)
+
+
+def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as on a GPU: padded to buckets, from places that stay, with results that the next replay overwrites."""
+    runner = engine.runner
+
+    def capture(run: Callable[[], Any]) -> tuple[Any, Any]:
+        run()  # as a capture does first
+        result = run()
+
+        def replay() -> None:
+            again = run()
+            if result is not None:
+                result.copy_(again)
+
+        return SimpleNamespace(replay=replay), result
+
+    def run(part: Any) -> Any:
+        graph, result = runner.graph(part)
+        graph.replay()
+        return None if result is None else result.clone()  # a GPU copies it to the host
+
+    monkeypatch.setattr(runner, "_captured", capture)
+    monkeypatch.setattr(runner, "_run", run)
+    monkeypatch.setattr(runner, "_rows", runner.bucket)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_requests_of_every_kind_write_together_what_they_write_alone(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_num_seqs=6, kv_cache_tokens=2400)
+    if on_gpu:
+        captured(engine, monkeypatch)
+    for prompt, params, got in zip(PROMPTS, KINDS, engine.generate(PROMPTS, KINDS), strict=True):
+        expected = generate(target, drafter, prompt, params)
+        assert same(got, expected)
+        assert [t.chosen for t in got.logprobs] == pytest.approx([t.chosen for t in expected.logprobs], abs=1e-4)
+        assert len(got.logprobs) == (0 if params.logprobs is None else len(got.tokens))
+
+
+def test_logits_are_computed_for_the_rows_that_need_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(*pair(), max_num_seqs=6, kv_cache_tokens=2400)
+    sampler, head, rows = engine.runner.state.sampler, engine.runner.target.head, dict[str, set[int]]()
+    real = sampler._ops
+
+    def watched(name: str) -> Callable[..., torch.Tensor]:
+        def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            assert weight is head
+            rows.setdefault(name, set()).add(len(x))
+            found: torch.Tensor = getattr(real, name)(x, weight)
+            return found
+
+        return call
+
+    ops = SimpleNamespace(sample=real.sample, linear=watched("linear"), linear_argmax=watched("linear_argmax"))
+    monkeypatch.setattr(sampler, "_ops", ops)
+    engine.generate(PROMPTS[:4], [GREEDY, SAMPLINGS[4], GREEDY, GREEDY])
+    assert rows["linear"] == {1, 8}, "a first token, and the block of one row"
+    assert rows["linear_argmax"] == {1, *(8 * count for count in (1, 2, 3))}
+    rows.clear()
+    engine.generate(PROMPTS[:4], GREEDY)
+    assert "linear" not in rows
