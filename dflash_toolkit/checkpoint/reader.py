@@ -90,16 +90,21 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
     """Call `take(name, read)` for every tensor of safetensors files, a thread per file; `read(name)` is the tensor.
 
     Raises:
-        UserError: there are no files, or one is damaged; and what `take` raises.
+        UserError: there are no files, one is damaged, or two hold the same tensor; and what `take` raises.
     """
     if not files:
         raise UserError(f"{what}: no *.safetensors file in its directory; no other format is read")
+
+    first: dict[str, Path] = {}  # the file of every tensor
 
     def run(file: Path) -> None:
         try:
             with safe_open(file, framework="pt") as tensors:
                 stored = tensors.keys()
                 for name in stored:
+                    if (other := first.setdefault(name, file)) is not file:
+                        both = " and ".join(sorted((other.name, file.name)))
+                        raise UserError(f"{what}: tensor {name!r} stands in {both}; remove the file that is not meant")
                     take(name, tensors.get_tensor)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{what}: {file.name} is corrupt ({' '.join(str(error).split())})") from error

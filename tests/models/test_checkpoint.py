@@ -156,6 +156,17 @@ def test_a_damaged_checkpoint_is_named(copy: Path, file: str, change: Any, messa
     assert message in refusal(copy)
 
 
+def test_a_tensor_that_stands_there_twice_is_named(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, "model.fc.weight": tensors["fc.weight"].clone()}, copy / "model.safetensors")
+    assert "tensor 'fc.weight' stands there twice, once as 'model.fc.weight'" in refusal(copy)
+    (copy / "model.safetensors").unlink()
+    for number, part in enumerate((tensors, {"norm.weight": tensors["norm.weight"]})):
+        save_file(part, copy / f"model-{number}.safetensors")
+    line = "tensor 'norm.weight' stands in model-0.safetensors and model-1.safetensors; remove the file that is not"
+    assert line in refusal(copy)
+
+
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c", "/" + "x" * 5000])
 def test_a_missing_directory_is_named(name: str) -> None:
     with pytest.raises(UserError, match=f"^drafter {name}: no such directory$"):

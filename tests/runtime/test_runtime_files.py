@@ -45,6 +45,15 @@ def test_other_tensors_beside_the_weights_are_not_read(name: str, tmp_path: Path
     assert answer(path) == generate(target, None, PROMPT, SHORT).tokens
 
 
+def test_a_tensor_of_two_files_of_a_target_is_named(tmp_path: Path) -> None:
+    path = saved(make_target(), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "model-0.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, path / "model-1.safetensors")
+    with pytest.raises(UserError, match=r"'model.norm.weight' stands in model-0.safetensors and model-1.safetensors"):
+        answer(path)
+
+
 def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path) -> None:
     path = saved(make_target(tied=False), tmp_path)
     expected = answer(path)

@@ -196,7 +196,8 @@ def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
     """Every tensor on disk, but for those of the speculators form that only repeat the target's.
 
     Raises:
-        UserError: no or corrupt files; a map of a reduced vocabulary, unless only the layers are asked for.
+        UserError: no or corrupt files; a tensor that stands there twice; a map of a reduced vocabulary, unless only
+            the layers are asked for.
     """
     raw = read_json(path / "config.json")
     speculators = "speculators_model_type" in raw
@@ -209,8 +210,11 @@ def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
         name = stored.removeprefix("model.")  # some trainers save their module one level up
         if speculators and name in SPECULATORS_MAPS - left_out:
             raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
-        if name not in left_out:
-            tensors[name] = read(stored)
+        if name in left_out:
+            return
+        tensor = read(stored)
+        if tensors.setdefault(name, tensor) is not tensor:
+            raise UserError(f"drafter {path}: tensor {name!r} stands there twice, once as 'model.{name}'")
 
     each_tensor(f"drafter {path}", weight_files(path), take)
     return tensors
