@@ -1,7 +1,7 @@
 """One answer in the making: the text that may be sent, why it ended, and what it cost."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -9,6 +9,7 @@ from dflash_toolkit.generation import FinishReason
 from dflash_toolkit.runtime import Progress
 
 from .logprobs import AnswerToken, TokenQueue, TokenStrings
+from .parsing import Delta, OutputParser
 from .text import Detokenizer, StopScanner
 
 
@@ -18,6 +19,19 @@ class Piece:
 
     text: str
     tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
+    deltas: tuple[Delta, ...] | None = None  # what the text is, if it is parsed
+
+    @classmethod
+    def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
+        """Pieces of one answer as one."""
+        tokens = tuple(token for piece in pieces for token in piece.tokens)
+        deltas = tuple(delta for piece in pieces for delta in piece.deltas or ())
+        parsed = any(piece.deltas is not None for piece in pieces)
+        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self.tokens or (self.text if self.deltas is None else self.deltas))
 
 
 class Answer:
@@ -28,6 +42,7 @@ class Answer:
 
     Args:
         strings: of a request for log-probabilities; the progress must then hold them.
+        parser: of the text, which ends before a stop string; it sees the special tokens in `shown`.
     """
 
     def __init__(
@@ -37,18 +52,36 @@ class Answer:
         stops: Sequence[str],
         strings: TokenStrings | None = None,
         before: Sequence[int] = (),
+        parser: OutputParser | None = None,
+        shown: Collection[str] = (),
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
-        self._detokenizer = Detokenizer(tokenizer, before)
+        self._detokenizer = Detokenizer(tokenizer, before, shown)
+        self._parser = parser
         self._scanner = StopScanner(stops)
         self._queue = TokenQueue(strings) if strings else None
 
+    @property
+    def reason(self) -> str | None:
+        """`finish_reason` as clients know it; an answer that was cut says so though it has tool calls."""
+        called = self._parser is not None and self._parser.called
+        return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
+
     def add(self, progress: Progress) -> Piece:
         """What may be sent now; sets `finish_reason` when it is the last."""
+        piece = self._add(progress)
+        if self._parser is None:
+            return piece
+        deltas = self._parser.feed(piece.text)
+        if self.finish_reason is not None:
+            deltas += self._parser.finish()
+        return replace(piece, deltas=tuple(deltas))
+
+    def _add(self, progress: Progress) -> Piece:
         if progress.step is not None:
             self.verify_steps += 1
             self.drafted += progress.step.drafted

@@ -4,8 +4,9 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
+from itertools import zip_longest
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -19,8 +20,9 @@ from dflash_toolkit.runtime import Request as EngineRequest
 from dflash_toolkit.sampling import BiasError
 
 from .answer import Answer, Piece, usage
-from .logprobs import AnswerToken, TokenStrings
+from .logprobs import TokenStrings
 from .metrics import CONTENT_TYPE, Metrics
+from .parsing import OutputParser, Parsers
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
 
@@ -32,15 +34,22 @@ log = logging.getLogger("dflash_toolkit.serve")
 
 
 def create_app(
-    engine: AsyncEngine, model: str, api_key: str | None = None, defaults: Mapping[str, float] | None = None
+    engine: AsyncEngine,
+    model: str,
+    api_key: str | None = None,
+    defaults: Mapping[str, float] | None = None,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> FastAPI:
     """The application that serves `engine` as `model`.
 
     Args:
         api_key: every route but /health asks for it.
         defaults: of sampling, where a request names none (`defaults.py`).
+        tool_call_parser, reasoning_parser: as the options of `dflash-serve`.
     """
     metrics = Metrics()
+    parsers = Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser)
     service = _Service(engine, model, metrics, defaults or {})
     card = {
         "id": model,
@@ -83,13 +92,16 @@ def create_app(
         service.check_model(body.model)
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
         messages = [message.plain() for message in body.messages]
+        tools = body.tools_for(parsers.tool_calls)
         try:
-            ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking))
+            ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking, tools))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
         requests = service.requests(body, ids, "messages")
         replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
-        return await service.respond(request, body, requests, replies)
+        parallel = body.parallel_tool_calls is not False
+        parse = [parsers.of_answer(engine.tokenizer, ids, tools, parallel) for _ in requests]
+        return await service.respond(request, body, requests, replies, parse, parsers.markers(bool(tools)))
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -172,13 +184,27 @@ class _Service:
         return None if body.best_tokens() is None else self._strings
 
     async def respond(
-        self, request: Request, body: GenerationRequest, asked: list[EngineRequest], replies: Replies
+        self,
+        request: Request,
+        body: GenerationRequest,
+        asked: list[EngineRequest],
+        replies: Replies,
+        parse: Sequence[OutputParser | None] = (),
+        shown: Collection[str] = (),
     ) -> Response:
         """Decode what is asked for, and send the answers, at once or as events."""
         before = self._strings.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
         answers = [
-            Answer(self._engine.tokenizer, len(one.prompt_ids), body.stop or (), replies.strings, before)
-            for one in asked
+            Answer(
+                self._engine.tokenizer,
+                len(one.prompt_ids),
+                body.stop or (),
+                replies.strings,
+                before,
+                parser,
+                shown if parser else (),
+            )
+            for one, parser in zip_longest(asked, parse)
         ]
         pieces = self._pieces(asked, answers)
         if body.stream:
@@ -186,7 +212,7 @@ class _Service:
         whole = await _unless_disconnected(request, _join(pieces, len(answers)))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        reasons = [answer.finish_reason for answer in answers]
+        reasons = [answer.reason for answer in answers]
         reply = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
         if body.return_token_ids:
             for choice, answer, one in zip(reply["choices"], answers, asked, strict=True):
@@ -202,7 +228,7 @@ class _Service:
                 async for index, progress in responses:
                     answer = answers[index]
                     piece = answer.add(progress)
-                    if piece.text or piece.tokens:
+                    if piece:
                         yield index, piece
                     if answer.finish_reason is not None:
                         if progress.finish_reason is None:  # a stop string
@@ -223,9 +249,10 @@ class _Service:
             async with aclosing(pieces):
                 async for index, piece in pieces:
                     if piece is None:
-                        yield event(replies.ended(index, answers[index].finish_reason))
+                        yield event(replies.ended(index, answers[index].reason))
                     else:
-                        yield event(replies.piece(index, piece))
+                        for chunk in replies.piece(index, piece):
+                            yield event(chunk)
             for chunk in replies.closing(usage(answers, replies.of_a_prompt)):
                 yield event(chunk)
             yield DONE
@@ -269,14 +296,12 @@ async def read_body(request: Request) -> bytes:
 
 async def _join(pieces: Pieces, answers: int) -> list[Piece]:
     """Each answer in one piece."""
-    texts: list[list[str]] = [[] for _ in range(answers)]
-    tokens: list[list[AnswerToken]] = [[] for _ in range(answers)]
+    parts: list[list[Piece]] = [[] for _ in range(answers)]
     async with aclosing(pieces):
         async for index, piece in pieces:
             if piece is not None:
-                texts[index].append(piece.text)
-                tokens[index] += piece.tokens
-    return [Piece("".join(text), tuple(named)) for text, named in zip(texts, tokens, strict=True)]
+                parts[index].append(piece)
+    return [Piece.joined(each) for each in parts]
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:

@@ -14,6 +14,8 @@ from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
 from dflash_toolkit.threads import use_threads
 
+from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
+
 if TYPE_CHECKING:
     from dflash_toolkit.runtime import AsyncEngine
 
@@ -37,6 +39,16 @@ class ServeConfig(ModelOptions):
         "model",
         "where a request does not say: model has what the target's generation_config.json says, openai temperature 1",
         choices=("model", "openai"),
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the target writes tool calls; auto goes by its chat template, none leaves tools out",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the target marks its reasoning, which becomes reasoning_content; auto goes by its chat template",
+        choices=REASONING_PARSERS,
     )
     served_model_name: str | None = option(None, "the name clients ask for (default: the target, as given)")
 
@@ -81,7 +93,8 @@ def _run(config: ServeConfig) -> None:
         runner = engine.engine.runner
         place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
         line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
-        app = create_app(engine, config.model, config.api_key, defaults)
+        parsers = (config.tool_call_parser, config.reasoning_parser)
+        app = create_app(engine, config.model, config.api_key, defaults, *parsers)
         server = Server(app, ready=lambda: print(line, flush=True), stop=engine.close)
         # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again
         with contextlib.suppress(KeyboardInterrupt):

@@ -4,6 +4,7 @@ Types are strict (`"max_tokens": "5"` is an error). A parameter that would chang
 does not implement is refused by name; one that would not (`user`, `metadata`, ...) is ignored.
 """
 
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -51,26 +52,93 @@ class TextPart(_Strict):
     text: str
 
 
+class CalledFunction(_Strict):
+    name: str
+    arguments: str  # JSON, as far as the model wrote it
+
+    def plain(self) -> dict[str, Any]:
+        """With the arguments as chat templates take them: a mapping, or the text that is none."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(_Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        return {"id": self.id, "type": self.type, "function": self.function.plain()}
+
+
 class ChatMessage(_Strict):
     """One turn. `developer` is OpenAI's newer word for `system`; chat templates know the older one."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: list[TextPart]
-    tool_calls: list[Any] | None = Field(None, max_length=0)  # some would be refused: the conversation would change
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: list[TextPart] = Field(None, validate_default=True)  # an assistant's may be null
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # what vLLM calls it
+    function_call: None = None  # OpenAI's older word for a tool call
 
     @field_validator("content", mode="before")
     @classmethod
-    def _as_parts(cls, content: Any) -> Any:
+    def _as_parts(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") == "assistant":
+            return []
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         if not isinstance(content, list):
             raise ValueError("must be a string or a list of text parts")
         return content
 
-    def plain(self) -> dict[str, str]:
+    @field_validator("tool_calls", "reasoning_content", "reasoning")
+    @classmethod
+    def _of_an_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("only a message of the assistant may have this")
+        return value
+
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+        message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one name or the other
+        if self.role == "tool":
+            message |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
+        return message
+
+
+class Function(_Strict):
+    model_config = ConfigDict(extra="allow")  # what a template may show
+    name: str = Field(pattern=r"^[\w.:/-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+class NamedTool(_Strict):
+    """The function that `tool_choice` names."""
+
+    name: str
 
 
 class TemplateOptions(_Strict):
@@ -233,8 +301,6 @@ class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -253,6 +319,36 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: TemplateOptions | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+
+    @field_validator("tools")
+    @classmethod
+    def _named_once(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        seen: set[str] = set()
+        for name in (tool.function.name for tool in tools or ()):
+            if name in seen:
+                raise ValueError(f"two tools have the name {name!r}")
+            seen.add(name)
+        return tools
+
+    @field_validator("tool_choice", mode="wrap")
+    @classmethod
+    def _of_the_tools(cls, choice: Any, handler: Any, info: ValidationInfo) -> Any:
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+            if not isinstance(name, str):
+                raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+            if name not in (tool.function.name for tool in info.data.get("tools") or ()):
+                raise ValueError(f"names {name!r}, which is none of the tools")
+            return NamedTool(name=name)
+        if choice not in (None, "none", "auto", "required"):
+            raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+        if choice == "required" and not info.data.get("tools"):
+            raise ValueError("is required, but there are no tools")
+        return choice
 
     @field_validator("top_logprobs")
     @classmethod
@@ -260,6 +356,25 @@ class ChatRequest(GenerationRequest):
         if best and not info.data.get("logprobs"):
             raise ValueError("`logprobs` must be true if this is set")
         return best
+
+    def tools_for(self, form: str | None) -> list[dict[str, Any]]:
+        """The tools that may be called, as chat templates take them.
+
+        Args:
+            form: the server's parser of tool calls, if it has one.
+
+        Raises:
+            ApiError: (400) this server cannot do what is asked with them.
+        """
+        if not self.tools or self.tool_choice == "none":
+            return []
+        if form is None:
+            message = "`tools`: it is not known how this target writes tool calls; start with --tool-call-parser"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        if self.tool_choice not in (None, "auto"):
+            message = "`tool_choice`: a call cannot be forced by this server; use auto or none"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        return [tool.plain() for tool in self.tools]
 
     def length(self, most: int) -> int:
         return min(self.max_completion_tokens or self.max_tokens or most, most)

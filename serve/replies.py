@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from .answer import Piece
 from .logprobs import AnswerToken, TokenStrings, chat_logprobs, text_logprobs
+from .parsing import Delta, joined
 
 DONE = b"data: [DONE]\n\n"
 
@@ -37,7 +38,7 @@ class Replies:
         for index, (answer, finish_reason) in enumerate(answers):
             content: dict[str, Any] = {"text": answer.text}
             if self.kind == "chat":
-                content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+                content = {"message": _message(answer)}
             choices.append(self._choice(index, content, answer.tokens, finish_reason))
         return {**self._body("chat.completion" if self.kind == "chat" else "text_completion", choices), "usage": usage}
 
@@ -47,9 +48,15 @@ class Replies:
             return []
         return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}, (), None) for i in range(answers)]
 
-    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
-        content = {"delta": {"content": piece.text}} if self.kind == "chat" else {"text": piece.text}
-        return self._chunk(index, content, piece.tokens, None)
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a piece: one, or of a parsed answer one for each of its deltas."""
+        if self.kind == "text":
+            contents: list[dict[str, Any]] = [{"text": piece.text}]
+        elif piece.deltas is None:
+            contents = [{"delta": {"content": piece.text}}]
+        else:  # tokens whose text is held back go without it
+            contents = [{"delta": _delta(delta)} for delta in piece.deltas] or [{"delta": {}}]
+        return [self._chunk(index, each, () if i else piece.tokens, None) for i, each in enumerate(contents)]
 
     def ended(self, index: int, finish_reason: str | None) -> dict[str, Any]:
         """The chunk after the last text of an answer."""
@@ -89,3 +96,29 @@ class Replies:
             "model": self.model,
             "choices": choices,
         }
+
+
+def _message(answer: Piece) -> dict[str, Any]:
+    """The message of a whole answer; what it does not have has no key, except its content."""
+    if answer.deltas is None:
+        return {"role": "assistant", "content": answer.text, "refusal": None}
+    message = joined(answer.deltas)
+    more: dict[str, Any] = {"reasoning_content": message.reasoning} if message.reasoning else {}
+    if message.calls:
+        more["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    return {"role": "assistant", "content": message.content or (None if more else ""), "refusal": None, **more}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    """`choices[].delta` of a chunk."""
+    if delta.tool is None:
+        return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
+    tool = delta.tool
+    call: dict[str, Any] = {"index": tool.index, "function": {"arguments": tool.arguments}}
+    if tool.id is not None:
+        function = {"name": tool.name, "arguments": tool.arguments}
+        call = {"index": tool.index, "id": tool.id, "type": "function", "function": function}
+    return {"tool_calls": [call]}

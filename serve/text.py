@@ -1,16 +1,17 @@
 """Tokens to text as they arrive: whole characters only, and nothing that may yet turn out to be a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
 LONGEST = 4  # bytes of a character, and so tokens: what stands before so many is decided
 
 
-def silent_tokens(tokenizer: Any) -> set[int]:
-    """The special tokens, of which an answer's text has nothing."""
+def silent_tokens(tokenizer: Any, shown: Collection[str] = ()) -> set[int]:
+    """The special tokens, of which an answer's text has nothing, except those that are `shown`."""
     added = tokenizer.added_tokens_decoder.items()
-    return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    return special - {i for i, token in added if token.content in shown}
 
 
 class Detokenizer:
@@ -18,11 +19,15 @@ class Detokenizer:
 
     One exception: a decoder with byte fallback reads a run of bytes as a whole, and so takes back the characters at the
     start of a run that turns out to be invalid; they have been returned by then.
+
+    Args:
+        shown: special tokens whose text is returned like others'.
     """
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), shown: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._silent = silent_tokens(tokenizer)
+        self._silent = silent_tokens(tokenizer, shown)
+        self._skip = not shown  # the decoder may not skip them; others never get there
         # the tokens of the last piece and those after it; with the last piece in front, decoders that treat the
         # start of a text differently (SentencePiece drops its space) do not see a start in the middle
         self._window: list[int] = list(before)
@@ -83,7 +88,7 @@ class Detokenizer:
         return text[len(self._decode(self._window[: self._sent])) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
 
 class StopScanner:

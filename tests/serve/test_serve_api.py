@@ -281,6 +281,7 @@ def refusal(ask: Callable[..., Any], *args: Any, **options: Any) -> APIStatusErr
     return caught.value
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is named
     "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5], "min_p": [2], "seed": [2**64],
     "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
@@ -288,12 +289,17 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
     "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["a*"], "truncate_prompt_tokens": [3],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
-    "tools": [[{"type": "function", "function": {"name": "f"}}]], "tool_choice": ["required"],
-    "response_format": [{"type": "json_object"}], "chat_template_kwargs.x": [{"x": 1}], "messages": [[], "hi"],
-    "messages[0].role": [[{"role": "tool", "content": "x"}]],
-    "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}]],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],  # of a target whose template has none
+    "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, {"type": "function"}],
+    "response_format": [{"type": "json_object"}], "chat_template_kwargs.x": [{"x": 1}], 
+    "messages[0].role": [[{"role": "function", "content": "x"}]],
+    "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "tool"}]],
     "messages[0].content[0].type": [[{"role": "user", "content": [{"type": "image_url"}]}]],
-    "messages[0].tool_calls": [[{"role": "assistant", "content": "", "tool_calls": [{}]}]],
+    "messages[0].tool_calls[0].function": [[{"role": "assistant", "content": "", "tool_calls": [{}]}]],
+    "messages[0].tool_calls": [[{"role": "user", "content": "", "tool_calls": [CALL]}]],
+    "messages[0].function_call": [[{"role": "assistant", "content": "", "function_call": {"name": "f"}}]],
+    "messages": [[], "hi", [{"role": "assistant", "content": None, "tool_calls": [CALL]}]],  # a template without calls
+    "parallel_tool_calls": ["no"],
     "logprobs": [1, "yes"], "top_logprobs": [2, 21, -1, True, 1.5, "2"],
 }  # fmt: skip
 WRONG_COMPLETIONS = WRONG | {

@@ -1,0 +1,9 @@
+"""What a model's text means: reasoning, tool calls, and the rest. Pure text, no engine."""
+
+from .choice import Parsers as Parsers
+from .deltas import Call as Call
+from .deltas import Delta as Delta
+from .deltas import Message as Message
+from .deltas import ToolDelta as ToolDelta
+from .deltas import joined as joined
+from .output import OutputParser as OutputParser

@@ -1,0 +1,96 @@
+"""Which parsers a target needs, by its chat template unless the user says so."""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_toolkit.config import UserError
+
+from .forms import FORMS, OTHER_NAMES
+from .output import THINK, THINK_END, OutputParser, Start
+
+AUTO, NONE = "auto", "none"
+TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, *OTHER_NAMES)
+REASONING_PARSERS = (AUTO, NONE, "qwen3", "deepseek_r1")
+TAIL = 16  # tokens of a prompt; what it opens for the answer stands at its end
+OPENED = re.compile(rf"({THINK}|{THINK_END})\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """What is parsed in the answers of a server.
+
+    Attributes:
+        tool_calls: a name of `FORMS`; None: tools cannot be used.
+        reasoning: qwen3 (a model that opens <think>, or whose template does), deepseek_r1 (one that may begin within
+            its reasoning without a tag), or None.
+    """
+
+    tool_calls: str | None = None
+    reasoning: str | None = None
+
+    @classmethod
+    def choose(cls, tokenizer: Any, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "Parsers":
+        """Those that the options name; `auto` goes by the tokenizer's chat template, if that is plain.
+
+        Raises:
+            UserError: an option that is neither of the choices.
+        """
+        for name, value, choices in (
+            ("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS),
+            ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+        ):
+            if value not in choices:
+                raise UserError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+        template = _template(tokenizer)
+        calls = _form_of(template) if tool_call_parser == AUTO else OTHER_NAMES.get(tool_call_parser, tool_call_parser)
+        reasoning = _reasoning_of(template) if reasoning_parser == AUTO else reasoning_parser
+        return cls(None if calls == NONE else calls, None if reasoning == NONE else reasoning)
+
+    def of_answer(
+        self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any] = (), parallel: bool = True
+    ) -> OutputParser | None:
+        """The parser of one answer to a chat's prompt; None: all of it is content.
+
+        Args:
+            tools: those that may be called; none leaves calls in the content.
+            parallel: whether several may be called.
+        """
+        start: Start = "content"
+        if self.reasoning is not None:
+            tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
+            if opened := OPENED.search(tail):
+                start = "reasoning" if opened[1] == THINK else "content"
+            else:
+                start = "reasoning" if self.reasoning == "deepseek_r1" else "either"
+        form = self.tool_calls if tools else None
+        return None if start == "content" and form is None else OutputParser(start, form, tools, parallel)
+
+    def markers(self, with_tools: bool) -> Collection[str]:
+        """What a parser must see, even where it is one special token."""
+        form = FORMS[self.tool_calls] if with_tools and self.tool_calls else None
+        return (*((THINK, THINK_END) if self.reasoning else ()), *(form.special if form else ()))
+
+
+def _template(tokenizer: Any) -> str:
+    """The text of all chat templates; a tokenizer may have several by name."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
+
+
+def _form_of(template: str) -> str:
+    if "<function=" in template and "<parameter=" in template:
+        return "qwen3_coder"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template and "<arg_key>" not in template and '"arguments"' in template.replace("\\", ""):
+        return "hermes"
+    llama = "<|start_header_id|>" in template and '"parameters"' in template.replace("\\", "")
+    return "llama3_json" if llama and "<function=" not in template else NONE
+
+
+def _reasoning_of(template: str) -> str:
+    if THINK_END not in template:
+        return NONE
+    return "deepseek_r1" if "<\uff5cAssistant\uff5c>" in template else "qwen3"  # DeepSeek's full-width bars

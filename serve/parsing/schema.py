@@ -1,0 +1,87 @@
+"""The values of parameters that are written as bare text, by the JSON schema of the tool."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = (("null", type(None)), ("boolean", bool), ("integer", int), ("number", float), ("string", str), ("array", list),
+         ("object", dict))  # fmt: skip
+INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+
+
+def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
+    """The JSON types that a schema allows, as far as it says so plainly; none for one that does not.
+
+    Args:
+        root: the schema of all parameters, to which `$ref` refers.
+        seen: references that were followed; a schema may refer to itself.
+    """
+    if not isinstance(schema, Mapping):
+        return set()
+    seen = set() if seen is None else seen
+    named = schema.get("type")
+    found = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    if not found:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        values = [*values, schema["const"]] if "const" in schema else values
+        found.update(next(name for name, kind in TYPES if isinstance(value, kind)) for value in values)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            found.update(*(types_of(each, root, seen) for each in schema[key]))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
+        seen.add(reference)
+        target = root
+        for part in reference[2:].split("/"):
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, Mapping) else None
+        found |= types_of(target, root, seen)
+    return found
+
+
+def is_text(schema: Any, root: Any) -> bool:
+    """Whether a value is text whatever it looks like: the schema says so, or nothing."""
+    return types_of(schema, root) <= {"string"}
+
+
+def as_json(value: str, schema: Any, root: Any) -> str:
+    """The JSON of a value written as text: of the first type allowed that it can be, else a string."""
+    types, bare = types_of(schema, root), value.strip()
+    if "null" in types and bare.lower() in ("null", "none"):
+        return "null"
+    if types & {"integer", "number"}:
+        number = _number(bare)
+        if number is not None and (INTEGER.fullmatch(number) or "number" in types):
+            return number
+    if "boolean" in types and bare.lower() in ("true", "false"):
+        return bare.lower()
+    if types & {"object", "array"}:
+        try:
+            read = json.loads(bare, strict=False, parse_constant=_refuse)
+            text = json.dumps(read, ensure_ascii=False, allow_nan=False)
+            text.encode()  # half a surrogate pair is no text
+        except (ValueError, RecursionError):
+            pass
+        else:
+            if ("object" in types and isinstance(read, dict)) or ("array" in types and isinstance(read, list)):
+                return text
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _number(text: str) -> str | None:
+    """The JSON of a number; 3.0 is also an integer."""
+    if INTEGER.fullmatch(text):
+        return text
+    try:
+        number = float(text) if re.fullmatch(r"[-+0-9.eE]+", text) else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return str(int(number)) if number == int(number) and abs(number) < 2**53 else repr(number)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)

@@ -1,0 +1,336 @@
+"""Reasoning and tool calls in a model's text: found, typed, streamed, and never lost."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from serve.parsing import Message, OutputParser, joined
+from serve.parsing.deltas import Delta, merged
+from serve.parsing.forms import FORMS
+from serve.parsing.schema import as_json, is_text
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "ratio": {"type": "number"},
+        "maybe": {"type": ["string", "null"]},
+        "places": {"type": "array", "items": {"type": "string"}},
+        "more": {"$ref": "#/$defs/more"},
+    },
+    "$defs": {"more": {"anyOf": [{"type": "object"}, {"$ref": "#/$defs/more"}]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now"}},
+]
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "more": {"a": ["}", {}]}}}\n</tool_call>'
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+LLAMA = '{"name": "weather", "parameters": {"city": "Köln", "days": 3}}'
+LIST = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}, {"name": "now", "arguments": {}}]'
+NAMED = '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}'
+
+
+def parse(form: str | None, *pieces: str, **options: Any) -> Message:
+    """What the pieces of one text are."""
+    parser = OutputParser(form=form, tools=TOOLS, **options)
+    return joined([delta for piece in pieces for delta in parser.feed(piece)] + parser.finish())
+
+
+def plain(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
+    """A message without ids, which are random."""
+    return message.content, message.reasoning, [(call.name, call.arguments) for call in message.calls]
+
+
+# ---- calls that are well formed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        ("hermes", HERMES, [("weather", {"city": "Köln", "more": {"a": ["}", {}]}})]),
+        ("hermes", f"{HERMES}\n<tool_call>\n{{\"name\": \"now\"}}\n</tool_call>", [("weather", ...), ("now", {})]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [("now", {})]),
+        ("hermes", '<tool_call>{"arguments": {"city": "x"}, "id": 5, "name": "weather"}', [("weather", {"city": "x"})]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', [("now", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', [("now", {}), ("now", {})]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"tag": "</tool_call>"}}</tool_call>', [("now", ...)]),
+        ("qwen3_coder", CODER, [("weather", {"city": "Köln", "days": 3})]),
+        ("qwen3_coder", CODER.removeprefix("<tool_call>\n"), [("weather", {"city": "Köln", "days": 3})]),
+        ("qwen3_coder", CODER.replace("\n</parameter>", ""), [("weather", {"city": "Köln", "days": 3})]),
+        ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [("now", {})]),
+        ("qwen3_coder", CODER + CODER, [("weather", ...), ("weather", ...)]),
+        ("qwen3_coder", "<function=other>\n<parameter=a>\n5\n</parameter>\n</function>", [("other", {"a": "5"})]),
+        ("llama3_json", LLAMA, [("weather", {"city": "Köln", "days": 3})]),
+        ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", [("weather", ...), ("weather", ...)]),
+        ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}', [("now", {})]),
+        ("llama3_json", f"I look it up.\n{LLAMA}", [("weather", ...)]),
+        ("mistral", LIST, [("weather", {"city": "Köln"}), ("now", {})]),
+        ("mistral", NAMED, [("weather", {"city": "Köln"}), ("now", {})]),
+        ("mistral", '[TOOL_CALLS]weather{"city": "x"}', [("weather", {"city": "x"})]),
+    ],
+)  # fmt: skip
+def test_calls_are_found_in_each_form(form: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    message = parse(form, text)
+    assert [call.name for call in message.calls] == [name for name, _ in calls]
+    for call, (_, expected) in zip(message.calls, calls, strict=True):
+        arguments = json.loads(call.arguments)
+        assert isinstance(arguments, dict) if expected is ... else arguments == expected
+    assert len({call.id for call in message.calls}) == len(calls)
+    assert message.content == ("I look it up.\n" if text.startswith("I") else "")
+
+
+def test_text_before_and_after_calls_is_content() -> None:
+    for form, call in {"hermes": HERMES, "qwen3_coder": CODER, "mistral": NAMED}.items():
+        message = parse(form, f"Let me see.\n{call}\n{call}\nThat is all.")
+        assert message.content == "Let me see.\n\nThat is all.", form
+        assert len(message.calls) == 2 * len(parse(form, call).calls)
+
+
+def test_without_a_form_a_call_is_content() -> None:
+    assert plain(parse(None, f"\n{HERMES}", start="either")) == (f"\n{HERMES}", "", [])
+
+
+def test_ids_are_those_that_the_models_templates_take() -> None:
+    first, second = parse("mistral", NAMED).calls
+    assert first.id.isalnum() and len(first.id) == 9 and second.id == "abcdefghi"
+    assert parse("hermes", HERMES).calls[0].id.startswith("call_")
+
+
+def test_only_the_first_call_is_kept_where_one_is_wanted() -> None:
+    for form, text in {"hermes": HERMES * 2, "qwen3_coder": CODER * 2, "mistral": LIST}.items():
+        assert [call.name for call in parse(form, text, parallel=False).calls] == ["weather"], form
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"a": "x\ny\tz\x01"}', {"a": "x\ny\tz\x01"}),
+        (r'{"a": "\d \' \u12 \\ \u00e9 \/"}', {"a": "\\d ' \\u12 \\ é /"}),
+        ('{"a": [True, False, None, -0.5e3]}', {"a": [True, False, None, -500.0]}),
+        ('{"a": {"b": [{}, [], "\\"}"]}}', {"a": {"b": [{}, [], '"}']}}),
+    ],
+)
+def test_what_models_often_get_wrong_in_json_is_mended(written: str, meant: Any) -> None:
+    (call,) = parse("hermes", f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>').calls
+    assert json.loads(call.arguments) == meant
+    (call,) = parse("mistral", f"[TOOL_CALLS]now[ARGS]{written}").calls
+    assert json.loads(call.arguments) == meant
+
+
+@pytest.mark.parametrize("end", ["", "\n</tool_call>", "}\n</tool_call>", "}}}</tool_call>"])
+def test_braces_forgotten_or_too_many_behind_the_arguments_do_no_harm(end: str) -> None:
+    assert plain(parse("hermes", f'<tool_call>{{"name": "now", "arguments": {{"a": 1}}{end}')) == (
+        "", "", [("now", '{"a": 1}')],
+    )  # fmt: skip
+
+
+# ---- values by the schema ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("city", "5", "5"), ("city", '"quoted"\n\nlines', '"quoted"\n\nlines'), ("city", "", ""),
+        ("days", "5", 5), ("days", " 5 ", 5), ("days", "5.0", 5), ("days", "five", "five"), ("days", "5.5", "5.5"),
+        ("exact", "true", True), ("exact", "False", False), ("exact", "maybe", "maybe"),
+        ("ratio", "0.5", 0.5), ("ratio", "2", 2), ("ratio", "inf", "inf"), ("ratio", "1e999", "1e999"),
+        ("maybe", "null", None), ("maybe", "text", "text"), ("maybe", "5", "5"),
+        ("places", '["a", "b"]', ["a", "b"]), ("places", "['a']", "['a']"), ("places", "[NaN]", "[NaN]"),
+        ("places", '{"a": 1}', '{"a": 1}'), ("places", "[" * 100_000, "[" * 100_000),
+        ("more", '{"a": "\n"}', {"a": "\n"}), ("more", '{"a": "\\ud800"}', '{"a": "\\ud800"}'), ("unknown", "5", "5"),
+    ],
+)  # fmt: skip
+def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: Any) -> None:
+    text = f"<tool_call>\n<function=weather>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parse("qwen3_coder", text).calls
+    arguments = json.loads(call.arguments)
+    assert arguments == {key: expected} and type(arguments[key]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({}, True), (None, True), ({"type": "string"}, True), ({"enum": ["a", "b"]}, True), ({"const": "a"}, True),
+        ({"enum": [1, "a"]}, False), ({"const": None}, False), ({"type": ["string", "null"]}, False),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, False), ({"type": {"odd": 1}}, True),
+        ({"$ref": "#/nowhere/at~1all"}, True), ({"$ref": "#/a"}, False), ({"anyOf": 5, "enum": 5}, True),
+    ],
+)  # fmt: skip
+def test_a_schema_says_whether_a_value_is_text(schema: Any, text: bool) -> None:
+    assert is_text(schema, {"a": {"type": "object"}}) is text
+
+
+def test_a_schema_that_refers_to_itself_many_times_is_read_once() -> None:
+    schema: Any = {"anyOf": [{"$ref": "#/$defs/a"}] * 100}
+    root = {"$defs": {"a": schema}}
+    assert as_json("5", schema, root) == '"5"'
+
+
+@pytest.mark.parametrize("parameters", [{"properties": []}, {"properties": {"a": 5}}, {"properties": None}, None, {}])
+def test_a_schema_of_no_use_leaves_values_text(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parser = OutputParser(form="qwen3_coder", tools=tools)
+    deltas = parser.feed("<function=f>\n<parameter=a>\n1\n</parameter>\n</function>") + parser.finish()
+    assert joined(deltas).calls[0].arguments == '{"a": "1"}'
+
+
+# ---- malformed calls -----------------------------------------------------------------------------------------
+
+MALFORMED = {
+    "hermes": [
+        "<tool_call>", "<tool_call>\n", "<tool_call>no JSON</tool_call>", "<tool_call>[]</tool_call>", "</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>', '<tool_call>{"name": "now", "arguments": [1]}',
+        '<tool_call>{"name": "now", "arguments": "text"}</tool_call>', '<tool_call>{"name": "now" "arguments": {}}',
+        '<tool_call>{"name": "now", "arguments": ' + "9" * 5000 + "}", '<tool_call>{"name": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": "\\ud800"}', "<tool_call>" + "[" * 2000, "<tool_", "< tool_call>{}",
+        '<tool_call>{"name": "now", "arguments": ' + "[" * 20_000 + "]" * 20_000 + "}",
+    ],
+    "qwen3_coder": [
+        "<tool_call>", "<tool_call>\nno function", "<function=", "<function=>", "<function=a\nb>", "<function=now>",
+        "<function=now>\ntext</function>", "<function=now>\n<param", "<tool_call></tool_call>", "<function=a<function=",
+    ],
+    "llama3_json": [
+        "<|python_tag|>import os", '{"name": "unknown", "parameters": {}}', '{"a": 1}', '{"name": "now"}', "{", "{}",
+        'x {"name": "now", "parameters": {}}', '[{"name": "now", "parameters": {}}]', '{"name": "now", "score": 5}',
+    ],
+    "mistral": [
+        "[TOOL_CALLS]", "[TOOL_CALLS] []", "[TOOL_CALLS]now", "[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS]now[ARGS][]",
+        "[TOOL_CALLS][ARGS]{}", "[TOOL_CALLS]now[CALL", "[TOOL", '[TOOL_CALLS] [{"arguments": {}}]',
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in MALFORMED.items() for text in texts])
+def test_a_malformed_call_is_content_as_it_is(form: str, text: str) -> None:
+    for whole in (text, f"before {text}", f"{text}\nafter") if form != "llama3_json" else (text,):
+        assert plain(parse(form, whole)) == (whole, "", [])
+
+
+def test_a_call_behind_a_malformed_one_is_found() -> None:
+    content, _, calls = plain(parse("hermes", f"<tool_call>{{nothing {HERMES}"))
+    assert (content, len(calls)) == ("<tool_call>{nothing ", 1)
+
+
+def test_arguments_that_were_cut_stay_open() -> None:
+    for form, text in {"hermes": HERMES, "mistral": NAMED, "llama3_json": LLAMA, "qwen3_coder": CODER}.items():
+        whole = parse(form, text).calls[0].arguments
+        cut = parse(form, text[: text.index("Kö") + 2])
+        assert cut.content == "" and cut.calls[0].arguments == whole[: whole.index("Kö") + 2], form
+
+
+def test_what_follows_a_fault_within_arguments_is_content() -> None:
+    message = parse("hermes", '<tool_call>{"name": "now", "arguments": {"a": \'b\'}}</tool_call>')
+    assert plain(message) == ("'b'}}</tool_call>", "", [("now", '{"a": ')])
+    message = parse("qwen3_coder", "<function=now>\n<parameter=a>\n1\n</parameter>\noops\n</function>")
+    assert plain(message) == ("oops\n</function>", "", [("now", '{"a": "1"}')])
+
+
+# ---- reasoning -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "reasoning", "content"),
+    [
+        ("either", "<think>\nhm\n</think>\n\nHello", "\nhm\n", "\n\nHello"),
+        ("either", "\n<think>hm</think>Hello", "hm", "Hello"),
+        ("either", "Hello <think>hm</think>", "", "Hello <think>hm</think>"),
+        ("either", "  Hello", "", "  Hello"),
+        ("either", "<thin", "", "<thin"),
+        ("either", "", "", ""),
+        ("reasoning", "hm</think>Hello</think>", "hm", "Hello</think>"),
+        ("reasoning", "<think>\nhm</think>Hello", "\nhm", "Hello"),
+        ("reasoning", "\nhm that was too lo", "\nhm that was too lo", ""),
+        ("reasoning", "hm</th", "hm</th", ""),
+        ("content", "<think>hm</think>Hello", "", "<think>hm</think>Hello"),
+    ],
+)  # fmt: skip
+def test_reasoning_is_what_stands_between_the_tags(start: Any, text: str, reasoning: str, content: str) -> None:
+    assert plain(parse(None, text, start=start)) == (content, reasoning, [])
+    message = parse("hermes", f"{text}", start=start)
+    assert (message.content, message.reasoning) == (content, reasoning)
+
+
+def test_a_call_ends_reasoning_that_was_not_ended_but_one_in_prose_does_not() -> None:
+    assert parse("hermes", f"hm {HERMES}", start="reasoning").reasoning == "hm "
+    message = parse("hermes", f"I write <tool_call> tags.</think>\n\n{HERMES}", start="reasoning")
+    assert (message.reasoning, message.content) == ("I write <tool_call> tags.", "")
+    assert [call.name for call in message.calls] == ["weather"]
+
+
+# ---- streaming -----------------------------------------------------------------------------------------------
+
+FRAGMENTS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "<function=", "</function>",
+    "<parameter=city>", "<parameter=days>", "</parameter>", "<parameter=", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<|python_tag|>", '{"name": ', '"weather"', '"now"', ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", ",",
+    ": ", '"', "\\", "\\u00e9", "\\d", '"a"', "12", "-1.5e3", "true", "None", "\n", " ", ";", "é", "😀", "word", "now",
+    HERMES, CODER, LLAMA, LIST, NAMED, "\u00a0", "\x00",
+]  # fmt: skip
+
+
+@given(
+    form=st.sampled_from([None, *FORMS]),
+    start=st.sampled_from(["content", "reasoning", "either"]),
+    parallel=st.booleans(),
+    parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+)
+@example(
+    form="hermes", start="either", parallel=True, parts=["<think>", "</think>", HERMES, "\n", HERMES], cuts=[3, 40]
+)
+@example(form="qwen3_coder", start="content", parallel=True, parts=[CODER, CODER], cuts=[*range(0, 300, 5)])
+def test_any_cut_of_a_text_gives_the_same(
+    form: str | None, start: Any, parallel: bool, parts: list[str], cuts: list[int]
+) -> None:
+    text = "".join(parts)
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    options: dict[str, Any] = {"start": start, "parallel": parallel}
+    whole = plain(parse(form, text, **options))
+    assert plain(parse(form, *pieces, **options)) == whole
+    assert plain(parse(form, *text, **options)) == whole
+    if not whole[2] and start == "content":
+        assert whole[0] == text, "nothing is lost"
+
+
+def test_what_is_decided_is_sent_at_once() -> None:
+    def sent(form: str, text: str, start: Any = "content") -> Message:
+        return joined(OutputParser(start, form, TOOLS).feed(text))
+
+    assert sent("hermes", "Hello <").content == "Hello "
+    assert sent("hermes", "hm <", "reasoning").reasoning == "hm "
+    assert sent("hermes", HERMES[: HERMES.index("ln")]).calls[0].arguments == '{"city": "Kö'
+    assert sent("llama3_json", LLAMA[: LLAMA.index("ln")]).calls[0].arguments == '{"city": "Kö'
+    assert sent("mistral", NAMED[: NAMED.index("ln")]).calls[0].arguments == '{"city": "Kö'
+    assert sent("qwen3_coder", CODER[: CODER.index("ln")]).calls[0].arguments == '{"city": "Kö'
+
+
+def test_deltas_name_a_call_once_and_neighbours_are_one() -> None:
+    parser = OutputParser(form="hermes", tools=TOOLS)
+    deltas = [delta for character in HERMES * 2 for delta in parser.feed(character)] + parser.finish()
+    tools = [delta.tool for delta in deltas if delta.tool]
+    assert [tool.index for tool in tools if tool.id and tool.name] == [0, 1]
+    assert [tool.index for tool in tools] == sorted(tool.index for tool in tools)
+    assert len(merged(deltas)) == 2
+    assert merged([Delta("a"), Delta("b"), Delta(reasoning="c"), Delta(reasoning="d"), Delta("e")]) == [
+        Delta("ab"), Delta(reasoning="cd"), Delta("e"),
+    ]  # fmt: skip
+
+
+def test_a_long_text_takes_time_in_proportion() -> None:
+    """Of each feed only what is not decided yet is looked at again."""
+    parser = OutputParser("reasoning", "hermes", TOOLS)
+    for _ in range(20_000):
+        parser.feed("x <")
+        assert len(parser._text._buffer) < 20
