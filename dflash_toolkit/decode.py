@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from .generation import Generation, Step, TokenLogprobs, check_prompt, commit
-from .kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized, position_uniform
+from .grammar import GrammarError, Grammars, Matcher, masks_of, words_of
+from .kernels.reference import (
+    accepted_prefix,
+    choose,
+    filtered_probabilities,
+    mask_logits_,
+    penalized,
+    position_uniform,
+)
 from .models.dflash.network import ContextKV, Drafter
 from .models.target import Target
 from .sampling import SamplingParams, int64_seed
@@ -38,7 +46,7 @@ def stream(
 
     Raises:
         UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
-            the target's vocabulary.
+            the target's vocabulary; a grammar that cannot be used or followed (GrammarError).
     """
     params = params or SamplingParams()
     rows = target.embedding.num_embeddings
@@ -46,6 +54,9 @@ def stream(
     params.check_bias(rows)
     limit = min(params.max_new_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
+    matcher = None
+    if params.grammar:
+        matcher = Grammars(target.tokenizer, rows, target.stop_token_ids).matcher(params.grammar, stop_ids)
     taps = drafter.config.target_layer_ids if drafter else ()
     generation = Generation()
 
@@ -54,10 +65,11 @@ def stream(
     prompt = torch.tensor([prompt_ids], device=target.device)
     out = target.forward(prompt, taps=taps, cache=cache, logits="last")
     assert out.logits is not None
-    first = _choose(out.logits[0], prompt_ids, [], [], params).tolist()
+    first = _choose(out.logits[0], prompt_ids, [], [], params, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
     cache.crop(0)  # takes nothing back; transformers 5.15 wants a crop behind every forward that records
     commit(generation, first, stop_ids, limit)
+    _follow(matcher, first)
     if params.logprobs is not None:
         generation.logprobs += token_logprobs(out.logits[0], first, params.logprobs)
     generation.prefill_s = time.perf_counter() - started
@@ -76,11 +88,12 @@ def stream(
         block = torch.tensor([[last, *draft]], device=target.device)
         out = target.forward(block, taps=taps, cache=cache, logits="all")
         assert out.logits is not None
-        choice = _choose(out.logits[0], prompt_ids + generation.tokens, generation.tokens, draft, params)
+        choice = _choose(out.logits[0], prompt_ids + generation.tokens, generation.tokens, draft, params, matcher)
 
         # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
         accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
         committed = commit(generation, choice[: accepted + 1].tolist(), stop_ids, limit)
+        _follow(matcher, committed)
         if params.logprobs is not None:
             generation.logprobs += token_logprobs(out.logits[0], committed, params.logprobs)
         generation.steps.append(Step(len(draft), min(accepted, len(committed)), tuple(committed)))
@@ -112,17 +125,35 @@ def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, co
     return drafter.context_kv(features[:, :count].to(drafter.dtype), positions)
 
 
-def _choose(logits: Tensor, context: list[int], answer: list[int], draft: list[int], params: SamplingParams) -> Tensor:
+def _follow(matcher: Matcher | None, tokens: list[int]) -> None:
+    if matcher and matcher.accept(tokens) < len(tokens):
+        raise GrammarError(matcher.refusal)
+
+
+def _choose(
+    logits: Tensor,
+    context: list[int],
+    answer: list[int],
+    draft: list[int],
+    params: SamplingParams,
+    matcher: Matcher | None = None,
+) -> Tensor:
     """The target's tokens [M] from logits [M, V], row i standing behind the context and `draft[:i]`.
 
     Args:
         context: prompt and answer, so its length is the position of the first choice.
         answer: the part of it that was generated.
+        matcher: stands behind the answer.
     """
     if params.edits_logits:
         logits = logits.float().clone()
         for i in range(len(logits)):
             logits[i] = _edited(logits[i], context + draft[:i], answer + draft[:i], params)
+    if matcher:
+        logits = logits.clone()
+        mask_logits_(
+            logits, *(part.to(logits.device) for part in masks_of([matcher], [draft], words_of(logits.shape[1])))
+        )
     if params.temperature == 0.0:
         return logits.argmax(-1)
     probabilities = filtered_probabilities(

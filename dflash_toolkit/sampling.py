@@ -2,16 +2,40 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from .config import UserError
 
 MAX_LOGPROBS = 20  # what OpenAI's API allows
+GRAMMARS = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
 # what fp32 can divide and multiply logits by
 COLDEST, HOTTEST, LEAST_TOP_P, LEAST_PENALTY, MOST_PENALTY = 1e-5, 100.0, 1e-6, 0.01, 100.0
 
 
 class BiasError(UserError):
     """A biased token that the target does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer is to be, all of it up to the token that ends it.
+
+    Raises:
+        ValueError: an empty text or a kind that is not known.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str  # a JSON schema; a regular expression; a JSON list of strings; a grammar in EBNF (GBNF) or Lark
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise ValueError(f"a grammar's kind is {self.kind!r}; it must be one of {', '.join(GRAMMARS)}")
+        if not self.text:
+            raise ValueError(f"the {self.name} is empty")
+
+    @property
+    def name(self) -> str:
+        return GRAMMARS[self.kind]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +59,7 @@ class SamplingParams:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
+    grammar: Grammar | None = None  # only tokens that it allows are chosen, the end where it is complete
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0.0 or COLDEST <= self.temperature <= HOTTEST):
@@ -58,6 +83,10 @@ class SamplingParams:
         for token, bias in self.logit_bias:
             if not bias < math.inf:  # nor NaN
                 raise ValueError(f"logit_bias of token {token} is {bias}; it must be a number or -inf, which bans it")
+            if self.grammar and bias == -math.inf:
+                raise ValueError(f"logit_bias bans token {token}, which a grammar may be in need of; give a number")
+        if self.grammar and self.ignore_eos:
+            raise ValueError("ignore_eos is set; an answer with a grammar ends with an end-of-sequence token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
 

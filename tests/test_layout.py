@@ -26,6 +26,7 @@ LEVELS = [
     {"checkpoint", "models.packed", "models.spec"},
     {"fingerprint"},
     {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling"},
+    {"grammar"},
     {"decode", "record"},
     {"options"},
     {"acceptance", "runtime"},
@@ -48,6 +49,7 @@ OPTIONAL = [
     "fastapi",
     "uvicorn",
     "gguf",
+    "xgrammar",
 ]
 
 

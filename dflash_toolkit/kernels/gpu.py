@@ -27,6 +27,7 @@ from .triton import attention
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
+from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
@@ -44,6 +45,7 @@ __all__ = [
     "linear_argmax",
     "linear_split_k",
     "linear_swiglu",
+    "mask_logits_",
     "rope_write",
     "row_loss_",
     "sample",

@@ -69,6 +69,18 @@ def penalized(
     return logits - presence * (counts > 0) - frequency * counts + bias
 
 
+def mask_logits_(logits: Tensor, masks: Tensor, at: Tensor) -> None:
+    """Leave a row of logits [M, V] only the tokens that its mask allows; all others become -inf.
+
+    Args:
+        masks: int32 [N, words] of at least V bits: token v is bit v % 32, from the lowest, of word v // 32.
+        at: int32 [M], the mask of each row; rows with -1 stay as they are.
+    """
+    bits = masks[at.long().clamp(min=0), :, None] >> torch.arange(32, device=masks.device, dtype=masks.dtype)
+    allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits.masked_fill_(~allowed & (at >= 0)[:, None], -torch.inf)
+
+
 def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling: the first token whose cumulative mass exceeds `uniform`.
 

@@ -190,6 +190,8 @@ class Engine:
         prompt = list(prompt_ids)
         check_prompt(prompt, self.context_limit, self.vocabulary)
         params.check_bias(self.vocabulary)
+        if params.grammar:
+            raise UserError("the engine does not constrain answers yet")
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         limit = min(params.max_new_tokens, self.context_limit - len(prompt))
         acceptance = RollingAcceptance(self._expected)

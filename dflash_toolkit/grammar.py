@@ -1,0 +1,276 @@
+"""Structured answers: what a grammar allows next, token by token. The one module that knows xgrammar.
+
+A grammar is compiled once for a vocabulary and then shared; a `Matcher` is one answer's place in it. What is allowed
+next is a bit mask of the vocabulary, 32 tokens to an int32, the lowest bit first.
+"""
+
+import functools
+import json
+import os
+import re
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import UserError
+from .sampling import Grammar
+
+LONGEST = 256 << 10  # characters of a grammar
+CACHED = 256 << 20  # bytes of compiled grammars that are kept
+DEEPEST = 64  # levels of a JSON schema
+FORMATS = {
+    "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
+    "uri-template", "json-pointer", "relative-json-pointer",
+}  # fmt: skip
+# of a JSON schema, what xgrammar does not see
+IGNORED = {
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "contentSchema",
+    "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
+}  # fmt: skip
+DATA = {"const", "enum", "default", "examples"}  # of a JSON schema, what is no schema
+NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # and what holds schemas by names
+
+
+class GrammarError(UserError):
+    """A grammar that cannot be read or followed."""
+
+
+def words_of(vocabulary: int) -> int:
+    """Words of a mask."""
+    return -(-vocabulary // 32)
+
+
+class Matcher:
+    """One answer's place in its grammar."""
+
+    def __init__(self, compiled: Any, ends: Collection[int]) -> None:
+        self._compiled, self._ends = compiled, frozenset(ends)
+        self._matcher = _xgrammar().GrammarMatcher(compiled, override_stop_tokens=sorted(self._ends))
+
+    refusal = "the grammar allows no token of the target here; the answer cannot go on"
+
+    def fresh(self) -> "Matcher":
+        """The same grammar, from its beginning."""
+        return Matcher(self._compiled, self._ends)
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Go on with the next tokens of the answer; how many of them the grammar allows."""
+        for i, token in enumerate(tokens):
+            if not self._matcher.accept_token(token):
+                return i
+        return len(tokens)
+
+    def masks(self, draft: Sequence[int], words: int) -> Tensor:
+        """What may stand behind the answer and each start of `draft` that is allowed itself.
+
+        Returns:
+            int32 [n, words] on the host, the masks behind `draft[:0]`, `draft[:1]`, ...: the n-th drafted token, if
+            there is one, is not allowed or ends the answer.
+        """
+        matcher, rows = self._matcher, 0
+        masks = torch.empty(len(draft) + 1, words, dtype=torch.int32)
+        for token in [*draft, None]:
+            matcher.fill_next_token_bitmask(masks, rows)
+            rows += 1
+            if token is None or token in self._ends or not int(masks[rows - 1, token // 32]) >> token % 32 & 1:
+                break
+            matcher.accept_token(token)
+        matcher.rollback(rows - 1)
+        return masks[:rows]
+
+
+def masks_of(matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], words: int) -> tuple[Tensor, Tensor]:
+    """What a block may choose: see `mask_logits_`.
+
+    Args:
+        drafts: [B] of S - 1 tokens each, behind which the B matchers stand; None is a request without a grammar.
+
+    Returns:
+        Masks int32 [N, words], and int32 [B * S], the mask of each position. Those behind a drafted token that is not
+        allowed have none (-1), as nothing is committed there.
+    """
+    block = len(drafts[0]) + 1
+    found: list[Tensor] = []
+    at = torch.full((len(drafts), block), -1, dtype=torch.int32)
+    count = 0
+    for row, (matcher, draft) in enumerate(zip(matchers, drafts, strict=True)):
+        if matcher is not None:
+            masks = matcher.masks(draft, words)
+            at[row, : len(masks)] = torch.arange(count, count := count + len(masks))
+            found.append(masks)
+    return torch.cat(found), at.flatten()
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary and keeps those that were used lately. Thread-safe.
+
+    Args:
+        tokenizer: of Hugging Face; it is first looked at when a grammar is compiled.
+        vocabulary: rows of the target's head.
+        eos: the target's end-of-sequence tokens, which are no text.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
+        self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, frozenset(eos)
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> Any:
+        """The grammar compiled, which may take seconds and waits for nobody else's; the second time it is there.
+
+        Raises:
+            GrammarError: it cannot be read, asks for what is not supported, or the tokenizer cannot be used.
+        """
+        check(grammar)
+        compiler, _ = self._compiler
+        try:
+            if grammar.kind == "json":
+                return compiler.compile_grammar(_of_schema(grammar.text))
+            if grammar.kind == "regex":
+                return compiler.compile_regex(grammar.text)
+            if grammar.kind == "grammar" and "::=" not in grammar.text:
+                return compiler.compile_lark(grammar.text)
+            return compiler.compile_grammar(_ebnf(grammar))
+        except RuntimeError as error:
+            raise GrammarError(f"the {grammar.name} cannot be used: {_said(error)}") from error
+
+    def matcher(self, grammar: Grammar, stop_ids: Collection[int]) -> Matcher:
+        """A matcher for an answer that ends with one of `stop_ids`, of which those that are text end no grammar.
+
+        Raises:
+            GrammarError: see `compile`; or it allows no answer, or there is no token to end one with.
+        """
+        compiled = self.compile(grammar)
+        _, text = self._compiler
+        ends = [token for token in stop_ids if token not in text]
+        if not ends:
+            raise GrammarError(
+                f"a {grammar.name} needs a token that ends the answer and the target declares none; "
+                f"name one in stop_token_ids"
+            )
+        matcher = Matcher(compiled, ends)
+        if not matcher.masks((), words_of(self._vocabulary)).any():
+            raise GrammarError(f"the {grammar.name} allows no answer in this target's tokens")
+        return matcher
+
+    @functools.cached_property
+    def _compiler(self) -> tuple[Any, frozenset[int]]:
+        """xgrammar's, and the tokens that are text."""
+        with self._lock:
+            if "_compiler" in self.__dict__:
+                return self.__dict__["_compiler"]
+            xgrammar = _xgrammar()
+            if self._tokenizer is None:
+                raise GrammarError("structured answers need the target's tokenizer, and there is none")
+            try:
+                found = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocabulary)
+            except ValueError as error:
+                raise GrammarError(f"structured answers do not know this kind of tokenizer ({error})") from error
+            pieces = found.decoded_vocab
+            # special tokens are no text: an answer's text has nothing of them
+            added = self._tokenizer.added_tokens_decoder.items()
+            special = {*self._tokenizer.all_special_ids, *(i for i, token in added if token.special), *self._eos}
+            for token in special:
+                if token < len(pieces):
+                    pieces[token] = b""
+            info = xgrammar.TokenizerInfo(
+                pieces,
+                xgrammar.VocabType.RAW,
+                vocab_size=self._vocabulary,
+                stop_token_ids=[],  # every matcher names its own
+                add_prefix_space=found.add_prefix_space,
+            )
+            threads = max(1, min(8, (os.cpu_count() or 1) // 2))
+            compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHED)
+            self.__dict__["_compiler"] = compiler, frozenset(i for i, piece in enumerate(pieces) if piece)
+            return self.__dict__["_compiler"]
+
+
+def check(grammar: Grammar) -> None:
+    """Raises GrammarError for what a compiler would take too long for, or pass over in silence."""
+    if len(grammar.text) > LONGEST:
+        raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; at most {LONGEST} are read")
+    if "\0" in grammar.text:
+        raise GrammarError(f"the {grammar.name} holds a NUL character")
+    if grammar.kind == "json":
+        try:
+            schema = json.loads(grammar.text)
+        except RecursionError as error:
+            raise GrammarError(f"the {grammar.name} is more than {DEEPEST} levels deep") from error
+        except ValueError as error:
+            raise GrammarError(f"the {grammar.name} is no JSON ({error})") from error
+        if reason := _not_supported(schema, "", 0):
+            raise GrammarError(f"the {grammar.name} cannot be used: {reason}")
+
+
+def _not_supported(schema: Any, place: str, depth: int) -> str | None:
+    """What of a schema xgrammar would pass over, or take very long for; None if there is nothing."""
+    if depth > DEEPEST:
+        return f"it is more than {DEEPEST} levels deep"
+    if isinstance(schema, list):
+        return next((r for i, s in enumerate(schema) if (r := _not_supported(s, f"{place}/{i}", depth + 1))), None)
+    if not isinstance(schema, dict):
+        return None
+    where = f" (at {place})" if place else ""
+    for key in schema:
+        if key in IGNORED:
+            return f"{key!r} is not supported{where}"
+    if len(schema.get("allOf") or ()) > 1:
+        return f"'allOf' of several schemas is not supported{where}"
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        return f"'$ref' to another document is not supported{where}"
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        return f"the format {schema['format']!r} is not supported{where}"
+    if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
+        return f"a length beside 'pattern' or 'format' is not supported{where}"
+    if "multipleOf" in schema and not (schema.get("type") == "integer" and schema["multipleOf"] in range(1, 1025)):
+        return f"'multipleOf' of {schema['multipleOf']!r} is not supported, of integers 1..1024 is{where}"
+    patterns = schema.get("patternProperties") or {}
+    if len(patterns) > 1 or (patterns and "properties" in schema):
+        return f"'patternProperties' beside other properties is not supported{where}"
+    others = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
+    if "propertyNames" in schema and any(isinstance(schema.get(key), dict) for key in others):
+        return f"'propertyNames' beside other properties is not supported{where}"
+    for key, value in schema.items():
+        inner = value.values() if key in NAMED and isinstance(value, dict) else [value]
+        names = value if key in NAMED and isinstance(value, dict) else [""]
+        for name, one in zip(names, inner, strict=True):
+            if key not in DATA and (r := _not_supported(one, f"{place}/{key}{name and '/'}{name}", depth + 1)):
+                return r
+    return None
+
+
+# the rule of one character of a string whose length is limited, in which control characters were forgotten
+CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+
+
+def _of_schema(text: str) -> Any:
+    """xgrammar's grammar of a JSON schema."""
+    grammar = _xgrammar().Grammar.from_json_schema(text)
+    written, mended = CHARACTER.subn(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
+    return _xgrammar().Grammar.from_ebnf(written) if mended else grammar
+
+
+def _ebnf(grammar: Grammar) -> str:
+    if grammar.kind != "choice":
+        return grammar.text
+    return "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(grammar.text))
+
+
+def _said(error: Exception) -> str:
+    """What xgrammar says, without where in its sources it says so, and not all of a long text that it cites."""
+    words = " ".join(re.sub(r"^\[[^]]*\] \S+: ", "", str(error).strip()).split())
+    return words if len(words) < 300 else f"{words[:300]}..."
+
+
+def _xgrammar() -> Any:
+    """Raises GrammarError where it is not installed."""
+    try:
+        import xgrammar
+    except ModuleNotFoundError as error:
+        raise GrammarError(
+            "structured answers need xgrammar; install it with: pip install 'dflash-toolkit[serve]'"
+        ) from error
+    return xgrammar

@@ -1,0 +1,427 @@
+"""Structured answers: what the definition writes under a grammar, and which grammars are read."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from conftest import EOS, VOCAB, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import PROMPT, check_books, drafting, knows, pair
+from test_serve_text import sentencepiece_like
+
+from dflash_toolkit import SamplingParams, UserError, generate
+from dflash_toolkit.generation import Generation
+from dflash_toolkit.grammar import GrammarError, Grammars, masks_of, words_of
+from dflash_toolkit.kernels.reference import mask_logits_
+from dflash_toolkit.sampling import Grammar
+
+TOKENIZER = make_tokenizer()
+# random models love white space, of which JSON may have any amount between its parts
+NO_SPACE = tuple((TOKENIZER.encode(c)[0], -100.0) for c in " \t\r\n")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", 7, None]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def is_json(schema: Any) -> Callable[[str], bool]:
+    def holds(text: str) -> bool:
+        jsonschema.validate(json.loads(text), schema)
+        return True
+
+    return holds
+
+
+def matches(regex: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(regex, text) is not None
+
+
+def of_choices(choices: list[str]) -> tuple[Grammar, Callable[[str], bool]]:
+    return Grammar("choice", json.dumps(choices)), lambda text: text in choices
+
+
+def of_schema(schema: Any) -> tuple[Grammar, Callable[[str], bool]]:
+    return Grammar("json", json.dumps(schema)), is_json(schema)
+
+
+def of_regex(regex: str) -> tuple[Grammar, Callable[[str], bool]]:
+    return Grammar("regex", regex), matches(regex)
+
+
+EBNF = 'root ::= "<" body ">"\nbody ::= "" | [a-c] body | "(" body ")"'
+LARK = 'start: "go" NUMBER ("," NUMBER)*\nNUMBER: /[0-9]{1,3}/'
+# grammars whose answers end soon, and what an answer must be
+CASES = {
+    "schema": of_schema(PERSON),
+    "regex": of_regex(r"(yes|no), [0-9]{3}(é|!)?"),
+    "choice": of_choices(['line\nfeed "quoted" \\', "positive", "pos", "negatif é 😀"]),
+    "ebnf": (Grammar("grammar", EBNF), matches(r"<[abc()]*>")),
+    "lark": (Grammar("grammar", LARK), matches(r"go[0-9]{1,3}(,[0-9]{1,3})*")),
+}
+WAYS = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 8}]
+
+
+def params_of(grammar: Grammar, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"grammar": grammar, "logit_bias": NO_SPACE, "max_new_tokens": 120} | more)
+
+
+def text_of(generation: Generation) -> str:
+    assert generation.finish_reason == "stop" and generation.tokens[-1] == EOS
+    return TOKENIZER.decode(generation.tokens[:-1])
+
+
+def allowed_of(grammar: Grammar, text: str, tokenizer: Any = TOKENIZER, vocabulary: int = VOCAB) -> set[int]:
+    """The tokens that may follow a text."""
+    matcher = Grammars(tokenizer, vocabulary, ()).matcher(grammar, [tokenizer.eos_token_id])
+    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+    assert matcher.accept(ids) == len(ids)
+    logits = torch.zeros(1, vocabulary)
+    mask_logits_(logits, *masks_of([matcher], [[]], words_of(vocabulary)))
+    return set(logits[0].isfinite().nonzero()[:, 0].tolist())
+
+
+# ---- answers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_an_answer_is_what_the_grammar_says_with_drafts_and_without(case: str, way: dict[str, Any]) -> None:
+    target, drafter = pair()
+    grammar, holds = CASES[case]
+    plain = generate(target, None, PROMPT, params_of(grammar, **way))
+    assert holds(text_of(plain))
+    assert generate(target, drafter, PROMPT, params_of(grammar, **way)).tokens == plain.tokens
+    for wrong in (set(), {2, 3, 7}):
+        with drafting(knows(tuple(plain.tokens), wrong)):
+            helped = generate(target, drafter, PROMPT, params_of(grammar, **way))
+        assert helped.tokens == plain.tokens and helped.finish_reason == "stop"
+        assert len(helped.steps) < len(plain.steps) or len(plain.steps) < 2
+        check_books(helped)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_each_token_is_the_choice_among_those_that_some_answer_goes_on_with(seed: int | None) -> None:
+    """Against the enumerated answers and the logits of Hugging Face."""
+    target, _ = pair()
+    choices = ["red", "reddish brown", "green", "grey"]
+    answers = [[*TOKENIZER.encode(choice), EOS] for choice in choices]
+    way = {} if seed is None else {"temperature": 1.5, "seed": seed}
+    found = generate(target, None, PROMPT, SamplingParams(grammar=of_choices(choices)[0], **way)).tokens
+    for i, token in enumerate(found):
+        going = sorted({answer[i] for answer in answers if answer[:i] == found[:i]})
+        if seed is None:
+            with torch.inference_mode():
+                logits = target.model(torch.tensor([PROMPT + found[:i]])).logits[0, -1]
+            assert token == going[int(logits[going].argmax())]
+        assert token in going
+
+
+def test_drafts_that_the_grammar_forbids_are_rejected_ones() -> None:
+    target, drafter = pair()
+    grammar, _ = of_regex("[a-f]{20}")
+    truth = generate(target, None, PROMPT, params_of(grammar)).tokens
+    assert len(truth) == 21
+    forbidden, allowed = TOKENIZER.encode("z")[0], TOKENIZER.encode("abcdef")
+    for other in (forbidden, EOS, VOCAB - 1, None):  # None: another that the grammar allows
+
+        def draft_at(position: int, other: int | None = other) -> int:
+            index = position - len(PROMPT)
+            if index in (3, 9):
+                return next(t for t in allowed if t != truth[index]) if other is None else other
+            return truth[index] if index < len(truth) else 0
+
+        with drafting(draft_at):
+            found = generate(target, drafter, PROMPT, params_of(grammar))
+        assert found.tokens == truth
+        expected = [(7, 2, 3), (7, 5, 6), (7, 7, 8), (7, 3, 3)]
+        assert [(s.drafted, s.accepted, len(s.tokens)) for s in found.steps] == expected
+
+
+schemas = st.recursive(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"enum": ["x", "yy", 3]}, {"const": [1, {"k": "é"}]},
+                     {"type": "integer", "minimum": -9, "maximum": 99}, {"type": "string", "maxLength": 3},
+                     {"type": "string", "pattern": "^[ab]{1,3}$"}]),
+    lambda inner: st.one_of(
+        st.builds(lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 2)),
+        st.builds(lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=3)),
+        st.builds(
+            lambda properties, required: {
+                "type": "object", "properties": properties, "required": sorted(properties)[:required],
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.sampled_from(["a", "b", "long name"]), inner, max_size=3), st.integers(0, 3),
+        ),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+words = st.text(st.sampled_from("ab\"\\\n é😀|'[]"), min_size=1, max_size=5)
+regexes = st.recursive(
+    st.sampled_from(["a", "[b-d]", r"\d", "é", r"\.", "[^a-z]"]),
+    lambda inner: st.one_of(
+        st.builds("".join, st.lists(inner, min_size=1, max_size=3)),
+        st.builds("({}|{})".format, inner, inner),
+        st.builds("({}){{1,2}}".format, inner),
+        st.builds("({})?".format, inner),
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    schemas.map(of_schema) | st.lists(words, min_size=1, max_size=4).map(of_choices) | regexes.map(of_regex),
+    st.sampled_from(WAYS),
+    st.sets(st.integers(0, 30)),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_finished_answer_parses(
+    case: tuple[Grammar, Callable[[str], bool]], way: dict[str, Any], wrong: set[int]
+) -> None:
+    target, drafter = pair()
+    grammar, holds = case
+    params = params_of(grammar, **way)
+    if grammar.kind != "json":
+        params = dataclasses.replace(params, logit_bias=())
+    plain = generate(target, None, PROMPT, params)
+    assert plain.finish_reason == "length" or holds(text_of(plain))
+    with drafting(knows(tuple(plain.tokens), wrong)):
+        helped = generate(target, drafter, PROMPT, params)
+    assert (helped.tokens, helped.finish_reason) == (plain.tokens, plain.finish_reason)
+
+
+def test_any_object_is_json() -> None:
+    grammar = Grammar("json", '{"type": "object"}')
+    assert allowed_of(grammar, "") == set(TOKENIZER.encode("{"))
+    assert EOS in allowed_of(grammar, '{"any": [1, {"thing": null}], "é": -1.5e3}')
+
+
+def test_log_probabilities_are_the_targets_own_whatever_the_grammar() -> None:
+    target, drafter = pair()
+    found = generate(target, drafter, PROMPT, SamplingParams(grammar=Grammar("regex", "[a-c]{4}"), logprobs=2))
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([PROMPT + found.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    own = logits.float().log_softmax(-1)
+    for row, token, logprobs in zip(own, found.tokens, found.logprobs, strict=True):
+        assert logprobs.chosen == pytest.approx(float(row[token]), abs=1e-4)
+        assert logprobs.best[0][0] == int(row.argmax())
+
+
+# ---- ends and dead ends --------------------------------------------------------------------------------
+
+
+def test_special_tokens_are_no_text() -> None:
+    user = TOKENIZER.convert_tokens_to_ids("<|user|>")
+    assert allowed_of(Grammar("regex", r"<\|user\|>"), "") == set(TOKENIZER.encode("<"))
+    assert user not in allowed_of(Grammar("json", '{"type": "string"}'), '"')
+
+
+def test_the_end_is_allowed_where_the_grammar_is_complete_and_nowhere_else() -> None:
+    grammar = Grammar("regex", "ab?")
+    assert EOS not in allowed_of(grammar, "")
+    assert allowed_of(grammar, "a") == {*TOKENIZER.encode("b"), EOS}
+    assert allowed_of(grammar, "ab") == {EOS}
+
+
+def test_a_stop_token_that_is_text_ends_an_answer_where_the_grammar_has_it() -> None:
+    target, drafter = pair()
+    comma = TOKENIZER.encode(",")[0]
+    params = SamplingParams(grammar=Grammar("regex", "[a-z]{3},[a-z]{3}"), stop_token_ids=(comma,))
+    for helper in (None, drafter):
+        found = generate(target, helper, PROMPT, params)
+        assert found.finish_reason == "stop" and found.tokens[-1] == comma
+        assert re.fullmatch("[a-z]{3}", TOKENIZER.decode(found.tokens[:-1]))
+
+
+def test_a_request_may_name_the_token_that_ends_its_answer() -> None:
+    target, drafter = pair()
+    end = TOKENIZER.convert_tokens_to_ids("<|user|>")
+    choices = [generate(target, helper, PROMPT, SamplingParams(
+        grammar=Grammar("regex", "ab"), stop_token_ids=(end,), logit_bias=((end, 100.0),)
+    )) for helper in (None, drafter)]  # fmt: skip
+    assert [found.tokens for found in choices] == [[*TOKENIZER.encode("ab"), end]] * 2
+
+
+def test_a_dead_end_is_an_error_and_no_answer() -> None:
+    target, drafter = pair()
+    grammar = Grammar("grammar", 'root ::= "ab" x\nx ::= "c" x | y\ny ::= y "d"')
+    params = SamplingParams(grammar=grammar, logit_bias=((TOKENIZER.encode("c")[0], -100.0),), max_new_tokens=300)
+    for helper in (None, drafter):
+        assert generate(target, helper, PROMPT, params).finish_reason == "length"
+    nowhere = Grammar("grammar", 'root ::= "ab" y\ny ::= y "d"')
+    for helper in (None, drafter):
+        with pytest.raises(GrammarError, match="the grammar allows no token"):
+            generate(target, helper, PROMPT, SamplingParams(grammar=nowhere))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"logit_bias": ((5, -float("inf")),)}, "logit_bias bans token 5"),
+    ],
+)
+def test_parameters_that_leave_no_answer_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(grammar=Grammar("regex", "a"), **options)
+
+
+def test_a_target_without_an_end_needs_one_of_the_request() -> None:
+    grammars = Grammars(TOKENIZER, VOCAB, ())
+    for stop in ([], TOKENIZER.encode("a")):
+        with pytest.raises(GrammarError, match="declares none; name one in stop_token_ids"):
+            grammars.matcher(Grammar("regex", "a"), stop)
+
+
+# ---- what is read --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json", "{", "the JSON schema is no JSON"),
+        ("json", "[1]", r"the JSON schema cannot be used: Schema should be an object or bool, but got \[1\]"),
+        ("json", '{"type": "objekt"}', 'the JSON schema cannot be used: Unsupported type "objekt"'),
+        ("json", '{"$ref": "#/$defs/missing"}', "missing"),
+        ("json", '{"enum": []}', "enum array must not be empty"),
+        ("json", "false", "cannot accept any value"),
+        ("json", '{"type": "object", "minProperties": 2}', "minProperties"),
+        ("json", '{"a": ' * 3000 + "1" + "}" * 3000, "levels deep"),
+        ("json", '{"items": ' * 100 + "{}" + "}" * 100, "more than 64 levels deep"),
+        ("regex", "(a", "the regular expression cannot be used: Regex parsing error at position 3"),
+        ("regex", "a\0", "NUL"),
+        ("regex", "(?=a)b", "the regular expression cannot be used"),
+        ("regex", r"(a)\1", "the regular expression cannot be used"),
+        ("regex", "a" * 300_000, "the regular expression has 300000 characters; at most 262144"),
+        ("grammar", "root ::= x", 'the grammar cannot be used: .*Rule "x" is not defined'),
+        ("grammar", 'rot ::= "a"', 'root rule with name "root" is not found'),
+        ("grammar", "start: missing", "the grammar cannot be used"),
+        ("grammar", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "Nest layer"),
+        ("grammar", "root ::= root", "allows no answer"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_grammar_that_cannot_be_used_is_one_line_that_says_why(kind: Any, text: str, message: str) -> None:
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    with pytest.raises(GrammarError, match=message) as caught:
+        grammars.matcher(Grammar(kind, text), [EOS])
+    said = str(caught.value)
+    assert "\n" not in said and "/project/" not in said and len(said) < 500
+    assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"not": {"type": "string"}}, "'not' is not supported"),
+        ({"if": {}, "then": {}}, "'if' is not supported"),
+        ({"type": "array", "contains": {}}, "'contains' is not supported"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired' is not supported"),
+        ({"properties": {"a": {"items": [{"not": {}}]}}}, r"'not' is not supported \(at /properties/a/items/0\)"),
+        ({"allOf": [{"type": "object"}, {"type": "object"}]}, "'allOf' of several schemas is not supported"),
+        ({"$ref": "https://example.org/schema"}, "'\\$ref' to another document is not supported"),
+        ({"type": "string", "format": "zork"}, "the format 'zork' is not supported"),
+        ({"type": "string", "pattern": "a*", "maxLength": 3}, "a length beside 'pattern'"),
+        ({"type": "integer", "multipleOf": 5000}, "'multipleOf' of 5000"),
+        ({"type": "number", "multipleOf": 0.5}, "'multipleOf' of 0.5"),
+        ({"patternProperties": {"^a": {}, "^b": {}}}, "'patternProperties' beside other properties"),
+        ({"propertyNames": {"pattern": "a"}, "properties": {"a": {}}}, "'propertyNames' beside other properties"),
+    ],
+    ids=str,
+)
+def test_what_a_schema_asks_for_and_no_grammar_would_see_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        Grammars(TOKENIZER, VOCAB, [EOS]).compile(Grammar("json", json.dumps(schema)))
+
+
+def test_names_of_properties_and_data_are_no_keywords() -> None:
+    schema = {
+        "type": "object", "properties": {"not": {"const": {"not": 1}}, "format": {"enum": ["if"]}},
+        "required": ["not", "format"], "$defs": {"contains": {"type": "string"}}, "examples": [{"uniqueItems": True}],
+    }  # fmt: skip
+    grammar, holds = of_schema(schema)
+    assert holds(text_of(generate(pair()[0], None, PROMPT, params_of(grammar))))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "multipleOf": 5}, ["15", "-5", "0"], ["16"]),
+        ({"type": "number", "minimum": 2.5}, ["2.5", "3"], ["2.4", "-3"]),
+        ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2024-13-01"']),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ['"ab"', '"éé"'], ['"a"', '"abcd"']),
+        ({"type": "object", "patternProperties": {"^a": {"type": "null"}}}, ['{"a": null}'], ['{"a": 1}']),
+        ({"type": "object", "propertyNames": {"pattern": "^a$"}}, ['{"a": 1}'], ['{"b": 1}']),
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/n"},
+          "type": "array"}]}}}, ["null", "[[null], []]"], ["[1]"]),
+        ({"prefixItems": [{"const": 1}], "items": False, "type": "array"}, ["[1]"], ["[1, 2]", "[2]"]),
+        ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, ['{"a": 1}'], ["{}"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_keyword_that_is_read_is_obeyed(schema: Any, good: list[str], bad: list[str]) -> None:
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    for text, holds in [*((t, True) for t in good), *((t, False) for t in bad)]:
+        ids = [*TOKENIZER.encode(text), EOS]
+        assert (grammars.matcher(Grammar("json", json.dumps(schema)), [EOS]).accept(ids) == len(ids)) == holds, text
+
+
+def test_pieces_of_a_sentencepiece_vocabulary_are_text_with_spaces() -> None:
+    tokenizer = sentencepiece_like()
+    size = len(tokenizer) + 3  # rows of the head that no token has
+    grammar = Grammar("regex", "( a)+b( é)?")
+    assert allowed_of(grammar, "", tokenizer, size) == {1, 2, 5 + 0x20}
+    matcher = Grammars(tokenizer, size, ()).matcher(grammar, [tokenizer.eos_token_id])
+    assert matcher.accept([2, 1, 5 + 0x61, 3, 1, 5 + 0xC3, 5 + 0xA9, tokenizer.eos_token_id]) == 8
+
+
+def test_masks_are_those_of_each_start_of_the_draft_that_is_allowed() -> None:
+    matcher = Grammars(TOKENIZER, VOCAB, [EOS]).matcher(Grammar("regex", "abc?"), [EOS])
+    a, b, c, z = TOKENIZER.encode("abcz")
+
+    def rows(*draft: int) -> list[set[int]]:
+        masks, at = masks_of([None, matcher], [draft, draft], words_of(VOCAB))
+        logits = torch.zeros(len(at), VOCAB)
+        mask_logits_(logits, masks, at)
+        assert logits[: len(draft) + 1].isfinite().all(), "a request without a grammar"
+        return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits[len(draft) + 1 :]]
+
+    everything = set(range(VOCAB))
+    assert rows() == [{a}]
+    assert rows(a, b, c) == [{a}, {b}, {c, EOS}, {EOS}]
+    assert rows(a, b, EOS, c) == [{a}, {b}, {c, EOS}, everything, everything]
+    assert rows(a, z, b) == [{a}, {b}, everything, everything]
+    assert rows(VOCAB - 1, a) == [{a}, everything, everything]
+    assert matcher.accept([a, b]) == 2 and rows(c) == [{c, EOS}, {EOS}], "nothing of the drafts was kept"
+    assert matcher.accept([c, z]) == 1
+    assert matcher.fresh().accept([a, b, c, EOS]) == 4
+
+
+def test_a_missing_xgrammar_is_one_sentence_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(GrammarError, match=r"need xgrammar; install it with: pip install 'dflash-toolkit\[serve\]'"):
+        generate(pair()[0], None, PROMPT, SamplingParams(grammar=Grammar("regex", "a")))
+
+
+@pytest.mark.parametrize("tokenizer", [None, object()])
+def test_a_target_whose_tokenizer_cannot_be_used_is_said(tokenizer: Any) -> None:
+    with pytest.raises(GrammarError, match="tokenizer"):
+        Grammars(tokenizer, VOCAB, [EOS]).compile(Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize(("kind", "text", "message"), [("yaml", "a", "kind is 'yaml'"), ("regex", "", "is empty")])
+def test_a_grammar_is_of_a_kind_and_has_a_text(kind: Any, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Grammar(kind, text)
