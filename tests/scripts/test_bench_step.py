@@ -1,33 +1,21 @@
 """The breakdown of a step, from the ends of its kernels, and what the script is told on its command line."""
 
-import importlib.util
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from paths import ROOT
 
 from dflash_toolkit.runtime import SyntheticAcceptance
+from scripts.bench import step as bench_step
 
 pytest.importorskip("triton")
 
-SCRIPT = ROOT / "scripts/bench/step.py"
 CONTEXT = [("_linear_kernel", 3.0), ("_context_write_kernel", 1.0)]
 HEAD = [("_argmax_kernel", 20.0), ("_reduce_kernel", 2.0)]
 WIDE_LAYER = [("nvjet_tst_256x128_TNT", 50.0), ("_attention_kernel", 4.0), ("nvjet_tst_128x64_splitK_TNT", 20.0),
               ("void cublasLt::splitKreduce_kernel<32, 16>", 5.0), ("_add_rms_norm_kernel", 1.0)]  # fmt: skip
 PYTORCHS_ARGMAX = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16, at::native::ArgMaxOps>>"
 LAYER = [("_rope_write_kernel", 1.0), ("_attention_kernel", 4.0), ("_merge_kernel", 1.0), ("layer_kernel", 100.0)]
-
-
-@pytest.fixture(scope="module")
-def bench_step() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_step", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def ends(step: list[tuple[str, float]], count: int) -> list[tuple[float, str]]:
@@ -38,7 +26,7 @@ def ends(step: list[tuple[str, float]], count: int) -> list[tuple[float, str]]:
     return found
 
 
-def test_a_drafted_step_is_charged_kernel_by_kernel(bench_step: ModuleType) -> None:
+def test_a_drafted_step_is_charged_kernel_by_kernel() -> None:
     draft, verify = LAYER * 2, LAYER * 3
     step = [("embedding", 2.0), *draft, *HEAD, ("cat", 1.0), *verify, *HEAD, ("_accept_kernel", 1.0), *CONTEXT]
     found = bench_step.attribute(ends(step, 4))
@@ -48,7 +36,7 @@ def test_a_drafted_step_is_charged_kernel_by_kernel(bench_step: ModuleType) -> N
     assert sum(found.values()) == pytest.approx(sum(took for _, took in step))
 
 
-def test_a_plain_step_has_no_draft(bench_step: ModuleType) -> None:
+def test_a_plain_step_has_no_draft() -> None:
     step = [("embedding", 2.0), *LAYER, *HEAD, ("_accept_kernel", 1.0)]
     assert bench_step.attribute(ends(step, 3)) == pytest.approx(
         {"gemms": 100.0, "head": 22.0, "attention": 6.0, "rest": 3.0}
@@ -57,16 +45,11 @@ def test_a_plain_step_has_no_draft(bench_step: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     "between",
-    [
-        pytest.param([], id="nothing between"),
-        pytest.param([("Memset (Device)", 1.0)], id="cleared memory"),
-        pytest.param([("void cublasLt::splitKreduce_kernel<32, 16>", 3.0), ("Memset (Device)", 1.0)], id="split"),
-    ],
+    [[], [("Memset (Device)", 1.0)], [("void cublasLt::splitKreduce_kernel<32, 16>", 3.0), ("Memset (Device)", 1.0)]],
+    ids=["nothing between", "cleared memory", "split"],
 )
 @pytest.mark.parametrize("gemm", ["nvjet_tst_256x128_TNT", "nvjet_tst_splitK_TNT", "sm90_xmma_gemm_bf16", "cutlass_80"])
-def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(
-    bench_step: ModuleType, gemm: str, between: list[tuple[str, float]]
-) -> None:
+def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(gemm: str, between: list[tuple[str, float]]) -> None:
     head = [(gemm, 400.0), *between, (PYTORCHS_ARGMAX, 70.0)]
     step = [("embedding", 2.0), *WIDE_LAYER, *head, ("cat", 1.0), *WIDE_LAYER * 2, *head, ("_accept_kernel", 1.0)]
     found = bench_step.attribute(ends([*step, *CONTEXT], 4))
@@ -87,9 +70,7 @@ def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(
         (["--mean-length", "6.5", "--seed", "9"], {"mean_length": 6.5, "seed": 9}),
     ],
 )
-def test_acceptance_is_a_rate_or_a_mean_length(
-    bench_step: ModuleType, given: list[str], expected: dict[str, Any]
-) -> None:
+def test_acceptance_is_a_rate_or_a_mean_length(given: list[str], expected: dict[str, Any]) -> None:
     args, synthetic = bench_step.parse(given)
     assert synthetic == SyntheticAcceptance(**expected)
     assert (args.accept, args.mean_length) == (synthetic.rate, synthetic.mean_length), "as the results note them"
@@ -103,18 +84,13 @@ def test_acceptance_is_a_rate_or_a_mean_length(
         (["--mean-length", "0.5"], "synthetic mean_length is 0.5; it must be >= 1"),
         (["--mean-length", "nan"], "synthetic mean_length is nan; it must be >= 1"),
         (["--logprobs", "50"], "--logprobs is 50; it must be in 0..20"),
-        (
-            ["--zero-acceptance", "2", "--batch", "1", "8"],
-            "--zero-acceptance is 2; every --batch has 1 requests at least",
-        ),
+        (["--zero-acceptance", "2", "--batch", "1", "8"], "is 2; every --batch has 1 requests at least"),
         (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
         (["--short", "384"], "--short is 384; it must be less than --long"),
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-model-len"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(
-    bench_step: ModuleType, capsys: pytest.CaptureFixture[str], given: list[str], message: str
-) -> None:
+def test_what_cannot_be_timed_is_refused(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         bench_step.parse(given)
     assert stopped.value.code == 2
@@ -122,6 +98,6 @@ def test_what_cannot_be_timed_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_one_line(bench_step: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_step.main([]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

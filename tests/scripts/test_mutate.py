@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from paths import ROOT
+
+from scripts.mutate import faults, sample
 
 MODULE = '''"""A module."""
 
@@ -37,15 +38,7 @@ print(mutate.report(found, ["small/core.py"]))
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _scripts(request: pytest.FixtureRequest) -> None:
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-
-
 def test_faults_are_one_change_each_and_leave_words_and_annotations_alone() -> None:
-    from scripts.mutate import faults
-
     found = [(fault.line, fault.before, fault.after) for fault in faults(MODULE)]
     assert found == [
         (4, "10", "11"), (4, "10", "9"),
@@ -61,8 +54,6 @@ def test_faults_are_one_change_each_and_leave_words_and_annotations_alone() -> N
 
 
 def test_a_sample_is_the_same_every_time_and_part_of_a_larger_one() -> None:
-    from scripts.mutate import faults, sample
-
     source = "\n".join(MODULE.replace("clamp", name) for name in "abcde")
     few, more = sample("a", source, 10, 3), sample("a", source, 30, 3)
     assert len(few) == 10 and few == sample("a", source, 10, 3) != sample("a", source, 10, 4)

@@ -1,15 +1,12 @@
 """scripts/peers/vllm_decode.py without vllm: what it makes of counters, and what it compares with."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from conftest import make_drafter, make_target
-from paths import ROOT
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.acceptance import Acceptance
@@ -18,18 +15,9 @@ from dflash_toolkit.evaluation.decoders import ReferencePair
 from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.generation import Generation, Step
+from scripts.peers import vllm_decode as program
 
 PROMPTS = [EncodedPrompt("a/1", [1, 2, 3]), EncodedPrompt("a/2", [4, 5])]
-
-
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("peer_vllm", ROOT / "scripts/peers/vllm_decode.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["peer_vllm"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -52,14 +40,12 @@ def result(tmp_path: Path) -> Path:
 # ---- counters ----------------------------------------------------------------------------------------------------
 
 
-def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answers_end(program: ModuleType) -> None:
+def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answers_end() -> None:
     # of blocks of 4, the last step of the first answer accepts two drafts behind the stop token, which is cut off
     stopped = Generation([1, 2, 3, 4, 9], [Step(3, 2, (2, 3, 4)), Step(3, 1, (9,))], "stop", 0.5, 1.0)
     whole = Generation([1, 2, 3, 4], [Step(3, 0, (2,)), Step(3, 1, (3, 4))], "length", 0.5, 2.0)
     ours = Acceptance.of([stopped, whole], 4)
-    counts = program.Counts(
-        requests=2, tokens=9, seconds=4.0, decode_seconds=3.0, drafts=4, accepted=2 + 2 + 0 + 1, answers=[]
-    )
+    counts = program.Counts(2, 9, seconds=4.0, decode_seconds=3.0, drafts=4, accepted=2 + 2 + 0 + 1, answers=[])
     found = program.figures(counts, {"tau_pooled": ours.tau_pooled, "tokens_per_second": 7.0, "speedup": 2.0})
     assert found["tau_pooled"] == ours.tau_pooled == 7 / 4 and found["tau_of_ours"] == 1
     assert found["tau"] == 1 + 5 / 4
@@ -68,20 +54,20 @@ def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answe
     assert found["ours"] == {"tau_pooled": 7 / 4, "tokens_per_second": 7.0}
 
 
-def test_without_a_drafter_nothing_is_said_of_drafts(program: ModuleType) -> None:
+def test_without_a_drafter_nothing_is_said_of_drafts() -> None:
     found = program.figures(program.Counts(2, 9, 3.0, 2.0, None, None, []))
     assert set(found) == {
         "requests", "tokens", "seconds", "decode_seconds", "tokens_per_second", "decode_tokens_per_second",
     }  # fmt: skip
 
 
-def test_what_could_not_be_measured_is_null(program: ModuleType) -> None:
+def test_what_could_not_be_measured_is_null() -> None:
     found = program.figures(program.Counts(2, 2, 3.0, 0.0, 0, 0, []), {"tau_pooled": None, "tokens_per_second": None})
     assert found["tau"] is None and found["tau_pooled"] is None and found["decode_tokens_per_second"] is None
     assert found["ours"] == {} and "tau_of_ours" not in found
 
 
-def test_answers_that_are_the_same_are_compared_by_themselves(program: ModuleType) -> None:
+def test_answers_that_are_the_same_are_compared_by_themselves() -> None:
     theirs = [program.Answer("x", 9, 4), program.Answer("y", 101, 10), program.Answer("z", 5, 2)]
     ours = [program.Answer("x", 9, 2), program.Answer("other", 50, 1), program.Answer("z", 5, 2)]
     counts = program.Counts(3, 115, 4.0, 3.0, 16, 99, theirs)
@@ -101,7 +87,7 @@ def test_answers_that_are_the_same_are_compared_by_themselves(program: ModuleTyp
     [("out/drafter-2m", None, "2m"), ("elsewhere/mine", None, "8m"), ("out/drafter-8m", "2m", "2m")],
 )
 def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
-    drafter: str, name: str | None, chosen: str, program: ModuleType, result: Path
+    drafter: str, name: str | None, chosen: str, result: Path
 ) -> None:
     ours = program.read_ours(result, drafter, name)
     assert ours.run == chosen
@@ -109,7 +95,7 @@ def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
     assert len(ours.reports) == (2 if chosen == "2m" else 0) and ours.answers("a") == []
 
 
-def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(program: ModuleType, tmp_path: Path) -> None:
+def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(tmp_path: Path) -> None:
     target = make_target()
     runtime = ReferencePair(target, make_drafter(target))
     report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_new_tokens=4), baseline=False).to_json()
@@ -125,18 +111,20 @@ def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(progr
         program.check_same(ours, {"a": PROMPTS}, 5)
 
 
-def test_a_result_over_other_prompts_is_refused(program: ModuleType, result: Path) -> None:
+def test_a_result_over_other_prompts_is_refused(result: Path) -> None:
     last = program.read_ours(result, "mine", None)
+    first = program.read_ours(result, "mine", "2m")
     program.check_same(last, {"a": PROMPTS}, 512)
-    with pytest.raises(UserError, match="decoded 2 prompts of 'a', not 1"):
-        program.check_same(last, {"a": PROMPTS[:1]}, 512)
-    with pytest.raises(UserError, match="has no set 'c': a"):
-        program.check_same(last, {"c": PROMPTS}, 512)
-    with pytest.raises(UserError, match="other prompts of 'a'"):
-        program.check_same(program.read_ours(result, "mine", "2m"), {"a": PROMPTS}, 512)
+    for ours, sets, said in (
+        (last, {"a": PROMPTS[:1]}, "decoded 2 prompts of 'a', not 1"),
+        (last, {"c": PROMPTS}, "has no set 'c': a"),
+        (first, {"a": PROMPTS}, "other prompts of 'a'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            program.check_same(ours, sets, 512)
 
 
-def test_what_is_no_result_is_said_in_one_line(program: ModuleType, result: Path) -> None:
+def test_what_is_no_result_is_said_in_one_line(result: Path) -> None:
     with pytest.raises(UserError, match=r"--run 4m: .* has 2m, 8m"):
         program.read_ours(result, "mine", "4m")
     for content in ("{", "[]", "{}", '{"runs": []}', '{"runs": [{}]}'):
@@ -152,7 +140,7 @@ def test_what_is_no_result_is_said_in_one_line(program: ModuleType, result: Path
 
 
 def test_without_vllm_it_ends_in_one_line_before_anything_is_read(
-    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert program.main(["--target", "none", "--drafter", "none", "--prompts", "a=none", "--output", "x.json"]) == 2
@@ -161,7 +149,7 @@ def test_without_vllm_it_ends_in_one_line_before_anything_is_read(
 
 
 def test_prompts_are_encoded_as_the_target_wants_them_and_the_plain_set_is_one_of_them(
-    program: ModuleType, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     path = tmp_path / "say.jsonl"
@@ -177,7 +165,7 @@ def test_prompts_are_encoded_as_the_target_wants_them_and_the_plain_set_is_one_o
     assert capsys.readouterr().err == "error: --plain c: none of the sets: a\n"
 
 
-def test_its_own_command_parses(program: ModuleType) -> None:
+def test_its_own_command_parses() -> None:
     args = program.parse(
         ["--target", "/m/model", "--drafter", "/o/drafter-8m", "--prompts", "a=/w/a.jsonl", "b=b.jsonl[8:]",
          "--ours", "/o/result.json", "--output", "/o/peer.json"]

@@ -1,29 +1,16 @@
 """scripts/peers/vllm_step.py without vllm: what it asks of it, and what it makes of what it measured."""
 
 import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from paths import ROOT
 from transformers import AutoConfig
 
 from dflash_toolkit.models.dflash.checkpoint import read_config
+from scripts.peers import vllm_step as program
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    path = ROOT / "scripts/peers/vllm_step.py"
-    spec = importlib.util.spec_from_file_location("peer_vllm_step", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["peer_vllm_step"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_an_engine_is_asked_for_the_shape_and_our_acceptance(program: ModuleType, tmp_path: Path) -> None:
+def test_an_engine_is_asked_for_the_shape_and_our_acceptance(tmp_path: Path) -> None:
     args = program.parse(["--output", "x.json", "--batch", "1", "4", "--accept", "0.5"])
     options = program.options_of(args, tmp_path, 3)
     drafts = options["speculative_config"]
@@ -37,7 +24,7 @@ def test_an_engine_is_asked_for_the_shape_and_our_acceptance(program: ModuleType
     assert "speculative_config" not in program.options_of(args, tmp_path / "plain", 0)
 
 
-def test_figures_are_the_long_answers_less_the_short_ones(program: ModuleType) -> None:
+def test_figures_are_the_long_answers_less_the_short_ones() -> None:
     short = [program.Run(seconds, 128, 10.0, 30.0) for seconds in (0.3, 0.2, 0.9)]
     long = [program.Run(seconds, 768, 110.0, 330.0) for seconds in (1.3, 1.2, 1.4)]
     found = program.figures(2, short, long)
@@ -58,15 +45,13 @@ def test_figures_are_the_long_answers_less_the_short_ones(program: ModuleType) -
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; vllm is started for 8192"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(
-    program: ModuleType, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_timed_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         program.parse(["--output", "x.json", *words])
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_without_vllm_it_says_so(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_vllm_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is here")
     assert program.main(["--output", str(tmp_path / "x.json")]) == 2

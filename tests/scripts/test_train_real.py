@@ -1,21 +1,18 @@
 """scripts/bench/train_real.py from prompts to result.json on the tiny target, and what it is made of."""
 
-import importlib.util
 import json
 import re
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from conftest import MASK, make_drafter, make_target
-from paths import ROOT
 
 from dflash_toolkit.models.rope import RopeScaling
+from scripts.bench import train_real as program
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
@@ -27,16 +24,6 @@ from train.run.estimate import teacher_forced_length
 
 SMALL = ["drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "optim.pack_tokens=256", "optim.pack_blocks=32",
          "prompts.max_length=128", "run.log_every=1"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_real", ROOT / "scripts/bench/train_real.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_real"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +40,7 @@ def result_of(output: Path) -> dict[str, Any]:
 
 
 def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
-    program: ModuleType, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
     arguments = [
@@ -85,7 +72,6 @@ def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
     for row in greedy[:2]:
         ids = torch.tensor([row["tokens"]])
         logits = reference.forward(ids, logits="all").logits
-        assert logits is not None
         start = row["prompt_tokens"]
         assert logits[0, start - 1 : -1].argmax(-1).tolist() == row["tokens"][start:], "the first answer is greedy"
     assert len({tuple(row["tokens"]) for row in rows if row["index"] == 0}) > 1, "the others are not"
@@ -99,7 +85,7 @@ def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
 
 
 def test_variants_are_compared_on_held_out_answers(
-    program: ModuleType, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers, output = tmp_path / "answers.jsonl", tmp_path / "out"
     lines = [{"prompt_ids": [i, 1, 2], "output_ids": [i, 5, 6, 7] * 5} for i in range(20)]
@@ -135,7 +121,7 @@ def test_variants_are_compared_on_held_out_answers(
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(
-    wrong: list[str], said: str, program: ModuleType, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wrong: list[str], said: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [item.replace("FILE", str(prompts)) for item in wrong]
     # options that take several values would swallow what follows them
@@ -148,7 +134,7 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_commands_of_its_own_text_parse(program: ModuleType) -> None:
+def test_the_commands_of_its_own_text_parse() -> None:
     commands = re.findall(r"python scripts/bench/train_real\.py(.*?)\n\n", program.__doc__ or "", flags=re.S)
     assert commands
     for command in commands:
@@ -159,14 +145,14 @@ def test_the_commands_of_its_own_text_parse(program: ModuleType) -> None:
 # ---- what it is made of ----------------------------------------------------------------------------------------
 
 
-def test_rows_are_kept_once_and_never_from_what_is_measured(program: ModuleType) -> None:
+def test_rows_are_kept_once_and_never_from_what_is_measured() -> None:
     texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9], [1, 2, 3]]
     kept, left_out = program.usable([Row(10 + i, 2, tokens) for i, tokens in enumerate(texts)], 4, {(5, 6)})
     assert kept == [Row(0, 2, [1, 2, 3, 4]), Row(1, 2, [1, 2, 9, 9])], "cut, and numbered anew"
     assert left_out == {"repeated": 1, "in_evaluation": 1, "too_short": 1}
 
 
-def test_all_rows_of_a_held_out_prompt_are_kept_out(program: ModuleType) -> None:
+def test_all_rows_of_a_held_out_prompt_are_kept_out() -> None:
     rows = [Row(i, 2, [i // 3, 1, *range(10 + i)]) for i in range(12)]
     training, held_out = program.hold_out(rows, 2, seed=0)
     assert len(training) == 6 and len(held_out) == 2
@@ -178,13 +164,8 @@ def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_
     target = make_target()
     drafter = make_drafter(target, block_size=4).train()
     rows = [Row(i, 3, [i, 1, 2] + [i, 5, 6, 7] * (i + 3)) for i in range(6)]
-    config = TrainConfig(
-        target="tiny",
-        drafter=DrafterOptions(block_size=4),
-        loss=LossOptions(anchors=64),
-        run=RunOptions(log_every=1000),
-        optim=OptimOptions(optimizer="adamw", steps=40, learning_rate=3e-3),
-    )
+    optim = OptimOptions(optimizer="adamw", steps=40, learning_rate=3e-3)
+    config = TrainConfig(target="tiny", drafter=DrafterOptions(block_size=4), loss=LossOptions(anchors=64), optim=optim)
     train(Run(config, target, drafter, rows[:3], [], tmp_path, {}, lambda *_: None))
     found = []
     for given in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
