@@ -54,6 +54,12 @@ def draft_by_bigrams(target: Target, params: SamplingParams, monkeypatch: pytest
     monkeypatch.setattr(Proposer, "propose", of_the_engine)
 
 
+def command_of(target: Path, drafter: Path, folder: Path) -> list[str]:
+    prompts = write_prompts(folder / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
+    words = ["--target", target, "--drafter", drafter, "--device", "cpu", "--prompts", f"a={prompts}", "--output"]
+    return [str(word) for word in (*words, folder / "report")]
+
+
 def comparable(report: Report) -> Any:
     values = untimed(report.to_json())
     assert values["arguments"].pop("runtime") in ("engine", "reference")
@@ -72,19 +78,14 @@ def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatc
     target = make_target(limit=130)
     drafter = make_drafter(target)
     draft_by_bigrams(target, params, monkeypatch)
-    ours, definition = (
-        evaluate(runtime, SETS, params)
-        for runtime in (EnginePair.load(target, drafter), ReferencePair(target, drafter))
-    )
+    pairs = (EnginePair.load(target, drafter), ReferencePair(target, drafter))
+    ours, definition = (evaluate(pair, SETS, params) for pair in pairs)
     assert ours.overall.drafted.tau_pooled > 1.2, "drafts were accepted"
     assert comparable(ours) == comparable(definition)
     for name in SETS:
-        pairs = zip(ours.sets[name].measurements, definition.sets[name].measurements, strict=True)
-        for a, b in pairs:
-            assert a.plain is not None and b.plain is not None
-            assert (a.drafted.tokens, a.drafted.steps) == (b.drafted.tokens, b.drafted.steps)
-            assert (a.plain.tokens, a.plain.steps) == (b.plain.tokens, b.plain.steps)
-            assert a.drafted.finish_reason == b.drafted.finish_reason
+        for a, b in zip(ours.sets[name].measurements, definition.sets[name].measurements, strict=True):
+            for one, other in ((a.drafted, b.drafted), (a.plain, b.plain)):
+                assert (one.tokens, one.steps, one.finish_reason) == (other.tokens, other.steps, other.finish_reason)
 
 
 def test_drafting_in_eight_bits_is_measured_and_reported(
@@ -99,9 +100,7 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
         drafts.append("none" if drafter is None else "fp8" if quantized else "full")
 
     monkeypatch.setattr(StepRunner, "__init__", noted)
-    prompts = write_prompts(tmp_path / "prompts.jsonl", "Why is the sky blue?", "Count to ten.")
-    command = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--device", "cpu"]
-    command += ["--max-tokens", "20", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "20"]
     assert main([*command, "--draft-dtype", "fp8"]) == 0
     report = load(tmp_path / "report")
     assert sorted(set(drafts)) == ["fp8", "none"]
@@ -119,12 +118,9 @@ def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Dr
     seen: list[int] = []
     runtime, params = make(target, drafter), SamplingParams(max_new_tokens=12)
     found = measure(runtime, SKY, params, baseline=True, on_step=lambda growing: seen.append(len(growing.tokens)))
-    assert found.plain is not None
     assert found.drafted.tokens == found.plain.tokens == generate(target, None, SKY.token_ids, params).tokens
     assert found.difference is None
-    assert seen[0] == 1
-    assert seen[-1] == len(found.drafted.tokens)
-    assert len(seen) == 1 + len(found.drafted.steps)
+    assert (seen[0], seen[-1], len(seen)) == (1, len(found.drafted.tokens), 1 + len(found.drafted.steps))
     for answer in (found.drafted, found.plain):
         assert answer.prefill_s > 0 and answer.decode_s > 0
     assert all(step.drafted == 0 for step in found.plain.steps)
@@ -219,9 +215,7 @@ def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capf
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     save_drafter(make_drafter(target), tmp_path / "drafter")
-    prompts = write_prompts(tmp_path / "prompts.jsonl", "Hello")
-    command = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--device", "cpu"]
-    command += ["--max-tokens", "4", "--prompts", f"a={prompts}", "--output", str(tmp_path / "report")]
+    command = [*command_of(tmp_path / "target", tmp_path / "drafter", tmp_path), "--max-tokens", "4"]
     capfd.readouterr()
     assert main(command) == 2
     captured = capfd.readouterr()

@@ -1,9 +1,11 @@
 """What the counts mean, against values computed by hand, properties, and a drafter that is always right."""
 
+import itertools
 import math
+import operator
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dflash_toolkit import Drafter, Generation, SamplingParams, Target, decode
@@ -69,8 +71,7 @@ def answers(draw: st.DrawFn, full_blocks: bool = False) -> tuple[int, list[Gener
     for _ in range(draw(st.integers(1, 4))):
         limit = draw(st.integers(1, 25))
         steps: list[tuple[int, int, int]] = []
-        left = limit - 1
-        finish = "length"
+        left, finish = limit - 1, "length"
         while left > 0 and not (full_blocks and left < size):
             drafted = min(size - 1, left - 1)
             accepted = draw(st.integers(0, drafted))
@@ -103,29 +104,13 @@ def test_counts_agree_with_the_steps(drawn: tuple[int, list[Generation]]) -> Non
 
 @given(answers(full_blocks=True))
 def test_full_blocks_make_a_survival_curve(drawn: tuple[int, list[Generation]]) -> None:
-    size, generations = drawn
-    found = Acceptance.of(generations, size)
-    if not found.steps:
-        return
+    found = Acceptance.of(drawn[1], drawn[0])
+    assume(found.steps)
     curve = found.accepted_per_position
     assert list(curve) == sorted(curve, reverse=True)
     assert found.tau_pooled == pytest.approx(1 + sum(curve))
-    product = 1.0
-    for share, conditional in zip(curve, found.accepted_given_previous, strict=True):
-        product *= 0.0 if math.isnan(conditional) else conditional
-        assert share == pytest.approx(product)
-
-
-def oracle(plain: list[int], right: int) -> object:
-    """A stand-in for `decode.propose`: its first `right` slots repeat the plain answer, the others never."""
-
-    def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:
-        start = position - len(PROMPT) + 1
-        size = drafter.config.block_size
-        drafts = (plain[start:] + [0] * size)[: size - 1]
-        return [token if i < right else (token + 1) % 200 for i, token in enumerate(drafts)]
-
-    return propose
+    conditional = [0.0 if math.isnan(share) else share for share in found.accepted_given_previous]
+    assert curve == pytest.approx(tuple(itertools.accumulate(conditional, operator.mul)))
 
 
 @pytest.mark.parametrize("right", [0, 2, 7])
@@ -136,7 +121,13 @@ def test_decoding_with_a_known_drafter(
     # the answer ends by a stop token in the middle of a block
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(free[20],))
     plain = generate(target, None, PROMPT, params).tokens
-    monkeypatch.setattr(decode, "propose", oracle(plain, right))
+
+    def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:
+        """The first `right` slots repeat the plain answer, the others never."""
+        drafts = (plain[position - len(PROMPT) + 1 :] + [0] * 7)[:7]
+        return [token if i < right else (token + 1) % 200 for i, token in enumerate(drafts)]
+
+    monkeypatch.setattr(decode, "propose", propose)
     found = held_out_acceptance(target, drafter, [PROMPT], params)
     assert found.tokens == len(plain)
     assert found.accepted_per_position[:right] == (1.0,) * right
