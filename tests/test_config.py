@@ -1,6 +1,7 @@
 """The strict loader: a mistake is one line that names the key, and the later source wins."""
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,13 +165,9 @@ def test_a_configuration_written_as_a_mapping_is_read_back_equal(config: Setting
 
 
 def test_the_written_mapping_holds_plain_values() -> None:
-    assert to_mapping(Settings(target="t", taps=(1, 2)))["taps"] == [1, 2]
-    assert to_mapping(Settings(target="t"))["optimiser"] == {
-        "lr": 6e-4,
-        "warmup": 0,
-        "nesterov": False,
-        "betas": [0.9, 0.95],
-    }
+    written = to_mapping(Settings(target="t", taps=(1, 2)))
+    assert written["taps"] == [1, 2]
+    assert written["optimiser"] == {"lr": 6e-4, "warmup": 0, "nesterov": False, "betas": [0.9, 0.95]}
 
 
 # ---- files -----------------------------------------------------------------------------------------
@@ -188,7 +185,9 @@ def test_an_empty_file_is_an_empty_mapping(write: Callable[[str], str]) -> None:
         ("a: b: c", "not valid YAML"),
         ("- 1\n- 2\n", "expected a mapping"),
         ("7", "expected"),
+        ("[" * 5000, "not valid YAML"),
     ],
+    ids=lambda value: value[:9],
 )
 def test_a_file_that_is_no_mapping_is_one_line(write: Callable[[str], str], text: str, message: str) -> None:
     path = write(text)
@@ -210,25 +209,22 @@ def test_a_file_that_is_missing_a_directory_or_no_text_is_named(tmp_path: Path) 
 def test_the_later_source_wins_file_then_flags_then_overrides(write: Callable[[str], str]) -> None:
     file = write("target: from-file\nsteps: 1\nnote: from-file\noptimiser: {lr: 0.1, warmup: 1}\n")
     config = parse("note=typed", "--config", file, "--steps", "2", "--note", "flagged", "optimiser.lr=0.3")
-    assert config.target == "from-file"
-    assert config.steps == 2
-    assert config.note == "typed"
+    assert (config.target, config.steps, config.note) == ("from-file", 2, "typed")
     assert config.optimiser == Optimiser(lr=0.3, warmup=1), "an override changes its key and leaves the group"
 
 
 @pytest.mark.parametrize(
-    "argv",
+    "typed",
     [
-        ("--target", "t", "--data", "a", "b", "steps=3", "optimiser.lr=0.5"),
-        ("--data", "a", "b", "--target", "t", "steps=3", "optimiser.lr=0.5"),
-        ("steps=3", "optimiser.lr=0.5", "--data", "a", "b", "--target", "t"),
-        ("--target", "t", "--steps", "3", "data=[a, b]", "optimiser.lr=0.5"),
+        "--target t --data a b steps=3 optimiser.lr=0.5",
+        "--data a b --target t steps=3 optimiser.lr=0.5",
+        "steps=3 optimiser.lr=0.5 --data a b --target t",
+        "--target t --steps 3 data=[a,b] optimiser.lr=0.5",
     ],
-    ids=["before", "between", "after", "as a list"],
 )
-def test_a_list_flag_and_overrides_may_stand_in_any_order(argv: tuple[str, ...]) -> None:
+def test_a_list_flag_and_overrides_may_stand_in_any_order(typed: str) -> None:
     expected = Settings(target="t", data=("a", "b"), steps=3, optimiser=Optimiser(lr=0.5))
-    assert parse(*argv) == expected
+    assert parse(*typed.split()) == expected
 
 
 def test_a_path_with_an_equals_sign_stays_in_its_list() -> None:
@@ -300,9 +296,8 @@ def test_a_mistake_on_the_command_line_is_one_line(argv: tuple[str, ...], messag
 
 def test_a_mistake_in_the_file_is_told_with_the_name_of_the_file(write: Callable[[str], str]) -> None:
     file = write("target: t\nsteps: many\n")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"^{re.escape(file)}\.steps: expected int, got 'many'$"):
         parse("--config", file)
-    assert str(caught.value) == f"{file}.steps: expected int, got 'many'"
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -391,15 +386,15 @@ def test_a_command_exits_with_what_its_body_returns(returned: int | None, code: 
 
 def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda: parse("--target", "t", "stepps=3") and None) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "error: prog.stepps: unknown key; did you mean `steps`?\n")
+    assert capsys.readouterr() == ("", "error: prog.stepps: unknown key; did you mean `steps`?\n")
+
+
+def raises(error: BaseException) -> int:
+    raise error
 
 
 def test_an_interrupt_is_exit_code_130_and_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    assert run_command(interrupted) == 130
+    assert run_command(lambda: raises(KeyboardInterrupt())) == 130
     assert "resume" in capsys.readouterr().err
 
 
@@ -414,10 +409,7 @@ def test_too_little_gpu_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -
         "free. Including non-PyTorch memory, this process has 138 GiB.\nOf the allocated memory 137 GiB is allocated"
     )
 
-    def body() -> int:
-        raise torch.OutOfMemoryError(said)
-
-    assert run_command(body) == 2
+    assert run_command(lambda: raises(torch.OutOfMemoryError(said))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.") and "smaller" in line
     assert "Including" not in line
@@ -429,16 +421,11 @@ def test_too_little_memory_of_a_cpu_is_one_line(capsys: pytest.CaptureFixture[st
     assert line.startswith("error: this machine's memory does not suffice (") and "smaller model" in line
 
 
-@pytest.mark.parametrize("text", ["2024-13-45", "9" * 400])
-def test_a_date_that_is_none_and_a_number_beyond_all_are_one_line(text: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError):
-        parse("--target", "x", f"optimiser.lr={text}")
-    (tmp_path / "c.yaml").write_text(f"target: x\noptimiser:\n  lr: {text}\n")
-    with pytest.raises(UserError):
-        parse("--config", str(tmp_path / "c.yaml"))
-
-
-def test_yaml_that_python_does_not_read_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("[" * 5000)
-    with pytest.raises(UserError, match=r"a\.yaml: not valid YAML"):
-        read_yaml(tmp_path / "a.yaml")
+@pytest.mark.parametrize("text", ["2024-13-45", "9" * 400], ids=["date", "number"])
+def test_a_date_that_is_none_and_a_number_beyond_all_are_refused(text: str, write: Callable[[str], str]) -> None:
+    for argv in (
+        ("--target", "x", f"optimiser.lr={text}"),
+        ("--config", write(f"target: x\noptimiser: {{lr: {text}}}\n")),
+    ):
+        with pytest.raises(UserError):
+            parse(*argv)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,9 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache" / "dflash-toolkit"
+    return tmp_path / "cache" / "dflash-toolkit"
 
 
 @pytest.fixture
@@ -84,10 +83,8 @@ def test_one_other_byte_in_the_middle_of_any_tensor_is_another_model(name: str, 
     before = weights_digest(model)
     file = model / "model.safetensors"
     whole = bytearray(file.read_bytes())
-    tensor = load_file(file)[name].contiguous()
-    data = bytes(tensor.flatten().view(torch.uint8).tolist())
-    place = whole.index(data) + len(data) // 2
-    whole[place] ^= 1
+    data = bytes(load_file(file)[name].flatten().view(torch.uint8).tolist())
+    whole[whole.index(data) + len(data) // 2] ^= 1
     file.write_bytes(whole)
     assert weights_digest(model) != before
 
@@ -160,13 +157,12 @@ def test_a_name_of_the_hub_is_its_snapshot_in_the_local_cache(
 ) -> None:
     import huggingface_hub.constants
 
-    hub = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert model_digest("someone/model") is None
-    commit = "c" * 40
-    (hub / "models--someone--model" / "refs").mkdir(parents=True)
-    (hub / "models--someone--model" / "refs" / "main").write_text(commit)
-    shutil.copytree(model, hub / "models--someone--model" / "snapshots" / commit)
+    held, commit = tmp_path / "models--someone--model", "c" * 40
+    (held / "refs").mkdir(parents=True)
+    (held / "refs" / "main").write_text(commit)
+    shutil.copytree(model, held / "snapshots" / commit)
     assert model_digest("someone/model") == model_digest(model)
     assert model_digest("no id at all/x/y") is None
 

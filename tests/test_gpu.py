@@ -12,7 +12,7 @@ from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
-from train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
+from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
 from train.objective.blocks import dense_mask, flex_mask, sample_blocks
@@ -28,17 +28,16 @@ def on_gpu(dtype: torch.dtype) -> Target:
     return Target(tiny.model.to("cuda", dtype), tiny.tokenizer, tiny.name)
 
 
-def batch(target: Target, drafter: Drafter) -> tuple:
-    rows = [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((97, 130, 61))]
-    features = FeatureSource(target, drafter.config.target_layer_ids, 200, 128)(rows)
-    return features, sample_blocks(features, 12, 8, MASK, torch.Generator().manual_seed(0))
+def rows_of(*lengths: int) -> list[Row]:
+    return [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate(lengths)]
 
 
 def test_flex_attention_equals_the_dense_mask_forward_and_backward() -> None:
     target = on_gpu(torch.float32)
     # flex kernels want a head dimension of at least 16
     drafter = make_drafter(target, head_dim=16).cuda()
-    features, blocks = batch(target, drafter)
+    features = FeatureSource(target, drafter.config.target_layer_ids, 200, 128)(rows_of(97, 130, 61))
+    blocks = sample_blocks(features, 12, 8, MASK, torch.Generator().manual_seed(0))
     results = []
     for mask in (dense_mask(features, blocks), flex_mask(features, blocks)):
         drafter.zero_grad()
@@ -83,25 +82,16 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: 
     prompt = list(range(30, 50))
     answer = generate(target, None, prompt, SamplingParams(max_new_tokens=64, ignore_eos=True)).tokens
     drafter = make_drafter(target, head_dim=16).cuda().train()
+    optim = OptimOptions(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack)
     config = TrainConfig(
-        target="tiny",
-        drafter=TrainConfig(target="tiny").drafter,
-        loss=LossOptions(anchors=64),
-        optim=OptimOptions(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack),
-        device="cuda",
-        run=RunOptions(log_every=50),
+        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=64), optim=optim, device="cuda"
     )
     exported: list[Drafter] = []
     rows = [Row(0, len(prompt), prompt + answer)]
-    asked = _with_block_size(config, 8)
-    train(Run(asked, target, drafter, rows, [], tmp_path, {}, lambda trained, export: exported.append(trained)))
+    train(Run(config, target, drafter, rows, [], tmp_path, {}, lambda trained, export: exported.append(trained)))
     served = exported[-1].to(torch.bfloat16).eval()
     result = generate(target, served, prompt, SamplingParams(max_new_tokens=64, ignore_eos=True))
     assert result.acceptance_length > 5.0
-
-
-def _with_block_size(config: TrainConfig, block_size: int) -> TrainConfig:
-    return replace(config, drafter=replace(config.drafter, block_size=block_size))
 
 
 def test_greedy_bf16_with_a_drafter_differs_from_plain_at_near_ties_only() -> None:
@@ -115,7 +105,6 @@ def test_greedy_bf16_with_a_drafter_differs_from_plain_at_near_ties_only() -> No
         if at is not None:
             ids = torch.tensor([prompt + plain[:at]], device="cuda")
             logits = target.forward(ids, logits="last").logits
-            assert logits is not None
             log_p = logits[0, 0].float().log_softmax(-1)
             assert abs(log_p[plain[at]] - log_p[drafted[at]]) <= 0.2
 
@@ -188,8 +177,8 @@ def test_the_chunks_of_the_head_never_wait_for_the_gpu(monkeypatch: pytest.Monke
 def test_a_bf16_step_with_a_distribution_loss_is_finite_and_lowers_it() -> None:
     target = on_gpu(torch.bfloat16)
     drafter = make_drafter(target, head_dim=16).cuda().train()
-    rows = [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((97, 130, 61))]
-    features = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=384, final=True)(rows)
+    source = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=384, final=True)
+    features = source(rows_of(97, 130, 61))
     blocks = sample_blocks(features, 128, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
     config = TrainConfig(target="tiny", loss=LossOptions(ce=0.1, tv=0.9, head_rows=256))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)

@@ -46,14 +46,8 @@ def test_every_command_says_that_the_hub_cannot_be_reached(target_dir: Path, tmp
         "serve.cli --target no/such --port 0": "target no/such: ",
     }
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        cwd=ROOT,
-        env=environment,
-        input="\n".join(commands),
-        capture_output=True,
-        text=True,
-    )
+    typed, call = "\n".join(commands), [sys.executable, "-c", RUN]
+    done = subprocess.run(call, cwd=ROOT, env=environment, input=typed, capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ") or line in ("0", "1", "2")]
     assert lines[1::2] == ["2"] * len(commands), done.stderr
     for said, expected in zip(lines[::2], commands.values(), strict=True):
