@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,23 +34,16 @@ THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is define
 
 
 def fit(
-    target: Target,
-    rows: list[Row],
-    work: Path,
-    *,
-    block_size: int,
-    steps: int,
-    anchors: int,
-    learning_rate: float = 8e-3,
-    **shape: Any,
+    target: Target, rows: list[Row], work: Path, steps: int = 250, anchors: int = 12, rate: float = 8e-3, **shape: Any
 ) -> Drafter:
     """A drafter trained on `rows` by the real loop."""
+    shape = {"block_size": 6} | shape
     config = TrainConfig(
-        target="tiny", drafter=DrafterOptions(block_size=block_size), loss=LossOptions(anchors=anchors),
-        optim=OptimOptions(steps=steps, batch_size=min(8, len(rows)), learning_rate=learning_rate),
+        target="tiny", drafter=DrafterOptions(block_size=shape["block_size"]), loss=LossOptions(anchors=anchors),
+        optim=OptimOptions(steps=steps, batch_size=min(8, len(rows)), learning_rate=rate),
         run=RunOptions(feature_cache_gb=1, log_every=1000),
     )  # fmt: skip
-    drafter = make_drafter(target, block_size=block_size, **shape).train()
+    drafter = make_drafter(target, **shape).train()
     train.loop.train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
     return drafter.eval()
 
@@ -61,12 +54,12 @@ def write_target(target: Target, path: Path) -> str:
     return str(path)
 
 
-def answered(target: Target) -> list[Row]:
+def answered(target: Target, texts: Sequence[str] = TEXTS, tokens: int = TOKENS) -> list[Row]:
     rows = []
-    for i, text in enumerate(TEXTS):
+    for i, text in enumerate(texts):
         prompt = encode_chat(target.tokenizer, [{"role": "user", "content": text}])
-        answer = generate(target, None, prompt, SamplingParams(max_new_tokens=TOKENS)).tokens
-        assert len(answer) == TOKENS and len(set(answer)) > 20, "a long and varied answer"
+        answer = generate(target, None, prompt, SamplingParams(max_new_tokens=tokens)).tokens
+        assert len(answer) == tokens and len(set(answer)) > tokens // 2, "a long and varied answer"
         rows.append(Row(i, len(prompt), prompt + answer))
     return rows
 
@@ -109,10 +102,19 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
     target = make_target()
     target.tokenizer.chat_template = THINKING
     path = tmp_path_factory.mktemp("clinic")
-    drafter = fit(target, answered(target), path, block_size=6, steps=300, anchors=12)
+    drafter = fit(target, answered(target), path, steps=300)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
     note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
     return Clinic(path, target, drafter, note | {"acceptance_length": 5.5, "trained_block_size": 6})
+
+
+def config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text())
+        change(values)
+        (path / "config.json").write_text(json.dumps(values))
+
+    return rewrite
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
@@ -125,19 +127,7 @@ def edit(**changes: Any) -> Callable[[Path], None]:
             elif key in changes:
                 values[key] = changes[key]
 
-    def change(path: Path) -> None:
-        values = json.loads((path / "config.json").read_text())
-        walk(values)
-        (path / "config.json").write_text(json.dumps(values))
-
-    return change
-
-
-def stretch(path: Path) -> None:
-    """Let config.json scale a rope that was trained plain."""
-    values = json.loads((path / "config.json").read_text())
-    values["rope_parameters"] |= {"rope_type": "linear", "factor": 4.0}
-    (path / "config.json").write_text(json.dumps(values))
+    return config(walk)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
@@ -174,14 +164,15 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "layer ids - 1": (edit(target_layer_ids=[0, 1, 2]), "layer ids", "[1, 2, 3]"),
     "layer ids + 1": (edit(target_layer_ids=[2, 3, 4]), "layer ids", "[1, 2, 3]"),
     "theta": (edit(rope_theta=1e2), "rope", "to 10000.0 in"),
-    "scaled": (
-        stretch,
+    "scaled": (  # a rope that was trained plain
+        config(lambda values: values["rope_parameters"].update(rope_type="linear", factor=4.0)),
         "rope",
         'set rope_theta to 10000.0 and rope_parameters (and rope_scaling, if there) to {"rope_type": "default"',
     ),
     "mask row": (edit(mask_token_id=MASK - 1), "mask row", f"mask_token_id to {MASK}"),
     "mask pad": (edit(mask_token_id=PAD), "mask row", f"mask_token_id to {MASK}"),
     "mask outside": (edit(mask_token_id=300), "configuration", "config.json"),
+    "two thetas": (config(lambda values: values.update(rope_theta=5e5)), "configuration", "config.json"),
     "template": (edit(template_hash="0" * 64), "template", "train again with the present"),
     "missing": (tensors(lambda held: held.pop("layers.1.mlp.up_proj.weight")), "tensors", "export the drafter again"),
     "unused": (tensors(lambda held: held.update(extra=torch.ones(3))), "tensors", "variant"),
@@ -199,30 +190,12 @@ def test_a_broken_checkpoint_is_called_by_its_fault_and_by_no_other(clinic: Clin
 
 
 def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clinic: Clinic) -> None:
-    target, note = Target.load(clinic.target, "cpu"), {RECORD_KEY: {}}
-    note[RECORD_KEY] = export_record(load_drafter(str(clinic.healthy)), target)
-
-    def recorded(digest: str | None) -> Callable[[Path], None]:
-        def change(path: Path) -> None:
-            values = json.loads((path / "config.json").read_text())
-            values[PROVENANCE_KEY] |= note | {"target_digest": digest}
-            (path / "config.json").write_text(json.dumps(values))
-
-        return change
-
-    found = clinic.examine(break_it=recorded(model_digest(clinic.target)))
-    assert (found["fault"], found["warning"]) == ([], [])
-    found = clinic.examine(break_it=recorded("0" * 64))
-    assert not found["fault"] and [finding["check"] for finding in found["warning"]] == ["target"]
-
-
-def test_loaders_that_would_read_two_thetas_are_warned_of(clinic: Clinic) -> None:
-    def disagree(path: Path) -> None:
-        values = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(values | {"rope_theta": 5e5}))
-
-    faults = clinic.examine(break_it=disagree)["fault"]
-    assert [fault["check"] for fault in faults] == ["configuration"]
+    target = Target.load(clinic.target, "cpu")
+    record = {RECORD_KEY: export_record(load_drafter(str(clinic.healthy)), target)}
+    for digest, warned in ((model_digest(clinic.target), []), ("0" * 64, ["target"])):
+        note = record | {"target_digest": digest}
+        found = clinic.examine(break_it=config(lambda values, note=note: values[PROVENANCE_KEY].update(note)))
+        assert not found["fault"] and [finding["check"] for finding in found["warning"]] == warned
 
 
 def test_the_other_thinking_mode_is_named(clinic: Clinic) -> None:
@@ -232,12 +205,8 @@ def test_the_other_thinking_mode_is_named(clinic: Clinic) -> None:
 
 
 def test_how_the_answers_were_written_is_read_as_training_notes_it(clinic: Clinic) -> None:
-    def note(path: Path) -> None:
-        values = json.loads((path / "config.json").read_text())
-        values[PROVENANCE_KEY]["answers"] = [{"regenerate": True}, {"regenerate": False}]
-        (path / "config.json").write_text(json.dumps(values))
-
-    found = clinic.examine(break_it=note)["warning"]
+    answers = [{"regenerate": True}, {"regenerate": False}]
+    found = clinic.examine(break_it=config(lambda values: values[PROVENANCE_KEY].update(answers=answers)))["warning"]
     assert any("not of the target" in finding["measured"] for finding in found)
 
 
@@ -250,9 +219,7 @@ def test_a_target_of_another_shape_does_not_fit(clinic: Clinic, tmp_path: Path) 
     assert "layers" in faults[0]["measured"] and "made for tiny" in faults[0]["remedy"]
 
 
-def test_a_target_of_the_same_shape_but_other_weights_is_told_by_the_drafters_ignorance(
-    clinic: Clinic, tmp_path: Path
-) -> None:
+def test_a_target_of_other_weights_is_told_by_the_drafters_ignorance(clinic: Clinic, tmp_path: Path) -> None:
     other = make_target()
     for weight in other.model.parameters():
         if weight.dim() == 2:
@@ -286,7 +253,7 @@ def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(train.loop, "sample_blocks", shifted)
     target = make_target()
-    drafter = fit(target, answered(target), tmp_path, block_size=6, steps=250, anchors=12)
+    drafter = fit(target, answered(target), tmp_path)
     faults = Clinic(tmp_path, target, drafter).examine()["fault"]
     assert [fault["check"] for fault in faults] == ["labels"] and "anchor + k + 1" in faults[0]["remedy"]
 
@@ -308,7 +275,7 @@ def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, m
     texts = target.model.generate(prompts, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=PAD)
     rows = [Row(i, 12, text.tolist()) for i, text in enumerate(texts)]
     drafter = fit(
-        target, rows, tmp_path, block_size=3, steps=300, anchors=24, learning_rate=1.5e-2,
+        target, rows, tmp_path, block_size=3, steps=300, anchors=24, rate=1.5e-2,
         layers=1, target_layer_ids=(4,), num_kv_heads=4, head_dim=16,
     )  # fmt: skip
     faults = Clinic(tmp_path, target, drafter).examine()["fault"]

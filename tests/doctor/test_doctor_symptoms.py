@@ -25,10 +25,7 @@ from train.objective.blocks import Blocks
 
 @pytest.mark.parametrize(("every", "severity"), [(5, "warning"), (2, "fault"), (1, "fault")])
 def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
-    every: int,
-    severity: str,
-    clinic: Clinic,
-    monkeypatch: pytest.MonkeyPatch,
+    every: int, severity: str, clinic: Clinic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, blocks = dflash_toolkit.decode.propose, 0
 
@@ -60,10 +57,7 @@ def other_prompts(clinic: Clinic) -> str:
     return f"p={path}"
 
 
-def test_prompts_unlike_those_of_training_are_one_possibility_by_what_was_recorded_then(
-    clinic: Clinic,
-    other_prompts: str,
-) -> None:
+def test_prompts_unlike_those_of_training_are_one_possible_cause(clinic: Clinic, other_prompts: str) -> None:
     (warning,) = (f for f in clinic.examine("--prompts", other_prompts)["warning"] if f["check"] == "serving")
     assert "5.50 when it was exported" in warning["measured"]
     # its export left no record, so the prompts are one possibility among others
@@ -75,9 +69,7 @@ def test_prompts_unlike_those_of_training_are_one_possibility_by_what_was_record
 
 
 @pytest.mark.parametrize(("present", "severity"), [(9, "fault"), (3, "warning")])
-def test_another_block_size_than_was_trained_is_named_and_nothing_else(
-    present: int, severity: str, clinic: Clinic
-) -> None:
+def test_another_block_size_than_was_trained_is_named_alone(present: int, severity: str, clinic: Clinic) -> None:
     found = clinic.examine(break_it=edit(block_size=present))
     named = found["fault"] + found["warning"]
     assert [f["check"] for f in named] == ["curve"] and named == found[severity]
@@ -86,9 +78,7 @@ def test_another_block_size_than_was_trained_is_named_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_slots_that_were_trained_otherwise_are_found_by_the_cliff(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_trained_otherwise_are_found_by_the_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = train.loop.sample_blocks
 
     def spoiled(*arguments: Any, **more: Any) -> Blocks:
@@ -99,7 +89,7 @@ def test_slots_that_were_trained_otherwise_are_found_by_the_cliff(
 
     monkeypatch.setattr(train.loop, "sample_blocks", spoiled)
     target = make_target()
-    drafter = fit(target, answered(target), tmp_path, block_size=6, steps=250, anchors=12)
+    drafter = fit(target, answered(target), tmp_path)
     found = Clinic(tmp_path, target, drafter).examine()
     assert [f["check"] for f in found["fault"]] == ["curve"]
     assert "slot 4 is accepted" in found["fault"][0]["measured"] and "block_size 4" in found["fault"][0]["remedy"]

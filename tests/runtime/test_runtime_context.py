@@ -1,5 +1,6 @@
 """The drafter's context, written step by step, is what a prefill of the same tokens writes."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from dflash_toolkit import SamplingParams
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.proposer import Draft
-from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import StepRunner
 
 PAGE = 4
@@ -21,13 +21,11 @@ PAGE = 4
 
 def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
     """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
-    assert runner.proposer is not None
     places, table = (torch.tensor([*of], device=runner.device)[None] for of in (range(tokens), pages))
     return runner.proposer.stack.cache[:, :, slots_of(places, table, runner.page_size)[0]]
 
 
 def written_at_once(ids: Sequence[int]) -> torch.Tensor:
-    """What a prefill of all of these tokens writes."""
     engine = make_engine(*pair(), page_size=PAGE)
     pages = range(1, 2 + len(ids) // PAGE)
     engine.runner.prefill(ids, 0, pages)
@@ -39,9 +37,8 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
     all pages that others may find."""
     compared: list[int] = []
     runner, publish = engine.runner, engine.pool.publish
-    assert runner.proposer is not None
     propose = runner.proposer.propose
-    turn = iter(range(10**6))
+    turns = itertools.cycle(blocks)
 
     def compare(ids: Sequence[int], pages: Sequence[int]) -> None:
         torch.testing.assert_close(context_of(runner, pages, len(ids)), written_at_once(ids), rtol=1e-3, atol=1e-4)
@@ -56,12 +53,9 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
         compare(ids, pages)
         publish(ids, pages)
 
-    def choose(requests: Sequence[Request]) -> int:
-        return blocks[next(turn) % len(blocks)]
-
     runner.proposer.propose = proposing  # type: ignore[method-assign]
     engine.pool.publish = publishing  # type: ignore[method-assign]
-    engine.scheduler.choose_block = choose
+    engine.scheduler.choose_block = lambda requests: next(turns)
     return compared
 
 
@@ -79,11 +73,8 @@ def test_context_is_there_when_it_is_read(
     """Blocks in any order, rows that come, move and go, requests that are cancelled or give way for want of pages."""
     engine = make_engine(*pair(), page_size=PAGE, kv_cache_tokens=PAGE * pages, max_model_len=80)
     compared = watched(engine, blocks)
-    texts = prompts_of(*(length for length, _ in prompts))
-    requests = [
-        engine.submit(text, SamplingParams(max_new_tokens=count, ignore_eos=True))
-        for text, (_, count) in zip(texts, prompts, strict=True)
-    ]
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count in prompts]
+    requests = [*map(engine.submit, prompts_of(*(length for length, _ in prompts)), params)]
     for turn in range(1000):
         if not engine.step():
             break
@@ -120,9 +111,8 @@ def test_captured_steps_write_the_same() -> None:
 
     target, drafter = gpu.pair()
     engine = gpu.make_engine(target, drafter, prefix_cache=True, max_num_seqs=8)
-    blocks = [*[1] * 20, 4, *[1] * 5, 16, 16]
-    turn = iter(range(10**6))
-    engine.scheduler.choose_block = lambda requests: blocks[next(turn) % len(blocks)]
+    blocks = itertools.cycle([*[1] * 20, 4, *[1] * 5, 16, 16])
+    engine.scheduler.choose_block = lambda requests: next(blocks)
     found: list[tuple[list[int], torch.Tensor]] = []
     publish = engine.pool.publish
 

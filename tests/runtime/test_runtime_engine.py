@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, make_drafter, make_target
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_decode import hf_greedy
+from test_runtime_weights import ROPES
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
@@ -42,14 +43,9 @@ def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
-    defaults = {
-        "num_speculative_tokens": drafter.config.block_size - 1 if drafter else 0,
-        "page_size": 4,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 16,
-        "kv_cache_tokens": 1200,
-    }
-    return load_engine(target, drafter, options=EngineOptions(**(defaults | options)))[0]
+    defaults = {"page_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16, "kv_cache_tokens": 1200}
+    defaults["num_speculative_tokens"] = drafter.config.block_size - 1 if drafter else 0
+    return load_engine(target, drafter, options=EngineOptions(**defaults | options))[0]
 
 
 def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Callable[[int], bool]) -> None:
@@ -65,7 +61,6 @@ def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Cal
                 drafts[row, k - 1] = (token + 1) % 256 if miss(position) else token
         return Draft(drafts)
 
-    assert engine.runner.proposer is not None
     engine.runner.proposer.propose = propose  # type: ignore[method-assign]
 
 
@@ -101,12 +96,10 @@ def test_greedy_answers_are_those_of_hugging_face() -> None:
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "logprobs"])
 def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(params: SamplingParams) -> None:
-    target, drafter = pair()
-    prompts = prompts_of(4, 19, 7)
-    greedy = SamplingParams(max_new_tokens=24)
-    together = make_engine(target, drafter).generate([prompts[0], *prompts], [greedy, *[params] * 3])
-    for prompt, each, got in zip([prompts[0], *prompts], [greedy, *[params] * 3], together, strict=True):
-        expected = generate(target, drafter, prompt, each)
+    first, *rest = prompts_of(4, 19, 7)
+    prompts, all_params = [first, first, *rest], [SamplingParams(max_new_tokens=24), *[params] * 3]
+    for prompt, each, got in zip(prompts, all_params, make_engine(*pair()).generate(prompts, all_params), strict=True):
+        expected = generate(*pair(), prompt, each)
         assert same(got, expected)
         assert [t.chosen for t in got.logprobs] == pytest.approx([t.chosen for t in expected.logprobs], abs=1e-4)
         assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in expected.logprobs]
@@ -122,9 +115,9 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParam
     answers = {tuple(p): g.tokens for p, g in zip(prompts, plain, strict=True)}
     knowing(engine, answers, lambda position: position % every == 0)
     drafted = engine.generate(prompts, params)
-    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
-    assert [g.finish_reason for g in drafted] == [g.finish_reason for g in plain]
-    assert [len(g.logprobs) for g in drafted] == [len(g.logprobs) for g in plain]
+    for got, expected in zip(drafted, plain, strict=True):
+        assert (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
+        assert len(got.logprobs) == len(expected.logprobs)
     assert sum(len(g.steps) for g in drafted) < sum(len(g.steps) for g in plain) / (1.5 if every == 3 else 2)
     steps, stats = [step for g in drafted for step in g.steps], engine.stats
     assert stats.accepted == sum(step.accepted for step in steps) == sum(stats.accepted_per_position)
@@ -156,16 +149,10 @@ def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
     assert len(generate(*models, prompts[0], params).tokens) == room
 
 
-SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 3.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-}
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("kind", sorted(ROPES.keys() - {"default"}))
 def test_scaled_rope_is_that_of_hugging_face(kind: str) -> None:
-    target = make_target(rope_parameters={"rope_type": kind, "rope_theta": 1e4} | SCALINGS[kind])
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    target = make_target(rope_parameters=rope | ROPES[kind])
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     check(make_engine(target, None), (target, None), prompts_of(50), params)
 
@@ -173,10 +160,9 @@ def test_scaled_rope_is_that_of_hugging_face(kind: str) -> None:
 def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
     target = make_target()
     drafter = make_drafter(target, attention_bias=True)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.5)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.5)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     for prompt in prompts_of(9, 14, seed=7):
         check(make_engine(target, drafter), (target, drafter), [prompt], params)
@@ -202,12 +188,6 @@ def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
     assert engine.stats.cached_prompt_tokens == 24  # of 24 written tokens, in pages of 4
 
 
-def test_without_a_prefix_cache_nothing_is_kept() -> None:
-    engine = make_engine(*pair(), prefix_cache=False)
-    engine.generate(prompts_of(30) * 2, SamplingParams(max_new_tokens=3))
-    assert engine.stats.cached_prompt_tokens == 0
-
-
 def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
     target, drafter = pair()
     prompts = prompts_of(30, 25, 40, 12, 33)
@@ -220,84 +200,50 @@ def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
     engine.pool.check()
 
 
-def test_cancelled_requests_free_their_rows_and_the_others_do_not_notice() -> None:
-    target, drafter = pair()
-    prompts = prompts_of(20, 30, 9, 14)
-    engine = make_engine(target, drafter, max_num_seqs=2)
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    requests = [engine.submit(p, params) for p in prompts]
-    for turn in range(400):
-        if turn == 3:
-            engine.cancel(requests[0])  # running
-            engine.cancel(requests[3])  # waiting
-            engine.cancel(requests[3])
-        if not engine.step():
-            break
-    for request, prompt in zip(requests[1:3], prompts[1:3], strict=True):
-        assert same(request.generation, generate(target, drafter, prompt, params))
-    assert len(requests[0].tokens) < 30 and requests[3].tokens == []
-    engine.pool.check()
-    assert engine.pool.available == engine.pool.capacity
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 25), st.integers(0, 12)), min_size=1, max_size=7),
     st.integers(1, 4),
     st.sampled_from([120, 300, 1200]),
+    st.sets(st.integers(0, 6)),
 )
+@example([(20, 25, 0), (30, 25, 0), (9, 25, 0), (14, 25, 0)], 2, 1200, {0, 3})  # a running one and a waiting one
 @pytest.mark.slow
-def test_any_arrival_of_any_requests_gives_each_its_own_answer(
-    arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int
+def test_any_arrival_of_any_requests_gives_each_its_own_answer_whoever_is_cancelled(
+    arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int, cancelled: set[int]
 ) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=max_batch, kv_cache_tokens=cache_tokens)
     prompts = prompts_of(*(length for length, _, _ in arrivals), seed=7)
-    pending = [
-        (turn, prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
-        for prompt, (_, count, turn) in zip(prompts, arrivals, strict=True)
-    ]
-    requests = []
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count, _ in arrivals]
+    requests = {}
     for turn in range(2000):
-        for when, prompt, params in pending:
+        for i, (_, _, when) in enumerate(arrivals):
             if when == turn:
-                requests.append((engine.submit(prompt, params), prompt, params))
+                requests[i] = engine.submit(prompts[i], params[i])
+            if i in cancelled and when + 3 <= turn < when + 5:  # the second time changes nothing
+                engine.cancel(requests[i])
         if not engine.step() and turn > 12:
             break
-    assert len(requests) == len(arrivals)
-    for request, prompt, params in requests:
-        assert request.tokens == generate(target, None, prompt, params).tokens
+    for i, prompt in enumerate(prompts):
+        got, expected = requests[i].tokens, generate(target, None, prompt, params[i]).tokens
+        assert got == expected[: len(got)] and (len(got) < len(expected)) == requests[i].cancelled
     engine.pool.check()
+    assert engine.pool.available == engine.pool.capacity
 
 
 # ---- the rest ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_synthetic_acceptance_is_as_long_as_asked() -> None:
-    target, drafter = pair()
-    prompts = prompts_of(*[5] * 8)
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
-    for synthetic, expected in (
-        (SyntheticAcceptance(rate=0.8), (1 - 0.8**8) / 0.2),
-        (SyntheticAcceptance(mean_length=3.4), 3.4),
-        (SyntheticAcceptance(rate=0.0), 1.0),
-    ):
-        answers = make_engine(target, drafter, synthetic=synthetic, kv_cache_tokens=2000).generate(prompts, params)
-        length = sum(len(g.tokens) - 1 for g in answers) / sum(len(g.steps) for g in answers)
-        assert length == pytest.approx(expected, rel=0.08)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8; the drafter drafts at most 7 tokens a step"),
-        ({"max_model_len": 513}, "max_model_len is 513; the target was made for 512"),
-    ],
+    ("synthetic", "expected"), [({"rate": 0.8}, (1 - 0.8**8) / 0.2), ({"mean_length": 3.4}, 3.4), ({"rate": 0.0}, 1.0)]
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make_engine(*pair(), **options)
+@pytest.mark.slow
+def test_synthetic_acceptance_is_as_long_as_asked(synthetic: dict[str, float], expected: float) -> None:
+    engine = make_engine(*pair(), synthetic=SyntheticAcceptance(**synthetic), kv_cache_tokens=2000)
+    answers = engine.generate(prompts_of(*[5] * 8), SamplingParams(max_new_tokens=200, ignore_eos=True))
+    length = sum(len(g.tokens) - 1 for g in answers) / sum(len(g.steps) for g in answers)
+    assert length == pytest.approx(expected, rel=0.08)
 
 
 @pytest.mark.parametrize(
@@ -318,8 +264,7 @@ def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: d
 
 
 def test_a_refused_prompt_leaves_nothing_of_the_others_behind() -> None:
-    target = make_target()
-    engine = make_engine(target, None)
+    engine = make_engine(make_target(), None)
     with pytest.raises(UserError, match="token 999"):
         engine.generate([[1], [2], [999]], SamplingParams(max_new_tokens=3))
     with pytest.raises(ValueError, match="shorter"):
@@ -348,7 +293,6 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
 
     def caches(run: Callable[[Any, list[int], int], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         runner = make_engine(target, drafter).runner
-        assert runner.proposer is not None
         both = [runner.verifier.stack.cache, runner.proposer.stack.cache]
         for kept in both:
             kept.fill_(math.nan)

@@ -1,5 +1,7 @@
 """What the runtime draws, in batches and from drafts, is what the target alone would: counted, not token by token."""
 
+from dataclasses import replace
+
 import pytest
 from test_decode import SMALL_PROMPT, SMALL_SAMPLINGS, check_answers, exact_answers, likely_draft, small_vocabulary_pair
 from torch import Tensor
@@ -21,27 +23,16 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
     target, drafter = small_vocabulary_pair(8)
     joint = exact_answers(target, **sampling)
     size = drafter.config.block_size
-    engine = load_engine(
-        target,
-        drafter,
-        options=EngineOptions(
-            num_speculative_tokens=size - 1,
-            page_size=2,
-            max_num_seqs=32,
-            kv_cache_tokens=400,
-            prefix_cache=prefix_cache,
-        ),
-    )[0]
-    proposer = engine.runner.proposer
-    assert proposer is not None
-    draft_at, propose = likely_draft(joint), proposer.propose
+    options = EngineOptions(num_speculative_tokens=size - 1, page_size=2, max_num_seqs=32, kv_cache_tokens=400)
+    engine = load_engine(target, drafter, options=replace(options, prefix_cache=prefix_cache))[0]
+    draft_at, propose = likely_draft(joint), engine.runner.proposer.propose
 
     def likely(last: Tensor, rows: Rows, block: int) -> Draft:
         drafts = propose(last, rows, block).tokens  # the real drafter runs all the same
         positions = rows.lengths.tolist()
         return Draft(drafts.new_tensor([[draft_at(start + k) for k in range(1, block)] for start in positions]))
 
-    monkeypatch.setattr(proposer, "propose", likely)
+    monkeypatch.setattr(engine.runner.proposer, "propose", likely)
     params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in SEEDS]
     answers = engine.generate([SMALL_PROMPT] * len(params), params)
     check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))

@@ -58,13 +58,9 @@ def pair(kind: str = "qwen3") -> tuple[Target, Drafter]:
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
-    defaults = {
-        "num_speculative_tokens": 15 if drafter else 0,
-        "max_num_seqs": 8,
-        "kv_cache_tokens": 16 * LIMIT,
-        "prefix_cache": False,
-    }
-    return load_engine(target, drafter, options=EngineOptions(**(defaults | options)))[0]
+    defaults = {"max_num_seqs": 8, "kv_cache_tokens": 16 * LIMIT, "prefix_cache": False}
+    defaults["num_speculative_tokens"] = 15 if drafter else 0
+    return load_engine(target, drafter, options=EngineOptions(**defaults | options))[0]
 
 
 def prompts_of(count: int, seed: int = 1) -> list[list[int]]:
@@ -86,7 +82,6 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
     texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
     runner: StepRunner = engine.runner
     table = torch.zeros(runner.max_batch, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
-    assert runner.proposer is not None
     add, move = runner.add, runner.move
 
     def added(row: int, request: Request) -> Any:
@@ -246,12 +241,10 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
     found = [g.tokens for g in captured.generate(prompts, params)]
     assert {64, 128, 512} < set(captured.runner._prefills) <= set(PREFILL_SIZES)
     monkeypatch.setattr(StepRunner, "_prefill_graph", lambda runner, size: (Eagerly(), runner.padded_prefill(size)))
-    assert [
-        g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=512).generate(prompts, params)
-    ] == found
-    monkeypatch.setattr(
-        "dflash_toolkit.runtime.runner.PREFILL_SIZES", (0,)
-    )  # unpadded: longer products add up otherwise
+    eager = make_engine(target, drafter, max_num_batched_tokens=512)
+    assert [g.tokens for g in eager.generate(prompts, params)] == found
+    # unpadded: longer products add up otherwise
+    monkeypatch.setattr("dflash_toolkit.runtime.runner.PREFILL_SIZES", (0,))
     plain = [g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=512).generate(prompts, params)]
     assert sum(a == b for a, b in zip(found, plain, strict=True)) >= len(prompts) - 2
 

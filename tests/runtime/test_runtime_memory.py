@@ -41,17 +41,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP))
 
 
-def full(*_: object, **__: object) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x")
+def raises(error: Exception) -> Callable[..., Any]:
+    def function(*_: object, **__: object) -> Any:
+        raise error
+
+    return function
+
+
+full = raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1 GiB. Including x"))
+
+
+def refused(said: str) -> pytest.RaisesExc[UserError]:
+    return pytest.raises(UserError, match=said)
 
 
 def runner(room: Room) -> Any:
+    target = SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128)))
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_batch=4, max_block=16)
+    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_batch=4, max_block=16, target=target)
 
 
-def pages_of(options: EngineOptions, spec: Any = SPEC, context: int = 1000) -> int:
-    room = room_for_cache(runner, [spec], options, context)
+def pages_of(options: EngineOptions, context: int = 1000) -> int:
+    room = room_for_cache(runner, [SPEC], options, context)
     assert room.scratch == STEP
     return room.pages
 
@@ -68,29 +79,23 @@ def test_the_cache_gets_what_is_left_of_its_share() -> None:
 def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
     left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
     missing = 50000 * (1 << 17) - left
-    with pytest.raises(
-        UserError, match=r"short of one request of 50000 tokens; lower max_model_len .*gpu_memory_utilization"
-    ) as e:
+    with refused(r"short of one request of 50000 tokens; lower max_model_len .*gpu_memory_utilization") as caught:
         pages_of(OPTIONS, context=50000)
-    assert float(str(e.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
+    assert float(str(caught.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_cache_that_is_asked_for_may_take_all_of_the_memory_but_no_more() -> None:
     room = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES) // PAGE_BYTES) - 1
     assert pages_of(replace(OPTIONS, kv_cache_tokens=64 * room)) == room + 1
-    with pytest.raises(
-        UserError, match=r"0\.\d GiB short of a cache of \d+ tokens; lower kv_cache_tokens or max_num_seqs"
-    ):
+    with refused(r"0\.\d GiB short of a cache of \d+ tokens; lower kv_cache_tokens or max_num_seqs"):
         pages_of(replace(OPTIONS, kv_cache_tokens=64 * room + 1))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_step_that_does_not_fit_names_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "workspace_of", full)
-    with pytest.raises(
-        UserError, match=r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_num_seqs, num_spec"
-    ):
+    with refused(r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_num_seqs, num_spec"):
         pages_of(OPTIONS)
 
 
@@ -98,51 +103,37 @@ def test_a_step_that_does_not_fit_names_its_options(monkeypatch: pytest.MonkeyPa
 def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = pytest.importorskip("triton.runtime.errors")
 
-    def full(*_: object) -> int:
-        raise errors.OutOfResources(180480, 166912, "shared memory")
-
-    def runner_of_heads(room: Room) -> Any:
-        return SimpleNamespace(**vars(runner(room)), target=SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128))))
-
-    monkeypatch.setattr(memory, "workspace_of", full)
-    with pytest.raises(UserError, match=r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
-        room_for_cache(runner_of_heads, [SPEC], OPTIONS, 1000)
+    monkeypatch.setattr(memory, "workspace_of", raises(errors.OutOfResources(180480, 166912, "shared memory")))
+    with refused(r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
+        pages_of(OPTIONS)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        room_for_cache(runner_of_heads, [SPEC], OPTIONS, 1000)
+        pages_of(OPTIONS)
 
 
-@pytest.mark.parametrize("where", ["copies", "cache"])
-def test_an_engine_that_finds_no_memory_beside_the_weights_names_its_options(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("where", "draft_dtype"), [("copies", "fp8"), ("cache", "fp8"), ("cache", "full")])
+def test_an_engine_that_finds_no_memory_names_its_options(where: str, draft_dtype: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(DrafterWeights, "quantized", full if where == "copies" else lambda self, head: self)
     if where == "cache":
         monkeypatch.setattr(engine_module, "StepRunner", full)
     target = make_target()
-    for draft_dtype in ("fp8", "full"):
-        options = EngineOptions(max_num_seqs=2, draft_dtype=draft_dtype)
-        if where == "copies" and draft_dtype == "full":
-            load_engine(target, make_drafter(target), options=options)
-            continue
-        with pytest.raises(UserError, match=r"Tried to allocate 3.00 GiB.*lower max_num_seqs, max_model_len") as caught:
-            load_engine(target, make_drafter(target), options=options)
-        assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
+    with refused(r"Tried to allocate 3.00 GiB.*lower max_num_seqs, max_model_len") as caught:
+        load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=2, draft_dtype=draft_dtype))
+    assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
 
 
 @pytest.mark.usefixtures("gpu")
 def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec.of_target(make_target(tied=False).config)
-    needed = sum(
-        view.nbytes for view in TargetWeights.empty(spec, torch.device("cpu"), torch.float32).parameter_views().values()
-    )
+    empty = TargetWeights.empty(spec, torch.device("cpu"), torch.float32)
+    needed = sum(view.nbytes for view in empty.parameter_views().values())
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
         if fits:
             check_weights("T", spec, torch.device("cuda"), torch.float32)
             continue
-        with pytest.raises(UserError, match=r"target T: its weights take .* of 24.0 GiB free.*take a smaller target"):
+        with refused(r"target T: its weights take .* of 24.0 GiB free.*take a smaller target"):
             check_weights("T", spec, torch.device("cuda"), torch.float32)
 
 
@@ -173,7 +164,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
 ) -> None:
     pytest.importorskip("triton")
     named.update(capability=capability, shared=shared << 10)
-    with pytest.raises(UserError, match=line):
+    with refused(line):
         engine_module.operations(torch.device("cuda"))
 
 
@@ -201,16 +192,10 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
         monkeypatch.setattr(target_module, name, lambda *_, found=found: found)
     monkeypatch.setattr(engine_module, "operations", lambda _: None)
 
-    def load() -> None:
+    said = rf"attention heads of 512 in \w+ need \d+ KiB of shared memory .*{way_out}"
+    with refused(said) if way_out else contextlib.nullcontext():
         loading.load_parts("T", dtype=str(dtype).removeprefix("torch."))
-
-    if way_out is None:
-        load()
-        assert loaded
-        return
-    with pytest.raises(UserError, match=rf"attention heads of 512 in \w+ need \d+ KiB of shared memory .*{way_out}"):
-        load()
-    assert not loaded
+    assert bool(loaded) == (way_out is None)
 
 
 def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
@@ -225,12 +210,12 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
         for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
                             ("load_tokenizer", None), ("read_drafter", drafter), ("operations", None)):  # fmt: skip
             monkeypatch.setattr(module, name, lambda *_, found=found: found, raising=False)
-    refused = pytest.raises(UserError, match=r"attention heads of 512 in bfloat16 need \d+ KiB")
-    with refused:
+    said = r"attention heads of 512 in bfloat16 need \d+ KiB"
+    with refused(said):
         loading.load_engine("T", "D")
-    with refused:
+    with refused(said):
         runtimes.EnginePair.load("T", drafter)
-    with refused:
+    with refused(said):
         backends.open_decoder("T", runtime="engine", drafter="D", batch=1, context=100)
     monkeypatch.setattr(Target, "load", lambda *_: target)
     backend = backends.open_decoder("T", runtime="auto", drafter="D", batch=1, context=100)
@@ -241,8 +226,7 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
 @pytest.mark.usefixtures("gpu")
 def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_toolkit.models.dflash.checkpoint.load_drafter", full)
-    found = r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"
-    with pytest.raises(UserError, match=found):
+    with refused(r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"):
         loading.read_drafter("D", make_target().config, torch.device("cuda"), torch.bfloat16)
 
 
@@ -250,9 +234,7 @@ def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPa
 def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("dflash_toolkit.kernels.gpu", raising=False)
     monkeypatch.setitem(sys.modules, "dflash_toolkit.kernels.gpu", None)
-    with pytest.raises(
-        UserError, match=r"triton is not installed; install it with: pip install 'dflash-toolkit\[gpu\]'"
-    ):
+    with refused(r"triton is not installed; install it with: pip install 'dflash-toolkit\[gpu\]'"):
         engine_module.operations(torch.device("cuda"))
 
 
@@ -261,7 +243,7 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
     options = EngineOptions(draft_dtype="fp8", max_model_len=100)
     options.fitted(spec, None, torch.device("cuda"))
     named["capability"] = (8, 0)
-    with pytest.raises(UserError, match="Some GPU does not know draft_dtype=fp8; use auto or full"):
+    with refused("Some GPU does not know draft_dtype=fp8; use auto or full"):
         options.fitted(spec, None, torch.device("cuda"))
 
 
@@ -287,9 +269,7 @@ def test_drafts_are_in_fp8_where_that_is_faster(
 def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step runs before it is captured; were it to count, the device would be ahead of the host's pages."""
     target = make_target()
-    options = EngineOptions(
-        max_num_seqs=2, max_model_len=100, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600
-    )
+    options = EngineOptions(max_num_seqs=2, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600)
     engine = load_engine(target, make_drafter(target), options=options)[0]
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = engine.generate([[1, 2, 3]], params)[0].tokens

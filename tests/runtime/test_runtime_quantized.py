@@ -47,7 +47,6 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
 @pytest.mark.parametrize("size", [0.01, 1.0, 90.0])
 def test_norms_whose_rows_are_cast_as_they_come_are_of_the_order_of_one(size: float) -> None:
     weights = make_engine(*pair("qwen3")).runner.drafter
-    assert weights is not None
     for layer in weights.layers:
         for norm in (layer.input_norm, layer.post_norm):
             norm.copy_(size * (0.5 + torch.rand(len(norm))))
@@ -86,7 +85,6 @@ def test_layers_of_a_small_model_stay_what_they_are() -> None:
 def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
     weights = make_engine(*pair("qwen3")).runner.drafter
-    assert weights is not None
     (first, *rest), size = weights.layers, weights.spec.hidden_size
     last = weights.layers[-1]
     biased = replace(last, mixer=replace(last.mixer, o_bias=torch.zeros(size)))

@@ -242,9 +242,7 @@ def test_a_row_is_moved_only_for_a_request_that_stays() -> None:
 
 def test_the_first_page_of_a_prefix_is_evicted_last() -> None:
     pool = PagePool(5, SIZE)
-    tokens = list(range(16))
-    pages = pool.allocate(4)
-    assert pages is not None
+    tokens, pages = list(range(16)), pool.allocate(4)
     pool.publish(tokens, pages)
     pool.release(pages)
     assert pool.allocate(2) is not None
@@ -255,13 +253,11 @@ def test_the_first_page_of_a_prefix_is_evicted_last() -> None:
 def test_an_evicted_parent_does_not_come_back_through_its_page() -> None:
     pool = PagePool(3, SIZE)
     first = pool.allocate(2)
-    assert first is not None
     pool.publish([1, 1, 1, 1, 2, 2, 2, 2], first)
     pool.release(first[:1])  # the child is still held
-    (again,) = pool.allocate(1) or [None]
-    assert again == first[0]
-    pool.publish([3, 3, 3, 3], [again])
-    assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == [again], "the child belongs behind the ones"
+    assert pool.allocate(1) == first[:1]
+    pool.publish([3, 3, 3, 3], first[:1])
+    assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == first[:1], "the child belongs behind the ones"
 
 
 def test_more_pages_than_there_are_change_nothing() -> None:
@@ -272,12 +268,10 @@ def test_more_pages_than_there_are_change_nothing() -> None:
 
 
 def test_who_came_last_gives_way_whatever_row_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, preempted = (scheduled(TableDevice(0), pool=61, max_batch=3, max_block=1), list[Request]())
+    *early, last = (request_of([i] * 8, limit) for i, limit in enumerate((20, 220, 220)))
+    scheduler, preempted = scheduled(TableDevice(0), *early, pool=61, max_batch=3, max_block=1), list[Request]()
     real = scheduler._preempt
     monkeypatch.setattr(scheduler, "_preempt", lambda request: (preempted.append(request), real(request)))
-    first, second, last = (request_of([i] * 8, limit) for i, limit in enumerate((20, 220, 220)))
-    scheduler.add(first)
-    scheduler.add(second)
     for _ in range(10):
         scheduler.advance()
     scheduler.add(last)

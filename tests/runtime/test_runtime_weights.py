@@ -115,14 +115,20 @@ def test_a_checkpoint_that_does_not_fit_or_cannot_be_read_is_refused(
         load_engine(str(path), None, "cpu", options=EngineOptions(num_speculative_tokens=0))
 
 
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 8}, {"max_model_len": 100_000}], ids=str)
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("num_speculative_tokens", 8, "is 8; the drafter drafts at most 7 tokens a step"),
+        ("max_model_len", 513, "is 513; the target was made for 512"),
+    ],
+)
 def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
-    target_dir: Path, drafter_dir: Path, tmp_path: Path, options: dict[str, int]
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, option: str, value: int, said: str
 ) -> None:
     path = Path(shutil.copytree(target_dir, tmp_path / "damaged"))
     damage(path / WEIGHTS, "")
-    with pytest.raises(UserError, match=f"{next(iter(options))} is "):
-        load_engine(str(path), str(drafter_dir), "cpu", options=EngineOptions(**options))
+    with pytest.raises(UserError, match=f"{option} {said}"):
+        load_engine(str(path), str(drafter_dir), "cpu", options=EngineOptions(**{option: value}))
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
