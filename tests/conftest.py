@@ -29,6 +29,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import dflash_data, dflash_train, prompts, short_run  # noqa: F401  # fixtures
+from servers import command, fake  # noqa: F401  # fixtures
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook

@@ -3,7 +3,6 @@ shapes that mean something else, an export that is none."""
 
 import errno
 import fcntl
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompts_of
+from programs import Program, assistant, lines, says, user, write
 from test_train_loop import rows
 
 from dflash_toolkit import Target, UserError, save_drafter
 from dflash_toolkit.files import locked
-from dflash_toolkit.models.target import load_tokenizer
 from train import loop
-from train.cli import main
 from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.optim.schedule import learning_rate_factor
 from train.run.definition import WORK, Run
 from train.run.state import load_state
-
-SMALL = (
-    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "loss.anchors=4", "answers.max_tokens=16",
-    "optim.steps=2", "run.evaluate_prompts=2", "run.evaluate_tokens=8",
-)  # fmt: skip
-
-
-def written(path: Path, found: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return str(path)
-
-
-def command(target_dir: Path, data: str, output: Path, *more: str) -> list[str]:
-    return ["--target", str(target_dir), "--data", data, "--output", str(output), *SMALL, *more]
 
 
 @pytest.mark.parametrize("bad", [3, 4, 5])
@@ -75,75 +59,63 @@ def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "model.safetensors").read_bytes() == before
 
 
-def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(target_dir: Path, tmp_path: Path) -> None:
-    data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(10)] * 2)
-    config = TrainConfig(target=str(target_dir), data=(data,), prompts=DataOptions(held_out=6))
-    training, held_out = prompts_of(config, load_tokenizer(str(target_dir)), tmp_path)
+def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(
+    target: Target, target_dir: Path, tmp_path: Path
+) -> None:
+    data = write(tmp_path / "p.jsonl", says(*(f"say {i}" for i in range(10))) * 2)
+    config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataOptions(held_out=6))
+    training, held_out = prompts_of(config, target.tokenizer, tmp_path)
     assert (len(training), len(held_out)) == (5, 5)
     assert not {tuple(ids) for ids in held_out} & {tuple(ids) for ids in training}
 
 
-def test_a_row_that_only_fits_without_packing_is_left_out(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [{"prompt": "x" * 200 + str(i)} for i in range(4)] + [{"prompt": f"short {i}"} for i in range(6)]
-    data = written(tmp_path / "p.jsonl", found)
-    packed = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0",
-              "optim.batch_size=null", "loss.anchors=null")  # fmt: skip
-    assert main(command(target_dir, data, tmp_path / "run", *packed)) == 0
-    assert "dropped 4 of 10 answers" in capsys.readouterr().err
+def test_a_row_that_only_fits_without_packing_is_left_out(dflash_train: Program, tmp_path: Path) -> None:
+    texts = [*("x" * 200 + str(i) for i in range(4)), *(f"short {i}" for i in range(6))]
+    options = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
+    dflash_train.data = write(tmp_path / "p.jsonl", says(*texts))
+    assert "dropped 4 of 10 answers" in "\n".join(dflash_train(*options, "answers.max_tokens=16"))
 
 
 def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
     monkeypatch: pytest.MonkeyPatch, target: Target, target_dir: Path, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    good = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(3)]
-    parts = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"part {i}"}]},
-                           {"role": "assistant", "content": "yes"}]} for i in range(3)]  # fmt: skip
+    good = [{"prompt": [user(f"say {i}")]} for i in range(3)]
+    parts = [[user("") | {"content": [{"type": "text", "text": f"part {i}"}]}, assistant("yes")] for i in range(3)]
     odd: list[dict[str, Any]] = [{"prompt": 5}, {"messages": '[{"role": "user"}]'}, {"messages": [{"content": "x"}]}]
-
     # of one column each, which no table holds
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: good + parts + odd)
+    found = [*good, *({"messages": messages} for messages in parts), *odd]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
     config = TrainConfig(target=str(target_dir), prompts=DataOptions(held_out=0, max_prompts=0))
     training, _ = prompts_of(config, target.tokenizer, tmp_path)
     texts = [target.tokenizer.decode(ids) for ids in training]
     assert texts == [f"<|user|>{kind} {i}<|end|><|assistant|>" for kind in ("say", "part") for i in range(3)]
 
 
-def test_an_answer_that_is_no_text_is_one_line_and_a_drafter_that_is_gone_is_exported_again(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = written(tmp_path / "s.jsonl", [{"prompt": f"say {i}", "response": "a \ud83d b"} for i in range(6)])
-    assert main(command(target_dir, data, tmp_path / "s", "answers.regenerate=false")) == 2
-    assert "is no valid text" in capsys.readouterr().err.splitlines()[-1]
-    run = command(target_dir, written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)]), tmp_path / "r")
-    assert main(run) == 0
-    before = (tmp_path / "r" / "model.safetensors").read_bytes()
-    (tmp_path / "r" / "model.safetensors").unlink()
-    assert main(run) == 0
-    assert (tmp_path / "r" / "model.safetensors").read_bytes() == before
+def test_a_drafter_that_is_gone_is_exported_again(short_run: Program) -> None:
+    short_run()
+    exported = short_run.output / "model.safetensors"
+    before = exported.read_bytes()
+    exported.unlink()
+    short_run()
+    assert exported.read_bytes() == before
 
 
-def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(target_dir: Path, tmp_path: Path) -> None:
-    data = written(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(6)])
-    assert main(command(target_dir, data, tmp_path / "r")) == 0
-    answers = (tmp_path / "r" / "work" / "answers.jsonl").read_bytes()
-    (tmp_path / "r" / "run.json").unlink()
-    assert main(command(target_dir, data, tmp_path / "r", "answers.batch_size=1")) == 0
-    assert (tmp_path / "r" / "work" / "answers.jsonl").read_bytes() == answers
+def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(short_run: Program) -> None:
+    short_run()
+    answers = (short_run.output / WORK / "answers.jsonl").read_bytes()
+    (short_run.output / "run.json").unlink()
+    short_run("answers.batch_size=1")
+    assert (short_run.output / WORK / "answers.jsonl").read_bytes() == answers
 
 
-def test_two_runs_do_not_train_into_one_folder(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = written(tmp_path / "data.jsonl", [{"prompt": f"Say {i}."} for i in range(12)])
-    (tmp_path / "out" / WORK).mkdir(parents=True)
-    with locked(tmp_path / "out" / WORK):
-        assert main(command(target_dir, data, tmp_path / "out")) == 2
-    assert "is being written by another run" in capsys.readouterr().err.splitlines()[-1]
-    assert not list((tmp_path / "out" / WORK).iterdir())
-    assert main(command(target_dir, data, tmp_path / "out")) == 0, "the lock went with its holder"
+def test_two_runs_do_not_train_into_one_folder(short_run: Program) -> None:
+    work = short_run.output / WORK
+    work.mkdir(parents=True)
+    with locked(work):
+        assert "is being written by another run" in short_run.refuses()
+    assert not list(work.iterdir())
+    short_run()  # the lock went with its holder
 
 
 def test_a_lock_is_one_runs_and_goes_with_a_mistake(tmp_path: Path) -> None:
@@ -191,9 +163,9 @@ def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
     with pytest.raises(KeyboardInterrupt):
         run(groups[0])
     run(groups[1])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    micro = [round(8 * line["epoch"]) for line in lines]
+    found = lines(tmp_path / "metrics.jsonl")
+    micro = [round(8 * line["epoch"]) for line in found]
     assert micro[-1] == 48
-    for before, after, line in zip([0, *micro], micro, lines, strict=False):
+    for before, after, line in zip([0, *micro], micro, found, strict=False):
         expected = learning_rate_factor(before // (after - before), 48 // (after - before), 0.01)
         assert line["learning_rate"] == pytest.approx(6e-4 * expected, abs=2e-6), after

@@ -21,14 +21,15 @@ from conftest import Clock, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
+from programs import Program, lines
+from programs import train_argv as argv
 from safetensors.torch import load_file
 
 from dflash_toolkit import UserError
 from dflash_toolkit.progress import Progress
-from train.cli import main
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.loop import train
-from train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor
+from train.optim.schedule import PackedSchedule, learning_rate_factor
 from train.responses.rows import Row
 from train.run import report
 from train.run.definition import Run
@@ -46,7 +47,7 @@ def rows(count: int) -> list[Row]:
 
 
 def losses(path: Path) -> list[float]:
-    return [v["loss"] for v in map(json.loads, path.read_text().splitlines()) if "loss" in v]
+    return [line["loss"] for line in lines(path) if "loss" in line]
 
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
@@ -68,15 +69,6 @@ def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
     assert curve == pytest.approx(golden[weights], rel=1e-4)
 
 
-def test_every_epoch_sees_every_row_once_in_its_own_order() -> None:
-    schedule = Schedule(rows=10, batch_size=4, epochs=3, steps=0, seed=1)
-    assert schedule.total == 9
-    epochs = [[i for step in range(3 * e, 3 * e + 3) for i in schedule.indices(step)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert schedule.indices(4) == Schedule(10, 4, 3, 0, seed=1).indices(4) != Schedule(10, 4, 3, 0, seed=2).indices(4)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 100), st.integers(0, 5))
 def test_packs_hold_every_row_once_an_epoch_and_never_too_much(lengths: list[int], room: int, seed: int) -> None:
@@ -96,27 +88,11 @@ def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() ->
 
 
 def lines_without_speed(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if not key.endswith(("_per_second", "_share", "_resident_gb"))}
-        for line in lines
-    ]
+    speed = ("_per_second", "_share", "_resident_gb")
+    return [{key: value for key, value in line.items() if not key.endswith(speed)} for line in lines(path)]
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------
-
-SETTINGS = [
-    "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "answers.max_tokens=24", "loss.anchors=4",
-    "optim.steps=24", "optim.batch_size=2", "run.save_every=4", "run.log_every=1", "run.evaluate_prompts=2",
-    "run.evaluate_every=10", "run.evaluate_tokens=8", "prompts.held_out=2",
-]  # fmt: skip
-
-
-def argv(target_dir: Path, data: Path, output: Path, *more: str) -> list[str]:
-    words = ["--target", str(target_dir), "--data", str(data), "--output", str(output), *SETTINGS, *more]
-    if any(word.startswith("optim.pack_tokens=") for word in more):  # of rows that are not packed
-        words += ["optim.batch_size=null", "loss.anchors=null"]
-    return words
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
@@ -125,19 +101,19 @@ def start(arguments: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
 
 
-def kill_after(lines: int, pid: int, metrics: Path) -> None:
+def kill_after(count: int, pid: int, metrics: Path) -> None:
     """SIGKILL for a process on a GPU once metrics.jsonl has so many lines."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= count:
             os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.002)
 
 
-def run_killed_after(lines: int, arguments: list[str], path: Path) -> None:
+def run_killed_after(count: int, arguments: list[str], path: Path) -> None:
     """A real process, killed with SIGKILL once `path` has so many lines."""
-    process = forked.start("train.cli", arguments, until=(path, lines))
+    process = forked.start("train.cli", arguments, until=(path, count))
     forked.wait_stopped(process)
     process.kill()
     process.join(60)
@@ -151,30 +127,29 @@ def weights(run: Path) -> list[tuple[str, bytes]]:
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
-    target_dir: Path, data: Path, tmp_path: Path
+    dflash_train: Program, tmp_path: Path
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main(argv(target_dir, data, whole, "answers.batch_size=1")) == 0
+    dflash_train("answers.batch_size=1", output="whole")
     # while answering; before the first resume point; between two, after an evaluation, with another speed
-    work = killed / "work"
-    run_killed_after(1, argv(target_dir, data, killed, "answers.batch_size=1"), work / "answers.jsonl")
-    for lines, features in ((2, "online"), (6, "hybrid"), (15, "disk")):
-        arguments = argv(target_dir, data, killed, "answers.batch_size=1", f"run.features={features}")
-        run_killed_after(lines, arguments, work / "metrics.jsonl")
-    assert main(argv(target_dir, data, killed, "answers.batch_size=1")) == 0
-    kept = [lines_without_speed(run / "work" / "metrics.jsonl") for run in (whole, killed)]
-    assert len(kept[0]) == 27 and kept[0] == kept[1]
-    assert weights(whole) == weights(killed)
+    work = dflash_train.output / "work"
+    run_killed_after(1, dflash_train.words("answers.batch_size=1"), work / "answers.jsonl")
+    for count, features in ((2, "online"), (6, "hybrid"), (15, "disk")):
+        arguments = dflash_train.words("answers.batch_size=1", f"run.features={features}")
+        run_killed_after(count, arguments, work / "metrics.jsonl")
+    dflash_train("answers.batch_size=1")
+    whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "run"))
+    assert len(whole) == 27 and whole == killed
+    assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 
-def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: Program, tmp_path: Path) -> None:
     packed = ["optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
-    assert main(argv(target_dir, data, tmp_path / "whole", *packed)) == 0
-    run_killed_after(3, argv(target_dir, data, tmp_path / "killed", *packed), tmp_path / "killed/work/metrics.jsonl")
-    assert main(argv(target_dir, data, tmp_path / "killed", *packed)) == 0
-    whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed"))
+    dflash_train(*packed, output="whole")
+    run_killed_after(3, dflash_train.words(*packed), dflash_train.output / "work/metrics.jsonl")
+    dflash_train(*packed)
+    whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "run"))
     assert whole == killed and [line["step"] for line in whole if "loss" in line][-1] == 9
-    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+    assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 
 @pytest.mark.gpu
@@ -188,9 +163,9 @@ def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, 
         "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000",
     ]  # fmt: skip
     assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
-    for lines in (6, 15):  # between resume points; behind an evaluation
+    for count in (6, 15):  # between resume points; behind an evaluation
         process = start(argv(target_dir, data, tmp_path / "killed", *users))
-        kill_after(lines, process.pid, tmp_path / "killed/work/metrics.jsonl")
+        kill_after(count, process.pid, tmp_path / "killed/work/metrics.jsonl")
         assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
     assert start(argv(target_dir, data, tmp_path / "killed", *users)).wait() == 0
     curves = [losses(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "killed")]
@@ -199,7 +174,7 @@ def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, 
 
 
 def test_a_run_by_the_clock_ends_by_the_clock(
-    timed: Clock, target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed: Clock, dflash_train: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bars: list[Any] = []
 
@@ -209,39 +184,26 @@ def test_a_run_by_the_clock_ends_by_the_clock(
             bars.append(self._bar.tasks[0])
 
     monkeypatch.setattr(report, "Progress", Watched)
-    clock = ("optim.minutes=0.5", "optim.steps=0", "run.evaluate_every=0", "run.save_every=100")
-    assert main(argv(target_dir, data, tmp_path / "run", *clock)) == 0
-    lines = lines_without_speed(tmp_path / "run/work/metrics.jsonl")
-    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    dflash_train("optim.minutes=0.5", "optim.steps=0", "run.evaluate_every=0", "run.save_every=100")
+    rates = [line["learning_rate"] for line in dflash_train.metrics() if "loss" in line]
     assert len(rates) == 30 and rates[-1] < max(rates) / 100, "a step takes a second"
     assert [(bar.description, bar.total, bar.completed) for bar in bars] == [("training s", 30, 30)], "its time left"
 
 
-def test_other_settings_in_the_same_output_are_refused_by_name(
-    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "run"
-    assert main(argv(target_dir, data, output)) == 0
+def test_other_settings_in_the_same_output_are_refused_by_name(dflash_train: Program) -> None:
+    dflash_train("optim.steps=2")
     for change in ("optim.learning_rate=1e-3", "answers.max_tokens=9", "run.evaluate_tokens=9", "run.seed=3"):
-        capsys.readouterr()
-        assert main(argv(target_dir, data, output, change)) == 2
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("error:") and change.partition("=")[0].partition(".")[2] in last
+        assert change.partition("=")[0].partition(".")[2] in dflash_train.refuses("optim.steps=2", change)
 
 
-def test_answers_are_not_reused_for_another_split(
-    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_are_not_reused_for_another_split(dflash_train: Program) -> None:
     """An index of the answers file names a prompt of one split; in another, it would be a held-out one."""
-    output = tmp_path / "run"
-    assert main(argv(target_dir, data, output, "optim.steps=1")) == 0
+    dflash_train("optim.steps=1")
     for name in ("run.json", "work/state.pt"):  # as after a kill before the first resume point
-        (output / name).unlink()
+        (dflash_train.output / name).unlink()
     for change in ("prompts.held_out=3", "run.seed=1", "prompts.max_prompts=9"):
-        capsys.readouterr()
-        assert main(argv(target_dir, data, output, "optim.steps=1", change)) == 2
-        assert change.partition("=")[0].partition(".")[2] in capsys.readouterr().err.splitlines()[-1]
-    assert main(argv(target_dir, data, output, "optim.steps=1")) == 0
+        assert change.partition("=")[0].partition(".")[2] in dflash_train.refuses("optim.steps=1", change)
+    dflash_train("optim.steps=1")
 
 
 @contextlib.contextmanager
@@ -256,22 +218,19 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_anywhere_is_one_line_and_the_run_goes_on_later(
-    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dflash_train: Program, tmp_path: Path
 ) -> None:
-    whole, starved = tmp_path / "whole", tmp_path / "starved"
-    assert main(argv(target_dir, data, whole)) == 0
+    dflash_train(output="whole")
     failed = set()
     for size in (100, 1000, 2000, 4000, 40_000, 70_000):
-        capsys.readouterr()
         with largest_file(size):
-            assert main(argv(target_dir, data, starved)) == 2
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-        assert len(errors) == 1 and "free some space" in errors[0]
-        failed.add(Path(errors[0].split()[1].rstrip(":")).name)
-        assert not list(starved.rglob("*.partial*"))
+            error = dflash_train.refuses()
+        assert "free some space" in error
+        failed.add(Path(error.split()[0].rstrip(":")).name)
+        assert not list(dflash_train.output.rglob("*.partial*"))
     assert failed == {"all.jsonl", "answers.jsonl", "state.pt"}, "each in turn"
-    assert main(argv(target_dir, data, starved)) == 0
-    assert weights(whole) == weights(starved)
+    dflash_train()
+    assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 
 def test_a_metrics_file_that_cannot_grow_is_one_line(tmp_path: Path) -> None:
@@ -288,16 +247,13 @@ def test_a_metrics_file_that_cannot_grow_is_one_line(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def state(step: int) -> ResumePoint:
-    return ResumePoint(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0, step)
-
-
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
 def test_a_full_disk_leaves_the_last_resume_point(
     failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "state.pt"
-    save_state(state(3), path)
+    before, after = (ResumePoint(step, {"a": 1}, {"w": torch.ones(1000)}, {}, 1.0, 2.0, step) for step in (3, 4))
+    save_state(before, path)
 
     def half(value: Any, handle: Any) -> None:
         handle.write(b"half")
@@ -306,7 +262,7 @@ def test_a_full_disk_leaves_the_last_resume_point(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half)
         with pytest.raises(UserError, match="cannot save the run"):
-            save_state(state(4), path)
+            save_state(after, path)
     loaded = load_state(path, {"a": 1})
     assert loaded is not None and loaded.step == 3
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
@@ -327,10 +283,7 @@ def test_the_first_difference_is_named_by_its_path() -> None:
 # ---- W&B -------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_wandb_names_its_extra(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_wandb_names_its_extra(dflash_train: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(argv(target_dir, data, tmp_path / "run", "run.wandb=tiny")) == 2
-    assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "run").exists(), "said before anything is computed"
+    assert "dflash-toolkit[train]" in dflash_train.refuses("run.wandb=tiny")
+    assert not dflash_train.output.exists(), "said before anything is computed"

@@ -2,12 +2,9 @@
 
 import functools
 import io
-import json
 import re
-import shutil
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +12,10 @@ from typing import Any
 import pytest
 import rich.console
 import torch
-from conftest import EOS, TEMPLATE, Clock, make_drafter
-from test_data_cli import argv, lines, write
-from test_data_endpoint import WORDS, Fake, ask, fake, prompts, whole
-from test_train_loop import argv as train_argv
+from conftest import TEMPLATE, Clock, make_drafter
+from programs import Program, altered, says, write
+from servers import Fake, whole
+from test_data_endpoint import FINE, WORDS, ask
 
 from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter
 from dflash_toolkit.data import sources
@@ -26,14 +23,9 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights
-from train import cli
 from train.config import OptimOptions
-from train.data_cli import main
 from train.optim.optimizers import make_optimizer
 from train.responses import backends
-
-__all__ = ["fake", "prompts"]  # fixtures
-
 
 # ---- progress --------------------------------------------------------------------------------------------------
 
@@ -68,11 +60,8 @@ def test_a_log_file_gets_a_line_with_rate_and_time_left_now_and_then(
     assert sum(" s left" in line for line in said) == 13, "every third part, once more than ten seconds are over"
 
 
-def test_a_log_line_says_that_an_unknown_total_leaves_the_time_open(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = shown(clock, monkeypatch, None, terminal=False)
-    assert "stage 3/? 7.5 word/s ? left so far\n" in said
+def test_a_log_line_says_that_an_unknown_total_leaves_the_time_open(clock: Clock, monkeypatch: Any) -> None:
+    assert "stage 3/? 7.5 word/s ? left so far\n" in shown(clock, monkeypatch, None, terminal=False)
 
 
 @pytest.fixture
@@ -85,22 +74,16 @@ def talkative(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("talkative")
-def test_dflash_data_shows_answered_tokens_a_second_and_time_left(
-    clock: Clock, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dflash_data_shows_answered_tokens_a_second_and_time_left(clock: Clock, fake: Fake, command: Program) -> None:
     fake.reply = clock.costs(2, fake.reply)
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "1")) == 0
-    assert "answers 7/9 2.5 tok/s 4 s left" in capsys.readouterr().err, "five tokens every two seconds"
+    assert "answers 7/9 2.5 tok/s 4 s left" in "\n".join(command()), "five tokens every two seconds"
 
 
 @pytest.mark.usefixtures("talkative")
-def test_dflash_train_shows_tokens_a_second_and_time_left(
-    timed: Clock, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("optim.steps=5", "run.evaluate_every=0", "run.save_every=100")
-    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *options)) == 0
-    said = re.search(r"^training 3/5 ([\d.]+) tok/s 2 s left loss [\d.]+", capsys.readouterr().err, re.MULTILINE)
-    found = [line["tokens_per_second"] for line in lines(tmp_path / "run/work/metrics.jsonl") if "loss" in line]
+def test_dflash_train_shows_tokens_a_second_and_time_left(timed: Clock, dflash_train: Program) -> None:
+    shown = "\n".join(dflash_train("optim.steps=5", "run.evaluate_every=0", "run.save_every=100"))
+    said = re.search(r"^training 3/5 ([\d.]+) tok/s 2 s left loss [\d.]+", shown, re.MULTILINE)
+    found = [line["tokens_per_second"] for line in dflash_train.metrics() if "loss" in line]
     assert said and float(said[1]) == pytest.approx(sum(found[:3]) / 3, abs=0.06)
 
 
@@ -131,19 +114,16 @@ def answered_together(fake: Fake, at_a_time: int) -> list[int]:
     return seen
 
 
-def test_a_server_is_asked_batch_questions_at_a_time(
-    fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_server_is_asked_batch_questions_at_a_time(fake: Fake, command: Program) -> None:
     seen = answered_together(fake, 3)
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, "--batch-size", "3")) == 0
-    assert len(seen) == len(lines(tmp_path / "a.jsonl")) == 9 and max(seen) == 3
+    command("--batch-size", 3)
+    assert len(seen) == len(command.rows()) == 9 and max(seen) == 3
 
 
-def test_several_servers_share_the_questions(fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path) -> None:
+def test_several_servers_share_the_questions(fake: Fake, command: Program) -> None:
     seen = answered_together(fake, 2)
     urls = fake.url, fake.url.replace("127.0.0.1", "localhost")
-    command = argv(target_dir, prompts, tmp_path / "a.jsonl", "--endpoint", *urls, "--batch-size", "2")
-    assert main([*command, "prompts.max_prompts=8"]) == 0
+    command("--endpoint", *urls, "--batch-size", 2, "prompts.max_prompts=8")
     hosts = [headers["Host"].partition(":")[0] for headers in fake.headers]
     assert sorted(hosts) == ["127.0.0.1"] * 4 + ["localhost"] * 4, "each thread has a server of its own"
     assert len({tuple(body["prompt"]) for body in fake.asked}) == 8 and max(seen) == 2
@@ -161,12 +141,8 @@ def test_several_servers_share_the_questions(fake: Fake, target_dir: Path, promp
 def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
     status: int, header: str, expected: list[float], fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end, wait = BaseHTTPRequestHandler.end_headers, threading.Event.wait
     pauses: list[float | None] = []
-
-    def with_header(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_header("Retry-After", header)
-        end(handler)
+    wait = threading.Event.wait
 
     def pause(event: threading.Event, timeout: float | None = None) -> bool:
         if not threading.current_thread().name.startswith("ask-"):
@@ -174,10 +150,10 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
         pauses.append(timeout)
         return False
 
-    monkeypatch.setattr(BaseHTTPRequestHandler, "end_headers", with_header)
     monkeypatch.setattr(threading.Event, "wait", pause)
+    fake.sends = {"Retry-After": header}
     fake.reply = lambda body, number: (status, {}) if number < 4 else (200, whole("fine"))
-    assert ask(fake, retries=3, pause_s=1.0).tokens == [*WORDS("fine").input_ids, EOS]
+    assert ask(fake, retries=3, pause_s=1.0).tokens == FINE
     assert pauses == expected
     fake.reply = lambda body, number: (status, {})
     with pytest.raises(UserError, match="no answer after 1 attempts"):
@@ -190,18 +166,17 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
 
 @pytest.mark.parametrize(("option", "opened"), [([], ""), (["thinking=true"], "T"), (["thinking=false"], "F")])
 def test_thinking_reaches_the_prompt_that_is_answered(
-    option: list[str], opened: str, fake: Fake, target_dir: Path, prompts: Path, tmp_path: Path
+    option: list[str], opened: str, fake: Fake, command: Program, tmp_path: Path
 ) -> None:
     mode = (
         "{% if add_generation_prompt and enable_thinking is defined %}{{ 'T' if enable_thinking else 'F' }}{% endif %}"
     )
-    thinks = Path(shutil.copytree(target_dir, tmp_path / "thinks"))
+    thinks = altered(command.target, tmp_path / "thinks")
     (thinks / "chat_template.jinja").write_text(TEMPLATE + mode)
-    assert main(argv(thinks, prompts, tmp_path / "a.jsonl", "--endpoint", fake.url, *option)) == 0
+    command("--target", thinks, *option)
     expected = {WORDS.decode(WORDS(f"<|user|>ask {i} of it<|end|><|assistant|>{opened}").input_ids) for i in range(9)}
     assert {WORDS.decode(body["prompt"]) for body in fake.asked} == expected
-    rows = lines(tmp_path / "a.jsonl")
-    assert {WORDS.decode(row["tokens"][: row["prompt_tokens"]]) for row in rows} == expected
+    assert {WORDS.decode(row["tokens"][: row["prompt_tokens"]]) for row in command.rows()} == expected
 
 
 class Rows(list[Any]):
@@ -222,41 +197,31 @@ class Rows(list[Any]):
     ids=str,
 )
 def test_split_shuffle_and_seed_choose_the_rows_of_a_dataset(
-    options: list[str], asked: list[str], fake: Fake, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], asked: list[str], command: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str, dataset: str, subset: str, *, split: str, streaming: bool) -> Rows:
         assert (name, dataset, subset, streaming) == ("org/asks:hard", "org/asks", "hard", True)
         return Rows({"prompt": f"{split} {which}"} for which in "ab")
 
     monkeypatch.setattr(sources, "load_rows", load)
-    output = tmp_path / "a.jsonl"
-    command = ["--target", str(target_dir), "--data", "org/asks:hard", "--output", str(output), "--endpoint", fake.url]
-    assert main([*command, "prompts.similarity=1", *options]) == 0
-    assert [row["turns"][0][0]["content"] for row in lines(tmp_path / "a.prompts.jsonl")] == asked
+    command("--data", "org/asks:hard", "prompts.similarity=1", *options)
+    assert [row["turns"][0][0]["content"] for row in command.rows("a.prompts.jsonl")] == asked
 
 
 @pytest.mark.parametrize(("similarity", "kept"), [("0.6", 1), ("0.8", 2), ("0.9", 3), ("1", 3)])
-def test_similarity_says_how_near_a_duplicate_is(
-    similarity: str, kept: int, fake: Fake, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_similarity_says_how_near_a_duplicate_is(similarity: str, kept: int, command: Program, prompts: Path) -> None:
     words = [f"w{i}" for i in range(22)]  # 20 runs of three
     near, far = [*words[:-1], "x", "y"], [*words[:-4], *"abcd"]  # with 19 of 22 and 16 of 24 in common
-    data = write(tmp_path / "p.jsonl", [{"prompt": " ".join(text)} for text in (words, near, far)])
-    command = argv(target_dir, data, tmp_path / "a.jsonl", "--endpoint", fake.url, f"prompts.similarity={similarity}")
-    assert main(command) == 0
-    assert f"{kept} prompts; left out: {3 - kept} near duplicates" in capsys.readouterr().err
+    write(prompts, says(*map(" ".join, (words, near, far))))
+    said = "\n".join(command(f"prompts.similarity={similarity}"))
+    assert f"{kept} prompts; left out: {3 - kept} near duplicates" in said
 
 
 # ---- the drafter that answers ----------------------------------------------------------------------------------
 
 
 def test_the_drafter_of_dflash_data_drafts(
-    drafter: Drafter,
-    drafter_dir: Path,
-    target_dir: Path,
-    prompts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    drafter: Drafter, drafter_dir: Path, dflash_data: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Engine, DrafterWeights | None]] = []
     real = Parts.engine
@@ -266,11 +231,9 @@ def test_the_drafter_of_dflash_data_drafts(
         return made[0][0]
 
     monkeypatch.setattr(Parts, "engine", make)
-    whole_blocks = functools.partial(
-        EngineOptions, num_speculative_tokens=7
-    )  # or it might find that drafting does not pay
-    monkeypatch.setattr(backends, "EngineOptions", whole_blocks)
-    assert main(argv(target_dir, prompts, tmp_path / "a.jsonl", "--drafter", str(drafter_dir))) == 0
+    # whole blocks, or it might find that drafting does not pay
+    monkeypatch.setattr(backends, "EngineOptions", functools.partial(EngineOptions, num_speculative_tokens=7))
+    dflash_data("--drafter", drafter_dir)
     ((engine, draft),) = made
     assert draft is not None and draft.config == drafter.config
     assert torch.equal(draft.fc.bfloat16(), drafter.fc.weight.bfloat16())
@@ -297,29 +260,24 @@ def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(kind: str, targe
 # ---- what is counted as training -------------------------------------------------------------------------------
 
 
-def rates(run: Path) -> list[float]:
+def rates(run: Program) -> list[float]:
     """Sequences a second, line by line."""
-    found = map(json.loads, (run / "work/metrics.jsonl").read_text().splitlines())
-    return [line["sequences_per_second"] for line in found if "loss" in line]
+    return [line["sequences_per_second"] for line in run.metrics() if "loss" in line]
 
 
 @pytest.mark.parametrize("often", ["run.evaluate_every=2", "run.save_every=3"])
-def test_an_evaluation_or_a_save_does_not_make_training_slower(
-    often: str, timed: Clock, target_dir: Path, data: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_or_a_save_does_not_make_training_slower(often: str, timed: Clock, dflash_train: Program) -> None:
     began = timed.now
-    options = ("optim.steps=8", "run.evaluate_every=0", "run.save_every=100", often)
-    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *options)) == 0
-    assert rates(tmp_path / "run") == [2.0] * 8, "two rows a step"
+    dflash_train("optim.steps=8", "run.evaluate_every=0", "run.save_every=100", often)
+    assert rates(dflash_train) == [2.0] * 8, "two rows a step"
     assert timed.now - began == 8 + (400 + 1000 if "evaluate" in often else 100 + 3000)
 
 
 def test_measuring_where_a_run_starts_from_takes_none_of_its_minutes(
-    timed: Clock, target: Target, target_dir: Path, data: Path, tmp_path: Path
+    timed: Clock, target: Target, dflash_train: Program, tmp_path: Path
 ) -> None:
     save_drafter(make_drafter(target, taps=2, layers=1, block_size=4), tmp_path / "start")
-    clocked = ("--init-from", str(tmp_path / "start"), "optim.steps=0", "optim.minutes=0.1", "run.evaluate_every=0")
-    assert cli.main(train_argv(target_dir, data, tmp_path / "run", *clocked, "run.save_every=100")) == 0
-    assert rates(tmp_path / "run") == [2.0] * 6, "a tenth of a minute, a second a step"
-    measured = [line["step"] for line in lines(tmp_path / "run/work/metrics.jsonl") if "acceptance_length" in line]
-    assert measured == [0, 6]
+    clocked = ("optim.steps=0", "optim.minutes=0.1", "run.evaluate_every=0", "run.save_every=100")
+    dflash_train("--init-from", tmp_path / "start", *clocked)
+    assert rates(dflash_train) == [2.0] * 6, "a tenth of a minute, a second a step"
+    assert [line["step"] for line in dflash_train.metrics() if "acceptance_length" in line] == [0, 6]

@@ -1,7 +1,7 @@
 """Answers from servers that have only /v1/chat/completions: the rows are those that /v1/completions gives."""
 
+import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import httpx
 import pytest
 import torch
 from conftest import EOS, TEMPLATE, make_target
+from programs import Program, altered, assistant, user, write
+from servers import Fake
 from test_conversations import CALL, RESULT
-from test_data_cli import argv, lines, user, write
-from test_data_endpoint import WORDS, Command, Fake, answers, backend, command, fake, prompts
+from test_data_endpoint import FINE, WORDS, backend
 from test_data_tools import TOOL, WITH_TOOLS, words
 from test_serve_api import serving
 from test_serve_engine import make_engine
@@ -20,9 +21,7 @@ from test_serve_engine import make_engine
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.decoders import Chat, Response
-from train.data_cli import main
 
-__all__ = ["command", "fake", "prompts"]  # fixtures
 CHAT = Chat([user("ask")])
 GONE = 404, {"detail": "Not Found"}
 OPENAI = {"model", "messages", "tools", "max_tokens", "temperature", "seed", "stream", "top_p"}
@@ -49,32 +48,23 @@ def only_chat(reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> Callable[[d
 def ask(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any = WORDS, **more: Any) -> Response:
     """The answer to a chat whose server replies so."""
     fake.reply = only_chat(lambda body: (200, reply))
-    one = backend(fake, **more)
-    one._tokenizer = tokenizer
-    try:
+    with contextlib.closing(backend(fake, **more)) as one:
+        one._tokenizer = tokenizer
         prompt = encode_chat(tokenizer, chat.messages, more.get("thinking"), chat.tools)
         one.submit(7, prompt, SamplingParams(max_new_tokens=99, seed=5), chat)
         return one.wait()
-    finally:
-        one.close()
 
 
-def place(row: dict[str, Any]) -> tuple[int, int, int]:
-    return row["index"], row["sample"], row["part"]
-
-
-def test_the_rows_are_those_of_the_completions_api(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rows_are_those_of_the_completions_api(fake: Fake, dflash_data: Program, tmp_path: Path) -> None:
     target = make_target(tied=False)
     with torch.no_grad():  # printable characters alone, which are tokenised as they were written
         head = target.model.lm_head.weight
         head[94:EOS], head[EOS + 1 :], head[EOS] = 0, 0, 3 * head[EOS]
-    path = tmp_path / "target"
-    target.model.save_pretrained(path)
-    target.tokenizer.save_pretrained(path)
-    talks = [{"messages": [user(f"ask {i}"), {"role": "assistant", "content": ""}, user("more")]} for i in range(4)]
-    data = write(tmp_path / "p.jsonl", talks)
+    dflash_data.target = tmp_path / "target"
+    target.model.save_pretrained(dflash_data.target)
+    target.tokenizer.save_pretrained(dflash_data.target)
+    talks = [{"messages": [user(f"ask {i}"), assistant(""), user("more")]} for i in range(4)]
+    write(tmp_path / "p.jsonl", talks)
     fake.models = ["org/tiny"]
     with serving(make_engine(target, None)) as url:
 
@@ -86,16 +76,17 @@ def test_the_rows_are_those_of_the_completions_api(
             return reply.status_code, found
 
         fake.reply = only_chat(behind)
-        for i, more in enumerate(((), ("temperature=0.8", "samples=2", "top_k=9"))):
-            there, here = tmp_path / f"chat{i}.jsonl", tmp_path / f"completions{i}.jsonl"
-            assert main(argv(path, data, there, "--endpoint", fake.url, "--batch-size", "3", *more)) == 0
-            err = capsys.readouterr().err
-            assert err.count(f"asking {fake.url}/v1/chat/completions, for {fake.url}/v1/completions: HTTP 404") == 1
-            assert "unknown tokens" not in err
-            assert main(argv(path, data, here, "--endpoint", url, *more)) == 0
-            assert capsys.readouterr().err.count(f"asking {url}/v1/completions\n") == 1
-            through_chat, through_completions = (sorted(lines(path), key=place) for path in (there, here))
-            assert through_chat == through_completions and len(answers(there)) > 2 * (1 + i)
+        for more in ((), ("temperature=0.8", "samples=2", "top_k=9")):
+            there, here = f"chat{len(more)}.jsonl", f"completions{len(more)}.jsonl"
+            said = "\n".join(dflash_data("--endpoint", fake.url, "--batch-size", "3", *more, output=there))
+            assert said.count(f"asking {fake.url}/v1/chat/completions, for {fake.url}/v1/completions: HTTP 404") == 1
+            assert "unknown tokens" not in said
+            assert dflash_data("--endpoint", url, *more, output=here).count(f"asking {url}/v1/completions") == 1
+            through_chat, through_completions = (
+                sorted(dflash_data.rows(output), key=lambda row: (row["index"], row["sample"], row["part"]))
+                for output in (there, here)
+            )
+            assert through_chat == through_completions and len(through_chat) > 2 * (1 + bool(more))
             assert any(len(row["spans"]) == 2 for row in through_chat), "later turns are asked too"
 
 
@@ -114,27 +105,28 @@ REFUSALS = [
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal[0]))
 def test_a_server_that_refuses_completions_is_asked_for_chats_from_then_on(
-    refusal: tuple[int, Any], fake: Fake, command: Command
+    refusal: tuple[int, Any], fake: Fake, command: Program
 ) -> None:
     fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else refusal
     command()
     tried = 4 if refusal[0] in (400, 422) else 1  # with less and less, too
     assert ["messages" in body for body in fake.asked] == [False] * tried + [True] * 9
-    prompt = encode_chat(WORDS, [user("ask 8 of it")])
-    assert command.answers()[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS]
-    seed = {"seed": fake.asked[-1]["seed"], "stream": False, "return_token_ids": True}
-    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    asked = {"model": "tiny", "messages": [user("ask 8 of it")], "max_tokens": 12}
-    assert fake.asked[-1] == asked | sampling | seed
+    asked = [user("ask 8 of it")]
+    assert command.answers()[8, 0] == encode_chat(WORDS, asked) + FINE
+    assert fake.asked[-1] == {
+        "model": "tiny", "messages": asked, "max_tokens": 12, "temperature": 0.0, "top_p": 1.0, "top_k": -1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "seed": fake.asked[-1]["seed"], "stream": False,
+        "return_token_ids": True,
+    }  # fmt: skip
 
 
-def test_the_api_can_be_named_and_then_no_other_is_tried(fake: Fake, command: Command) -> None:
+def test_the_api_can_be_named_and_then_no_other_is_tried(fake: Fake, command: Program) -> None:
     fake.reply = only_chat(lambda body: (200, said("fine")))
-    assert f"{fake.url}/v1/completions: HTTP 404" in command("server.api=completions", code=2)[-1]
+    assert f"{fake.url}/v1/completions: HTTP 404" in command.refuses("server.api=completions")
     assert not any("asking" in line for line in command("server.api=chat"))
     assert ["messages" in body for body in fake.asked] == [False] + [True] * 9
     fake.reply = lambda body, number: GONE
-    last = command(output="b.jsonl", code=2)[-1]
+    last = command.refuses(output="b.jsonl")
     assert f"{fake.url}/v1/completions: HTTP 404" in last and f"{fake.url}/v1/chat/completions: HTTP 404" in last
 
 
@@ -150,7 +142,7 @@ def strict(known: set[str]) -> Callable[[dict[str, Any]], tuple[int, Any]]:
 
 
 @pytest.mark.parametrize("length", ["max_tokens", "max_completion_tokens"])
-def test_a_strict_server_is_asked_with_openai_s_own_fields(length: str, fake: Fake, command: Command) -> None:
+def test_a_strict_server_is_asked_with_openai_s_own_fields(length: str, fake: Fake, command: Program) -> None:
     fake.reply = only_chat(strict(OPENAI - {"max_tokens"} | {length}))
     command()
     in_vain = 1 + (3 if length == "max_completion_tokens" else 2)  # the first finds no completions
@@ -167,11 +159,11 @@ def test_a_strict_server_is_asked_with_openai_s_own_fields(length: str, fake: Fa
     ],
 )
 def test_a_field_that_is_needed_is_not_left_out(
-    option: str, field: str, wanted: Any, fake: Fake, command: Command
+    option: str, field: str, wanted: Any, fake: Fake, command: Program
 ) -> None:
     fake.reply = only_chat(strict(OPENAI))
     needs = f"{field} ({option.split('=')[0]} needs it)"
-    last = command(option, "temperature=1", code=2)[-1]
+    last = command.refuses(option, "temperature=1")
     assert last.endswith(f"HTTP 422: unknown field {field}; not tried without {needs}")
     fake.reply = only_chat(strict(OPENAI | {field}))  # it knows this one and no other
     command(option, "temperature=1")
@@ -234,24 +226,21 @@ def test_a_call_becomes_what_the_target_s_template_writes(fake: Fake) -> None:
     assert ask(fake, calling('{"q":"b"}', 1), chat=chat, tokenizer=callless).tokens == [], "a template without calls"
 
 
-def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, target_dir: Path, tmp_path: Path) -> None:
-    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
-    words(WITH_TOOLS).save_pretrained(target)
+def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, command: Program, tmp_path: Path) -> None:
     text = '<call>{"name": "f", "arguments": {}}'
     fake.reply = only_chat(lambda body: (200, calling("{}", len(text)) if len(body["messages"]) == 1 else said("b")))
-    data = write(tmp_path / "p.jsonl", [{"messages": [user("a"), CALL, RESULT], "tools": json.dumps([TOOL])}])
-    command = ["--target", str(target), "--data", str(data), "--output", str(tmp_path / "a.jsonl")]
-    assert main([*command, "--endpoint", fake.url]) == 0
+    write(tmp_path / "p.jsonl", [{"messages": [user("a"), CALL, RESULT], "tools": json.dumps([TOOL])}])
+    command("--target", altered(command.target, tmp_path / "t", words(WITH_TOOLS)), "max_tokens=99")
     first, second = fake.asked[1:]
     assert first["tools"] == second["tools"] == [TOOL] and first["messages"] == [user("a")]
     function = CALL["tool_calls"][0]["function"]
     as_text = function | {"arguments": json.dumps(function["arguments"])}
     calls = [{"id": "call00000", "type": "function", "function": as_text}]
     assert second["messages"][1:] == [
-        {"role": "assistant", "content": CALL["content"], "tool_calls": calls},
+        assistant(CALL["content"]) | {"tool_calls": calls},
         RESULT | {"tool_call_id": "call00000"},
     ]
-    (row,) = lines(tmp_path / "a.jsonl")
+    (row,) = command.rows()
     spoken = [WORDS.decode(row["tokens"][start:end]) for start, end in row["spans"]]
     assert spoken == [f"{text}<|end|>", "b<|end|>"], "the recorded call is the one that was made"
 
@@ -261,16 +250,16 @@ def of_third(with_3: dict[str, Any], without: dict[str, Any]) -> Callable[[dict[
     return only_chat(lambda body: (200, with_3 if "3" in body["messages"][0]["content"] else without))
 
 
-def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: Command) -> None:
+def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: Program) -> None:
     fake.reply = of_third(said("fine", count=4), said("fine", count=9))
     assert command()[-1].endswith("1 answers, 5 tokens; dropped 8 of unknown tokens")
     assert command.answers().keys() == {(3, 0)}
 
 
-def test_an_answer_to_another_prompt_ends_the_run_and_one_of_many_is_lost_alone(fake: Fake, command: Command) -> None:
+def test_an_answer_to_another_prompt_ends_the_run_and_one_of_many_is_lost_alone(fake: Fake, command: Program) -> None:
     ours = len(encode_chat(WORDS, [user("ask 0 of it")]))
     fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours + 4)))
-    last = command(code=2)[-1]
+    last = command.refuses()
     assert f"the prompt has {ours + 4} tokens there and {ours} with the target's own chat template" in last
     assert "serve the target with its own template" in last and "thinking" in last
     fake.reply = of_third(said("fine", prompt=ours + 1), said("fine", prompt=ours))
@@ -278,9 +267,9 @@ def test_an_answer_to_another_prompt_ends_the_run_and_one_of_many_is_lost_alone(
     assert len(command.answers()) == 8
 
 
-def test_a_reply_of_another_form_ends_the_run(fake: Fake, command: Command) -> None:
+def test_a_reply_of_another_form_ends_the_run(fake: Fake, command: Program) -> None:
     fake.reply = only_chat(lambda body: (200, {"choices": []}))
-    assert "not the reply of /v1/chat/completions (IndexError" in command(code=2)[-1]
+    assert "not the reply of /v1/chat/completions (IndexError" in command.refuses()
 
 
 @pytest.mark.parametrize(
@@ -291,10 +280,9 @@ def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake:
         ask(fake, error, retries=2)
     replies = [error, said("ask")]
     fake.reply = only_chat(lambda body: (200, replies.pop(0)))
-    one = backend(fake)
-    one.submit(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
-    assert one.wait().tokens and not replies
-    one.close()
+    with contextlib.closing(backend(fake)) as one:
+        one.submit(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
+        assert one.wait().tokens and not replies
 
 
 def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fake) -> None:
@@ -302,15 +290,10 @@ def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fa
         return (400, {"error": "too large"}) if body.get("max_tokens") == 77 else (200, said("ask"))
 
     fake.reply = only_chat(reply)
-    one = backend(fake)
-    prompt = encode_chat(WORDS, CHAT.messages)
-    for number, most in enumerate((99, 77, 99)):
-        one.submit(number, prompt, SamplingParams(max_new_tokens=most), CHAT)
-        if most == 77:
-            with pytest.raises(UserError, match="too large"):
-                one.wait()
-        else:
-            assert one.wait().tokens
-    one.close()
+    with contextlib.closing(backend(fake)) as one:
+        for number, most in enumerate((99, 77, 99)):
+            one.submit(number, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=most), CHAT)
+            with pytest.raises(UserError, match="too large") if most == 77 else contextlib.nullcontext():
+                assert one.wait().tokens
     bodies = [body for body in fake.asked if "messages" in body]
     assert len(bodies) == 3 and all(body["repetition_penalty"] == 1.0 and "max_tokens" in body for body in bodies)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
+from programs import assistant, user
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.data.conversations import Conversation
@@ -17,14 +18,6 @@ from train.responses.rows import Row
 
 PARAMS = SamplingParams(max_new_tokens=30)
 WORDS = make_tokenizer()
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 FIRST = len(encode_chat(WORDS, [user("one")]))
@@ -118,12 +111,8 @@ def test_what_ends_a_conversation_before_its_last_turn_is_said(
 ) -> None:
     talk = dialogue(*turns, **options)
     for text in answers:
-        if text == "unknown":
-            answer(talk, [])
-        elif text == "cut...":
-            answer(talk, said(text)[:-1], "length")
-        else:
-            answer(talk, said(text))
+        tokens = {"unknown": [], "cut...": said(text)[:-1]}.get(text, said(text))
+        answer(talk, tokens, "length" if text == "cut..." else "stop")
     assert (talk.request, len(talk.parts), talk.dropped, talk.left_out) == (None, parts, dropped, left_out)
 
 
@@ -167,4 +156,3 @@ def test_no_more_is_begun_than_the_backend_has_use_for_and_every_conversation_en
 def test_a_seed_is_that_of_its_prompt_and_sample_alone() -> None:
     seeds = [seed_of(seed, index, sample) for seed in range(4) for index in range(50) for sample in range(4)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
-    assert seed_of(3, 7, 1) == seed_of(3, 7, 1)

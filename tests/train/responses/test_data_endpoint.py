@@ -1,72 +1,38 @@
 """Answers from a server: dflash-serve itself, and one that fails in every way that servers do."""
 
+import contextlib
 import json
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import EOS, VOCAB, make_tokenizer
+from damage import damage
 from openai import APIStatusError
-from test_data_cli import argv, lines, user, write
+from programs import Program, altered, assistant, user
+from servers import Fake, whole
 from test_serve_api import client_of, complete, serving
 from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
-from train.data_cli import main
 from train.responses.endpoint import EndpointBackend
 from train.responses.openai_http import base_url, find_models, seconds
 
 WORDS = make_tokenizer()
+FINE = [*WORDS("fine").input_ids, EOS]
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    return write(tmp_path / "p.jsonl", [{"prompt": f"ask {i} of it"} for i in range(9)])
-
-
-def answers(path: Path) -> dict[tuple[int, int], list[int]]:
-    return {(row["index"], row["sample"]): row["tokens"] for row in lines(path)}
-
-
-class Command:
-    """`dflash-data` that asks the fake server, about nine prompts; each output is a run of its own."""
-
-    def __init__(self, fake: "Fake", target: Path, prompts: Path, folder: Path, capsys: Any) -> None:
-        self._asked, self._folder, self._capsys = (fake, target, prompts), folder, capsys
-
-    def __call__(self, *more: str, code: int = 0, output: str = "a.jsonl", batch: int = 1) -> list[str]:
-        """The lines that it writes to stderr; `code` is how it has to end."""
-        fake, target, prompts = self._asked
-        words = argv(target, prompts, self._folder / output, "--endpoint", fake.url, "--batch-size", str(batch))
-        self._capsys.readouterr()
-        assert main([*words, *more]) == code
-        return self._capsys.readouterr().err.splitlines()
-
-    def answers(self, output: str = "a.jsonl") -> dict[tuple[int, int], list[int]]:
-        return answers(self._folder / output)
-
-
-@pytest.fixture
-def command(fake: "Fake", target_dir: Path, prompts: Path, tmp_path: Path, capsys: Any) -> Command:
-    return Command(fake, target_dir, prompts, tmp_path, capsys)
-
-
-def test_dflash_serve_writes_what_the_engine_writes(
-    target: Target, drafter: Drafter, target_dir: Path, prompts: Path, tmp_path: Path
-) -> None:
-    for i, more in enumerate(((), ("temperature=1.1", "samples=2", "top_k=40"))):
+def test_dflash_serve_writes_what_the_engine_writes(target: Target, drafter: Drafter, dflash_data: Program) -> None:
+    for more in ((), ("temperature=1.1", "samples=2", "top_k=40")):
+        there, here = (f"{name}{len(more)}.jsonl" for name in ("there", "here"))
         with serving(make_engine(target, drafter)) as one, serving(make_engine(target, drafter)) as other:
-            there = argv(target_dir, prompts, tmp_path / f"there{i}.jsonl", "--endpoint", one, f"{other}/v1", *more)
-            assert main([*there, "--batch-size", "3"]) == 0
-        assert main(argv(target_dir, prompts, tmp_path / f"here{i}.jsonl", *more)) == 0
-        assert answers(tmp_path / f"there{i}.jsonl") == answers(tmp_path / f"here{i}.jsonl") != {}
+            dflash_data("--endpoint", one, f"{other}/v1", "--batch-size", "3", *more, output=there)
+        dflash_data(*more, output=here)
+        assert dflash_data.answers(there) == dflash_data.answers(here) != {}
 
 
 @pytest.mark.parametrize("stop", [[], ["X"]])
@@ -88,74 +54,15 @@ def test_dflash_serve_returns_token_ids_if_asked_for(target: Target, drafter: Dr
 # ---- a server that fails -------------------------------------------------------------------------------------
 
 
-class Fake:
-    """What a server is to do: `reply` makes the status and body of a completion from the request and its number."""
-
-    def __init__(self) -> None:
-        self.reply: Callable[[dict[str, Any], int], tuple[int, Any]] = lambda body, number: (200, whole("fine"))
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.models = ["tiny"]
-        self.listing = 200  # the status of the list of models
-        self.url = ""
-
-
-def whole(text: str, *, ids: list[int] | None = None, reason: str = "stop", count: int | None = None) -> dict[str, Any]:
-    written = len(WORDS(text).input_ids) + (reason == "stop")
-    choice = {"index": 0, "text": text, "finish_reason": reason} | ({} if ids is None else {"token_ids": ids})
-    return {"choices": [choice], "usage": {"completion_tokens": written if count is None else count}}
-
-
-@pytest.fixture
-def fake() -> Iterator[Fake]:
-    state = Fake()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(state.listing, {"data": [{"id": name} for name in state.models]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.asked.append(body)
-            state.headers.append(dict(self.headers))
-            status, reply = state.reply(body, len(state.asked))
-            if status == 0:
-                self.connection.close()  # in the middle of everything
-            else:
-                self.send(status, reply)
-
-        def send(self, status: int, reply: Any) -> None:
-            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield state
-    server.shutdown()
-    server.server_close()
-
-
 def backend(fake: Fake, **options: Any) -> EndpointBackend:
-    return EndpointBackend(
-        [fake.url], WORDS, (EOS,), **{"vocab_size": VOCAB, "concurrency": 1, "pause_s": 0.01, **options}
-    )
+    given = {"vocab_size": VOCAB, "concurrency": 1, "pause_s": 0.01} | options
+    return EndpointBackend([fake.url], WORDS, (EOS,), **given)
 
 
 def ask(fake: Fake, **options: Any) -> Any:
-    one = backend(fake, **options)
-    try:
+    with contextlib.closing(backend(fake, **options)) as one:
         one.submit(7, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
         return one.wait()
-    finally:
-        one.close()
 
 
 def test_the_prompt_goes_as_token_ids_and_every_sampler_setting_is_said(fake: Fake, monkeypatch: Any) -> None:
@@ -189,15 +96,15 @@ def test_the_tokens_are_the_server_s_own_or_none(fake: Fake, reply: Any, tokens:
     assert (answer.key, answer.tokens, answer.finish_reason) == (7, tokens, reason)
 
 
-FAILURES = [(503, {"error": {"message": "busy"}}), (429, {}), (500, b"oops"), (524, b"of a proxy"), (0, None)]
-FAILURES += [(200, {"choices": None, "error": {"message": "busy"}}), (200, b"<html>")]
+BUSY = {"error": {"message": "busy"}}
+FAILURES = [(503, BUSY), (429, {}), (500, b"oops"), (524, b"of a proxy"), (0, None), (200, b"<html>")]
+FAILURES += [(200, {"choices": None} | BUSY)]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_an_error_that_may_pass_is_tried_again(fake: Fake, failure: tuple[int, Any]) -> None:
     fake.reply = lambda body, number: failure if number < 4 else (200, whole("fine"))
-    assert ask(fake).tokens == [*WORDS("fine").input_ids, EOS]
-    assert len(fake.asked) == 4
+    assert ask(fake).tokens == FINE and len(fake.asked) == 4
 
 
 def test_pauses_grow_and_at_last_it_gives_up_in_one_line(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,30 +163,28 @@ def test_an_address_may_be_given_with_or_without_v1() -> None:
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_answers_written_before_the_server_failed_are_kept_and_not_asked_for_again(
-    api: str, fake: Fake, command: Command
+    api: str, fake: Fake, command: Program
 ) -> None:
     def fine(body: dict[str, Any], number: int) -> tuple[int, Any]:
         reply = whole("fine")
-        reply["choices"][0]["message"] = {"role": "assistant", "content": "fine"}
+        reply["choices"][0]["message"] = assistant("fine")
         return (200, reply) if ("messages" in body) == (api == "chat") else (404, {"detail": "Not Found"})
 
     first = 6 if api == "chat" else 5  # the first finds no completions
     fake.reply = lambda body, number: fine(body, number) if number <= first else (400, {"error": {"message": "bad"}})
     path = "chat/completions" if api == "chat" else "completions"
-    assert f"{fake.url}/v1/{path}: HTTP 400: bad" in command(code=2)[-1]
+    assert f"{fake.url}/v1/{path}: HTTP 400: bad" in command.refuses()
     assert len(command.answers()) == 5
     fake.reply = fine
     fake.asked.clear()
     command()
     assert sum(("messages" in body) == (api == "chat") for body in fake.asked) == 4
-    prompt = encode_chat(WORDS, [user("ask 8 of it")])
-    assert command.answers()[8, 0] == [*prompt, *WORDS("fine").input_ids, EOS] and len(command.answers()) == 9
+    assert command.answers()[8, 0] == encode_chat(WORDS, [user("ask 8 of it")]) + FINE and len(command.answers()) == 9
 
 
-def test_stop_ids_that_cannot_be_read_do_not_vanish(fake: Fake, target_dir: Path, command: Command) -> None:
-    broken = Path(shutil.copytree(target_dir, target_dir.parent / "broken", dirs_exist_ok=True))
-    (broken / "generation_config.json").write_text("{ half")
-    assert "generation_config.json" in command("--target", str(broken), code=2)[-1]
+def test_stop_ids_that_cannot_be_read_do_not_vanish(fake: Fake, command: Program, tmp_path: Path) -> None:
+    broken = altered(command.target, tmp_path / "broken", generation_config="{ half")
+    assert "generation_config.json" in command.refuses("--target", broken)
     assert fake.asked == []
 
 
@@ -314,25 +219,22 @@ def test_an_answer_that_was_broken_off_is_asked_for_again(fake: Fake, reason: st
 
 
 def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
-    fake: Fake, command: Command, target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: Fake, command: Program, dflash_data: Program, tmp_path: Path
 ) -> None:
     fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {})
-    record, local = tmp_path / "a.run.json", argv(target_dir, prompts, tmp_path / "a.jsonl")
-    command(code=2)
+    command.refuses()
+    record = tmp_path / "a.run.json"
     written = json.loads(record.read_text())
     assert (written["runtime"], written["model"]) == ("endpoint", "tiny")
     fake.models, fake.reply = ["other"], lambda body, number: (200, whole("fine"))
-    assert "holds answers of another run (model: 'tiny', now 'other')" in command(code=2)[-1]
-    assert main(local) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "holds answers of another run (runtime: 'endpoint', now 'engine')" in said
+    assert "holds answers of another run (model: 'tiny', now 'other')" in command.refuses()
+    assert "holds answers of another run (runtime: 'endpoint', now 'engine')" in dflash_data.refuses()
     assert len(command.answers()) == 5 and json.loads(record.read_text()) == written
-    # a record of before either was written down
-    record.write_text(json.dumps({k: v for k, v in written.items() if k not in ("runtime", "model")}))
+    damage(record, {"runtime": None, "model": None})  # a record of before either was written down
     command()
     written = json.loads(record.read_text())
     assert len(command.answers()) == 9 and written["model"] == "other" and "9 answers" in written["finished"]
-    assert main(local) == 0, "nothing is left to answer"
+    dflash_data()  # nothing is left to answer
 
 
 def test_a_pause_is_asked_for_in_seconds_or_by_a_date() -> None:

@@ -1,29 +1,26 @@
 """Servers that refuse a field, list no models, say too little or render another prompt; calls and ends in a chat."""
 
-import json
-import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import EOS, TEMPLATE
+from programs import Program, altered, assistant, user, write
+from servers import Fake, whole
 from test_data_chat_endpoint import CHAT, ask, of_third, only_chat, said
-from test_data_cli import argv, user
-from test_data_endpoint import WORDS, Command, Fake, backend, command, fake, prompts, whole
+from test_data_endpoint import FINE, WORDS, backend
 from test_data_endpoint import ask as complete
-from test_data_tools import words
+from test_data_tools import call, words
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.conversations import with_call_ids
 from dflash_toolkit.data.prompts import encode_chat, read_chat
 from dflash_toolkit.evaluation.decoders import Chat
-from train.data_cli import main
 from train.responses.chat_endpoint import chat_fields
 from train.responses.conversation import likeliest_end_first, recorded_rows
 
-__all__ = ["command", "fake", "prompts"]  # fixtures
-FINE = [*WORDS("fine").input_ids, EOS]
 EXTRAS = {"top_k", "min_p", "repetition_penalty", "return_token_ids"}
 
 
@@ -55,10 +52,10 @@ def refusing(*fields: str, values: dict[str, Any] | None = None) -> Callable[[di
 )
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
-    api: str, server: Any, left_out: set[str], fake: Fake, command: Command
+    api: str, server: Any, left_out: set[str], fake: Fake, command: Program
 ) -> None:
     fake.reply = server
-    (line,) = [line for line in command(f"server.api={api}", batch=3) if line.startswith("asking")]
+    (line,) = [line for line in command(f"server.api={api}", "--batch-size", 3) if line.startswith("asking")]
     assert command.answers()[8, 0] == encode_chat(WORDS, [user("ask 8 of it")]) + FINE
     assert all((EXTRAS | {"top_p", "seed", "max_tokens"}) - body.keys() == left_out for body in fake.asked[-6:])
     path = "chat/completions" if api == "chat" else "completions"
@@ -68,22 +65,20 @@ def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
 
 def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
     fake.reply = refusing("top_p")
-    one = backend(fake)
-    one.submit(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
-    with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(top_p needs it\)"):
-        one.wait()
-    one.close()
+    with closing(backend(fake)) as one:
+        one.submit(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
+        with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(top_p needs it\)"):
+            one.wait()
 
 
 @pytest.mark.parametrize("failure", [(500, {"error": "no such thing"}), (200, {"error": "no such thing"})])
 def test_a_server_that_keeps_failing_at_completions_may_have_chats(
-    failure: tuple[int, Any], fake: Fake, command: Command
+    failure: tuple[int, Any], fake: Fake, command: Program
 ) -> None:
     fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else failure
-    said_so = command("server.retries=0", code=2)
-    assert said_so[-1].endswith("to go on, with server.api=chat if it answers chats only")
-    err = "".join(said_so)
-    assert "no such thing" in err and "asking" not in err, "not known to have completions"
+    *said_so, last = command("server.retries=0", code=2)
+    assert last.endswith("to go on, with server.api=chat if it answers chats only") and "no such thing" in last
+    assert not any("asking" in line for line in [*said_so, last]), "not known to have completions"
     command("server.retries=0", "server.api=chat")
     assert len(command.answers()) == 9
 
@@ -102,6 +97,16 @@ def test_a_name_is_believed_where_models_are_not_listed(listing: int, models: li
 # ---- replies that say too little -------------------------------------------------------------------------------
 
 
+def heard_by_one(fake: Fake, count: int) -> list[list[int]]:
+    """The tokens of so many answers, one after the other."""
+    heard = []
+    with closing(backend(fake)) as one:
+        for key in range(count):
+            one.submit(key, [1, 2], SamplingParams(max_new_tokens=9))
+            heard.append(one.wait().tokens)
+    return heard
+
+
 def test_a_server_that_counts_nothing_ends_the_run_in_one_line(fake: Fake) -> None:
     silent = whole("fine") | {"usage": None}
     fake.reply = lambda body, number: (200, silent)
@@ -110,13 +115,7 @@ def test_a_server_that_counts_nothing_ends_the_run_in_one_line(fake: Fake) -> No
     replies = [whole("fine"), silent, whole("fine")]
     fake.reply = lambda body, number: (200, replies[number - 1])
     fake.asked.clear()
-    one = backend(fake)
-    heard = []
-    for key in range(3):
-        one.submit(key, [1, 2], SamplingParams(max_new_tokens=9))
-        heard.append(one.wait().tokens)
-    one.close()
-    assert heard == [FINE, [], FINE], "one that does now and then loses an answer"
+    assert heard_by_one(fake, 3) == [FINE, [], FINE], "one that does now and then loses an answer"
 
 
 def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fake) -> None:
@@ -125,37 +124,25 @@ def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fak
                          ((n - 1, n - 1, n), (1, 1, 0)), ((n - 2, n + 1), (0, 0))):  # fmt: skip
         fake.asked.clear()
         fake.reply = lambda body, number, counts=counts: (200, whole("fine", count=counts[number - 1]))
-        one = backend(fake)
-        for key, expected in enumerate(kept):
-            one.submit(key, [1, 2], SamplingParams(max_new_tokens=9))
-            assert one.wait().tokens == (FINE if expected else []), (counts, key)
-        one.close()
+        assert heard_by_one(fake, len(counts)) == [FINE if expected else [] for expected in kept], counts
 
 
-def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(fake: Fake, command: Command) -> None:
+def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(fake: Fake, command: Program) -> None:
     fake.reply = of_third(said("fi", reason="content_filter"), said("fi"))
-    assert command("server.api=chat", batch=3)[-1].endswith("dropped 1 stopped by a content filter")
+    assert command("server.api=chat", "--batch-size", 3)[-1].endswith("dropped 1 stopped by a content filter")
     assert len(fake.asked) == 9
 
 
 # ---- the prompt that a server made of a chat -------------------------------------------------------------------
 
 
-def in_choice(reply: dict[str, Any], ids: list[int]) -> None:
-    reply["choices"][0]["prompt_token_ids"] = ids
-
-
-def beside(reply: dict[str, Any], ids: list[int]) -> None:
-    reply["prompt_token_ids"] = ids
-
-
-@pytest.mark.parametrize("put", [in_choice, beside])
-def test_a_prompt_is_compared_token_for_token_where_a_server_returns_it(put: Any, fake: Fake) -> None:
+@pytest.mark.parametrize("place", [lambda reply: reply["choices"][0], lambda reply: reply], ids=["choice", "beside"])
+def test_a_prompt_is_compared_token_for_token_where_a_server_returns_it(place: Any, fake: Fake) -> None:
     ours = encode_chat(WORDS, CHAT.messages)
     reply = said("fine", prompt=len(ours))
-    put(reply, ours)
+    place(reply)["prompt_token_ids"] = ours
     assert ask(fake, reply).tokens == FINE
-    put(reply, [*ours[:-1], 7])
+    place(reply)["prompt_token_ids"] = [*ours[:-1], 7]
     with pytest.raises(UserError, match=f"the prompt has {len(ours)} other tokens there"):
         ask(fake, reply)
 
@@ -172,79 +159,63 @@ def test_reasoning_that_the_template_leaves_out_is_not_an_answer_without_it(fake
 # ---- what is sent, and ends ------------------------------------------------------------------------------------
 
 
-def call(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": {"q": "é"}}} | more
+def result(text: str, **more: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text} | more
+
+
+def calls(*tool_calls: dict[str, Any]) -> dict[str, Any]:
+    return assistant("") | {"tool_calls": [*tool_calls]}
 
 
 def test_every_call_has_an_id_of_its_own_and_each_result_its_call_s() -> None:
-    given = call("a", id="call00000")
-    messages = [
-        user("x"),
-        {"role": "assistant", "content": "", "tool_calls": [call("b"), given]},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2"},
-        {"role": "tool", "content": "of none"},
-        {"role": "assistant", "content": "", "tool_calls": [call("c")]},
-        {"role": "tool", "content": "3", "tool_call_id": "its own"},
-    ]
+    b, a, c = call("b", q="é"), call("a", q="é") | {"id": "call00000"}, call("c", q="é")
+    results = [result("1"), result("2"), result("of none")]
+    messages = [user("x"), calls(b, a), *results, calls(c), result("3", tool_call_id="its own")]
     named = with_call_ids(messages)
     sent = chat_fields(Chat(named), None)["messages"]
-    calls = [one for message in sent for one in message.get("tool_calls", ())]
-    ids = [one["id"] for one in calls]
+    made = [one for message in sent for one in message.get("tool_calls", ())]
+    ids = [one["id"] for one in made]
     assert ids[1:] == ["call00000", "its own"] and len(set(ids)) == 3
     results = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
     assert results[:2] == ids[:2] and results[2] not in ids and results[3] == "its own"
     made_up = (ids[0], results[2])
     assert all(len(name) == 9 and name.isalnum() for name in made_up), "as the templates of Mistral want them"
-    assert {one["function"]["arguments"] for one in calls} == {'{"q": "é"}'}, "as it was written, not escaped"
+    assert {one["function"]["arguments"] for one in made} == {'{"q": "é"}'}, "as it was written, not escaped"
     assert "id" not in messages[1]["tool_calls"][0], "what was given stays as it is"
     assert with_call_ids(named) == named
 
 
 def test_results_that_come_in_another_order_keep_their_calls() -> None:
-    calls = [call("a", id="A"), call("b", id="B"), call("c")]
-    results = [{"role": "tool", "content": text, **({"tool_call_id": name} if name else {})}
-               for text, name in (("b", "B"), ("a", None), ("c", "C"))]  # fmt: skip
-    named = with_call_ids([user("x"), {"role": "assistant", "content": "", "tool_calls": calls}, *results])
-    assert [one["id"] for one in named[1]["tool_calls"]] == ["A", "B", "C"]
-    assert [(message["content"], message["tool_call_id"]) for message in named[2:]] == [
-        ("b", "B"),
-        ("a", "A"),
-        ("c", "C"),
-    ]
+    made = calls(call("a") | {"id": "A"}, call("b") | {"id": "B"}, call("c"))
+    results = [result("b", tool_call_id="B"), result("a"), result("c", tool_call_id="C")]
+    _, caller, *found = with_call_ids([user("x"), made, *results])
+    assert [one["id"] for one in caller["tool_calls"]] == ["A", "B", "C"]
+    assert [(one["content"], one["tool_call_id"]) for one in found] == [("b", "B"), ("a", "A"), ("c", "C")]
 
 
-def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, target_dir: Path, tmp_path: Path) -> None:
+def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, command: Program, tmp_path: Path) -> None:
     shown = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function | tojson }}{% endfor %}{{ m.tool_call_id }}<|end|>"
     tokenizer = words(TEMPLATE.replace("<|end|>", shown))
-    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
-    tokenizer.save_pretrained(target)
 
     def reply(body: dict[str, Any]) -> tuple[int, Any]:
         theirs = encode_chat(tokenizer, read_chat({"messages": body["messages"]})[0])
         return 200, said("fine", count=5, prompt=len(theirs))
 
     fake.reply = only_chat(reply)
-    talk = [
-        user("a"),
-        {"role": "assistant", "content": "", "tool_calls": [call("b")]},
-        {"role": "tool", "content": "1"},
-    ]
-    data = tmp_path / "p.jsonl"
-    data.write_text(json.dumps({"messages": talk}) + "\n")
-    assert main(argv(target, data, tmp_path / "a.jsonl", "--endpoint", fake.url)) == 0
-    rows = list(map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines()))
+    talk = [user("a"), calls(call("b", q="é")), result("1")]
+    write(tmp_path / "p.jsonl", [{"messages": talk}])
+    command("--target", altered(command.target, tmp_path / "t", tokenizer))
+    rows = command.rows()
     spoken = [WORDS.decode(row["tokens"][start:end]) for row in rows for start, end in row["spans"]]
     assert spoken == ["fine<|end|>"] * 2
     assert "call00000" in WORDS.decode(rows[1]["tokens"])
-    ours, _ = recorded_rows(tokenizer, [*talk, {"role": "assistant", "content": "fine"}], (), {EOS})
+    ours, _ = recorded_rows(tokenizer, [*talk, assistant("fine")], (), {EOS})
     assert ours[-1].tokens == rows[1]["tokens"], "recorded answers stand behind the same prompt"
 
 
 def test_an_unseen_end_is_the_one_that_the_template_writes(fake: Fake) -> None:
-    other = TEMPLATE.replace("<|end|>{% endfor %}", "{% if m.role == 'user' %}<|end|>{% else %}<|pad|>{% endif %}"
-                             "{% endfor %}")  # fmt: skip
-    tokenizer = words(other)
+    other = "{% if m.role == 'user' %}<|end|>{% else %}<|pad|>{% endif %}"
+    tokenizer = words(TEMPLATE.replace("<|end|>", other))
     pad = tokenizer.convert_tokens_to_ids("<|pad|>")
     assert pad != tokenizer.eos_token_id == EOS
     assert likeliest_end_first(tokenizer, (EOS, pad, 9)) == (pad, EOS, 9)

@@ -1,21 +1,19 @@
 """Conversations with tools, and answers that are in the data already: what becomes rows, and which tokens count."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
+from programs import Program, altered, assistant, user, write
 from test_conversations import CALL, RESULT
-from test_data_cli import argv, lines, user, write
-from test_data_conversation import PARAMS, answer, assistant, said
+from test_data_conversation import PARAMS, WORDS, answer, said
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.data.prompts import Message, encode_chat, read_chat
 from train.config import AnswerOptions, DataOptions, TrainConfig
-from train.data_cli import main
 from train.prompts.split import PROMPTS, Reading, choose_prompts
 from train.responses.build_corpus import write_recorded
 from train.responses.conversation import REFUSED, LiveConversation, recorded_rows
@@ -30,7 +28,7 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
 TAGGED = TEMPLATE.replace("{{ m['content'] }}<|end|>", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}")  # fmt: skip
 TALK = [user("a"), CALL, RESULT, assistant("b"), user("c"), assistant("d")]
-WORDS = make_tokenizer()
+PLAIN = [user("a"), assistant("b"), user("c"), assistant("d")]
 
 
 def words(template: str) -> Any:
@@ -153,31 +151,25 @@ def test_a_call_in_the_recorded_words_is_one_row_with_what_follows() -> None:
     assert len(talk.parts) == 1 and len(talk.parts[0].row.spans) == 2
 
 
-def test_tools_are_kept_in_what_is_written_and_trained_on(target_dir: Path, tmp_path: Path) -> None:
-    target = Path(shutil.copytree(target_dir, tmp_path / "t"))
-    words(WITH_TOOLS).save_pretrained(target)
+def test_tools_are_kept_in_what_is_written_and_trained_on(dflash_data: Program, tmp_path: Path) -> None:
+    target = altered(dflash_data.target, tmp_path / "t", words(WITH_TOOLS))
     rows = [{"messages": [user(f"ask {i}"), *TALK[1:]], "tools": json.dumps([TOOL])} for i in range(3)]
-    output = tmp_path / "a.jsonl"
-    assert main(argv(target, write(tmp_path / "p.jsonl", rows), output)) == 0
-    written = lines(output)
+    dflash_data("--target", target, "--data", write(tmp_path / "q.jsonl", rows))
+    written = dflash_data.rows()
     assert {row["index"] for row in written} == {0, 1, 2} and all(row["tools"] == [TOOL] for row in written)
     later = [row for row in written if row["part"]]
     assert later and all(row["messages"][1:3] == [CALL, RESULT] for row in later)
     assert all(WORDS.decode(row["tokens"]).startswith(json.dumps([TOOL])) for row in written)
-    read = read_training_rows(
-        [str(output)], Match(str(target), None, written[0]["vocab_size"], written[0]["template_hash"])
-    )
+    match = Match(str(target), None, written[0]["vocab_size"], written[0]["template_hash"])
+    read = read_training_rows([str(dflash_data.output)], match)
     assert [list(row.tokens) for row in read] == [row["tokens"] for row in written]
 
 
-def test_a_template_without_tools_is_one_counted_reason(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_without_tools_is_one_counted_reason(dflash_data: Program, tmp_path: Path) -> None:
     rows = [{"prompt": "ask"}, {"messages": TALK}, {"prompt": "tell", "tools": [TOOL]}]
-    assert main(argv(target_dir, write(tmp_path / "p.jsonl", rows), tmp_path / "a.jsonl")) == 0
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = dflash_data("--data", write(tmp_path / "q.jsonl", rows))[-1]
     assert "; dropped 1 refused by the chat template; left out of others: 1 later turns refused by" in said
-    found = lines(tmp_path / "a.jsonl")
+    found = dflash_data.rows()
     kept = [row["left_out"] for row in found if "left_out" in row]
     assert kept == [["later turns refused by the chat template"]], "a run that goes on counts it again"
     assert [row["messages"][0] for row in found] == [user("ask"), user("a")], "before the call it could be asked"
@@ -202,15 +194,14 @@ def test_the_stop_token_is_the_one_that_the_template_writes() -> None:
 
 
 def test_generation_tags_say_what_is_supervised() -> None:
-    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    (row,), left_out = recorded_rows(words(TAGGED), [*messages, user("e")], [], {EOS})
-    assert row.tokens == encode_chat(WORDS, messages, ask=False) and texts([row]) == ["b<|end|>", "d<|end|>"]
-    assert row.prompt_tokens == len(encode_chat(WORDS, messages[:1])) and not left_out
+    (row,), left_out = recorded_rows(words(TAGGED), [*PLAIN, user("e")], [], {EOS})
+    assert row.tokens == encode_chat(WORDS, PLAIN, ask=False) and texts([row]) == ["b<|end|>", "d<|end|>"]
+    assert row.prompt_tokens == len(encode_chat(WORDS, PLAIN[:1])) and not left_out
     # the tags are believed: here they leave the end out
-    (row,), _ = recorded_rows(words(TAGGED.replace("<|end|>{% endgen", "{% endgen")), messages, [], {EOS})
+    (row,), _ = recorded_rows(words(TAGGED.replace("<|end|>{% endgen", "{% endgen")), PLAIN, [], {EOS})
     assert texts([row]) == ["b", "d"]
     untagged = words(TAGGED.replace("m.role == 'assistant'", "m.role == 'model'"))
-    assert recorded_rows(untagged, messages, [], {EOS}) == ([], {"without a token in generation tags": 1})
+    assert recorded_rows(untagged, PLAIN, [], {EOS}) == ([], {"without a token in generation tags": 1})
 
 
 def test_answers_that_do_not_follow_their_prompt_are_left_out_and_counted() -> None:
@@ -225,26 +216,21 @@ def test_answers_that_do_not_follow_their_prompt_are_left_out_and_counted() -> N
 def test_earlier_thinking_that_a_template_drops_gives_rows_of_what_a_server_sees() -> None:
     last = "{{ m.content if loop.last else m.content.split('|')[-1] }}"
     forgets = words(TEMPLATE.replace("{{ m['content'] }}", last))
-    rows, left_out = recorded_rows(forgets, [user("a"), assistant("think|b"), user("c"), assistant("d")], [], {EOS})
+    rows, left_out = recorded_rows(forgets, [user("a"), assistant("think|b"), *PLAIN[2:]], [], {EOS})
     assert texts(rows) == ["think|b<|end|>", "d<|end|>"] and len(rows) == 2 and not left_out
-    assert rows[1].tokens == encode_chat(WORDS, [user("a"), assistant("b"), user("c"), assistant("d")], ask=False)
+    assert rows[1].tokens == encode_chat(WORDS, PLAIN, ask=False)
 
 
 def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"messages": [*TALK[:1], *TALK[1:]], "tools": [TOOL]}, {"conversations": [{"from": "human", "value": "ask"},
-        {"from": "gpt", "value": "say"}, {"from": "human", "value": "more"}, {"from": "gpt", "value": "no"}]},
-        {"messages": [user("b"), CALL, RESULT, assistant("c")]}]  # fmt: skip
-    config = TrainConfig(
-        target="tiny",
-        data=(str(write(tmp_path / "p.jsonl", rows)),),
-        prompts=DataOptions(held_out=0, max_length=500),
-        answers=AnswerOptions(regenerate=False),
-    )
+    talk = [user("ask"), assistant("say"), user("more"), assistant("no")]
+    called = {"messages": [user("b"), CALL, RESULT, assistant("c")]}
+    data = write(tmp_path / "p.jsonl", [{"messages": TALK, "tools": [TOOL]}, {"messages": talk}, called])
+    options = {"prompts": DataOptions(held_out=0, max_length=500), "answers": AnswerOptions(regenerate=False)}
 
     def recorded(tokenizer: Any) -> Corpus:
+        config = TrainConfig(target="tiny", data=(str(data),), **options)
         reading = Reading(config, tokenizer, "")
-        data = choose_prompts(reading, tmp_path)
-        write_recorded(reading, data, tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})
+        write_recorded(reading, choose_prompts(reading, tmp_path), tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})
         return Corpus.open(tmp_path / "corpus")
 
     found = recorded(words(WITH_TOOLS))
@@ -256,7 +242,7 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
     lacking = recorded(make_tokenizer())
     assert texts(lacking) == ["say<|end|>", "no<|end|>"] and lacking.meta["counts"][REFUSED] == 2
     assert f"dropped answers of the data: 2 {REFUSED}" in capsys.readouterr().err
-    write(tmp_path / "p.jsonl", rows[2:])
+    write(data, [called])
     with pytest.raises(UserError, match="none of the data's answers can be trained on: 1 refused by the chat template"):
         recorded(make_tokenizer())
 
@@ -264,7 +250,5 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
 def test_thinking_reaches_the_recorded_rows() -> None:
     mode = "{% if m.role == 'assistant' and enable_thinking %}!{% endif %}"
     thinks = words(TEMPLATE.replace("{{ m['content'] }}", mode + "{{ m.content }}"))
-    talk = [user("a"), assistant("b")]
-    assert [texts(recorded_rows(thinks, talk, [], {EOS}, mode)[0]) for mode in (True, False)] == [
-        ["!b<|end|>"], ["b<|end|>"],
-    ]  # fmt: skip
+    for thinking, text in ((True, "!b<|end|>"), (False, "b<|end|>")):
+        assert texts(recorded_rows(thinks, PLAIN[:2], [], {EOS}, thinking)[0]) == [text]

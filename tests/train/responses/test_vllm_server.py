@@ -7,23 +7,22 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
 from conftest import EOS, MASK, PAD, VOCAB, make_tokenizer
-from test_data_cli import argv, lines, user, write
+from programs import Program, assistant, user, write
+from servers import stand_in
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, save_drafter
 from dflash_toolkit.models.dflash.checkpoint import serving_commands
-from train.data_cli import main
 
 START_S = 240
 BLOCK = 8
@@ -95,56 +94,39 @@ def _answers(url: str) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def without_ids(url: str) -> Iterator[str]:
+def without_ids(url: str) -> AbstractContextManager[str]:
     """The same server behind a proxy that lets no token ids through."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(httpx.get(url + self.path))
+    def answer(request: BaseHTTPRequestHandler, content: bytes) -> tuple[int, bytes, dict[str, str]]:
+        if request.command == "GET":
+            reply = httpx.get(url + request.path)
+        else:
+            body = {key: value for key, value in json.loads(content).items() if key != "return_token_ids"}
+            reply = httpx.post(url + request.path, json=body, timeout=60)
+        return reply.status_code, reply.content, {}
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            body.pop("return_token_ids", None)
-            self.send(httpx.post(url + self.path, json=body, timeout=60))
-
-        def send(self, reply: httpx.Response) -> None:
-            self.send_response(reply.status_code)
-            self.send_header("Content-Length", str(len(reply.content)))
-            self.end_headers()
-            self.wfile.write(reply.content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{proxy.server_port}"
-        proxy.shutdown()
+    return stand_in(answer)
 
 
 @pytest.mark.gpu
 def test_vllm_serves_the_drafter_and_dflash_data_gets_the_target_s_answers_from_it(
-    server: str, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: str, pair: tuple[Path, Path], dflash_data: Program, tmp_path: Path
 ) -> None:
-    talks = [{"messages": [user(f"ask {i}"), {"role": "assistant", "content": ""}, user("more")]} for i in range(12)]
-    data = write(tmp_path / "p.jsonl", talks)
-    found = {}
+    write(tmp_path / "p.jsonl", [{"messages": [user(f"ask {i}"), assistant(""), user("more")]} for i in range(12)])
+    dflash_data.target, found = pair[0], {}
     with without_ids(server) as texts:
         for name, url in (("ids", server), ("texts", texts)):
             for api in ("completions", "chat"):
-                output = tmp_path / f"{name}-{api}.jsonl"
-                command = argv(pair[0], data, output, "--endpoint", url, "--batch-size", "1", f"server.api={api}")
-                assert main(command) == 0, capsys.readouterr().err
-                err = capsys.readouterr().err
-                assert "unknown tokens" not in err and "asking" not in err, "every field is known there"
-                found[name, api] = lines(output)
-        sampled = ["temperature=0.8", "top_k=9", "top_p=0.9", "samples=2"]
-        assert main([*argv(pair[0], data, tmp_path / "s.jsonl", "--endpoint", server), *sampled]) == 0
+                output = f"{name}-{api}.jsonl"
+                said = "".join(dflash_data("--endpoint", url, "--batch-size", 1, f"server.api={api}", output=output))
+                assert "unknown tokens" not in said and "asking" not in said, "every field is known there"
+                found[name, api] = dflash_data.rows(output)
+        sampled = ("temperature=0.8", "top_k=9", "top_p=0.9", "samples=2")
+        dflash_data("--endpoint", server, *sampled, output="s.jsonl")
     first = found.pop(("ids", "completions"))
     assert all(rows == first for rows in found.values()), "whichever way it is asked"
     assert {row["finish_reason"] for row in first} >= {"length"} and any(len(row["spans"]) == 2 for row in first)
-    assert len(lines(tmp_path / "s.jsonl")) >= 12
+    assert len(dflash_data.rows("s.jsonl")) >= 12
 
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.bfloat16).cuda()
     for row in first:
