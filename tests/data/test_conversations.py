@@ -7,19 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import assistant, user, write
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import FORM_CHOICES, Conversation, conversation, split_messages
 from dflash_toolkit.data.prompts import read_prompts
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = assistant("") | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
@@ -80,8 +72,7 @@ def test_every_shape_becomes_the_turns_that_ask(
     row: Any, turns: list[list[dict[str, str]]], answer: str | None, tmp_path: Path
 ) -> None:
     assert conversation(row, "f, line 1") == Conversation("f, line 1", tuple(tuple(turn) for turn in turns))
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    (prompt,) = read_prompts(tmp_path / "a.jsonl")
+    (prompt,) = read_prompts(write(tmp_path / "a.jsonl", [row]))
     assert (list(prompt.messages), prompt.answer) == (turns[0], answer)
 
 
@@ -129,9 +120,8 @@ def test_later_turns_matter_to_dflash_data_and_recorded_answers_to_readers_of_pr
             conversation(row, "x")
     row = {"prompt": "a", "response": 7}
     assert conversation(row, "x").asked == "a"
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="line 1: malformed row"):
-        read_prompts(tmp_path / "a.jsonl")
+        read_prompts(write(tmp_path / "a.jsonl", [row]))
 
 
 JSON = st.recursive(
@@ -154,10 +144,8 @@ KEYS = [
 def test_any_row_is_a_prompt_or_a_user_error(
     row: dict[str, Any], form: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "row.jsonl"
-    path.write_text(json.dumps(row))
     try:
-        (prompt,) = read_prompts(path, form=form)
+        (prompt,) = read_prompts(write(tmp_path_factory.getbasetemp() / "row.jsonl", [row]), form=form)
     except UserError:
         return
     assert prompt.messages and all(isinstance(m["content"], str) for m in prompt.messages)

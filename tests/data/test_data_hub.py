@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from programs import says
+from servers import Reply, stand_in
 
 pytest.importorskip("datasets")
 
@@ -30,7 +30,7 @@ LARGE = 8000
 
 
 def lines(*prompts: str) -> bytes:
-    return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode()
+    return "".join(json.dumps(row) + "\n" for row in says(*prompts)).encode()
 
 
 @functools.cache  # not where the module is imported: 80 MB
@@ -50,61 +50,34 @@ def digest(name: str) -> str:
     return hashlib.sha1(files()[name]).hexdigest()
 
 
-class Hub(ThreadingHTTPServer):
+class Hub:
     """Counts the bytes of each file that it sends."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
         self.sent = dict.fromkeys(files(), 0)
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def log_message(self, *_: object) -> None:
-        """Nobody reads what was asked."""
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
+    def answer(self, request: BaseHTTPRequestHandler, _: bytes) -> Reply:
+        path = unquote(urlsplit(request.path).path)
         about, resolve = f"/api/datasets/{NAME}", f"/datasets/{NAME}/resolve/"
         if path in (about, f"{about}/revision/main", f"{about}/revision/{COMMIT}"):
             found = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files()]}
-            self.answer(200, json.dumps(found).encode(), {})
-        elif path.startswith(f"{about}/tree/{COMMIT}"):
-            self.answer(200, json.dumps(tree(path.removeprefix(f"{about}/tree/{COMMIT}").strip("/"))).encode(), {})
-        elif not path.startswith(resolve):
-            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
-        elif (file := path.removeprefix(resolve).partition("/")[2]) in files():
-            self.file(file)
-        else:
-            self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-
-    do_HEAD = do_GET
-
-    def file(self, name: str) -> None:
-        content = files()[name]
+            return 200, json.dumps(found).encode(), {}
+        if path.startswith(f"{about}/tree/{COMMIT}"):
+            return 200, json.dumps(tree(path.removeprefix(f"{about}/tree/{COMMIT}").strip("/"))).encode(), {}
+        if not path.startswith(resolve):
+            return 401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+        if (name := path.removeprefix(resolve).partition("/")[2]) not in files():
+            return 404, b"{}", {"X-Error-Code": "EntryNotFound"}
+        status, content = 200, files()[name]
         headers = {"ETag": f'"{digest(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        status, wanted = 200, self.headers.get("Range")
-        if wanted:
+        if wanted := request.headers.get("Range"):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or len(content)), len(content) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             status, content = 206, content[start : end + 1]
-        if self.command == "GET":
-            self.server.sent[name] += len(content)
-        self.answer(status, content, headers)
+        if request.command == "GET":
+            self.sent[name] += len(content)
+        return status, content, headers
 
 
 def tree(folder: str) -> list[dict[str, object]]:
@@ -112,25 +85,11 @@ def tree(folder: str) -> list[dict[str, object]]:
     start = f"{folder}/" if folder else ""
     below = [file.removeprefix(start) for file in files() if file.startswith(start)]
     folders = sorted({name.partition("/")[0] for name in below if "/" in name})
-    found: list[dict[str, object]] = [
-        {"type": "directory", "path": start + n, "oid": COMMIT, "size": 0} for n in folders
+    inside = [start + name for name in below if "/" not in name]
+    return [
+        *({"type": "directory", "path": start + name, "oid": COMMIT, "size": 0} for name in folders),
+        *({"type": "file", "path": path, "oid": digest(path), "size": len(files()[path])} for path in inside),
     ]
-    for name in below:
-        if "/" not in name:
-            path = start + name
-            found.append({"type": "file", "path": path, "oid": digest(path), "size": len(files()[path])})
-    return found
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 PROGRAM = """
@@ -155,13 +114,13 @@ print(json.dumps({
 """
 
 
-def test_datasets_of_the_hub_are_streamed_and_what_is_missing_is_one_line(hub: Hub, tmp_path: Path) -> None:
-    changed = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+def test_datasets_of_the_hub_are_streamed_and_what_is_missing_is_one_line(tmp_path: Path) -> None:
     left_out = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_TOKEN")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=kept | changed, capture_output=True, text=True, timeout=120
-    )
+    kept, hub = {name: value for name, value in os.environ.items() if name not in left_out}, Hub()
+    with stand_in(hub.answer) as url:
+        env = kept | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+        program = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["train"] == found["whole"] == ["a", "b", "c", "d", "e"] and found["test"] == ["f"]

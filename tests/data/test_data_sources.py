@@ -6,9 +6,12 @@ import lzma
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_conversations import CALL, RESULT, user
+from damage import damage
+from programs import says, user, write
+from test_conversations import CALL, RESULT
 
 from dflash_toolkit import UserError
 from dflash_toolkit.config import parse_cli
@@ -24,7 +27,7 @@ from train.data_cli import DataConfig
 ROWS = [{"prompt": "first"}, {"id": "b", "prompt": "second"}]
 
 
-def write(path: Path) -> Path:
+def make(path: Path) -> Path:
     """`ROWS` in the form that the name asks for."""
     if path.suffix == ".parquet":
         datasets = pytest.importorskip("datasets")
@@ -38,15 +41,26 @@ def write(path: Path) -> Path:
     return path
 
 
+def asked(name: object, *args: object) -> list[str]:
+    """What the conversations of a source ask."""
+    return [found.asked for found in Source(str(name)).read(*args) if isinstance(found, Conversation)]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "a.json.gz", "a.txt", "a.parquet"])
-def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path) -> None:
-    found = list(Source(str(write(tmp_path / name))).read())
-    assert [c.asked for c in found if isinstance(c, Conversation)] == ["first", "second"]
-    assert len(Source(str(tmp_path / name)).digest("train")) == 64
+def test_every_kind_of_file_gives_its_prompts_in_order_for_every_program(name: str, tmp_path: Path) -> None:
+    path = make(tmp_path / name)
+    assert asked(path) == ["first", "second"] and len(Source(str(path)).digest("train")) == 64
+    (found,) = read_prompt_sets([f"chat={path}"]).values()
+    assert [prompt.messages for prompt in found] == [(user("first"),), (user("second"),)]
+    (found,) = read_prompt_sets([f"chat={path}[1:]"], limit=1).values()
+    assert [prompt.messages for prompt in found] == [(user("second"),)]
+    assert asked(f"{path}[1:9]") == ["second"]
+    with pytest.raises(UserError, match="no such rows; the range begins with row 2"):
+        asked(f"{path}[2:]")
 
 
 @pytest.mark.parametrize(
-    ("text", "asked"),
+    ("text", "expected"),
     [
         (json.dumps({"version": 1, "data": ROWS}), ["first", "second"]),
         (json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1]), ["first", "second"]),
@@ -54,9 +68,9 @@ def test_every_kind_of_file_gives_its_prompts_in_order(name: str, tmp_path: Path
     ],
     ids=["an object around the array", "JSON lines", "a single conversation"],
 )
-def test_json_that_is_no_bare_array(text: str, asked: list[str], tmp_path: Path) -> None:
+def test_json_that_is_no_bare_array(text: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    assert [c.asked for c in Source(str(tmp_path / "a.json")).read()] == asked
+    assert asked(tmp_path / "a.json") == expected
 
 
 def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: Path) -> None:
@@ -78,16 +92,16 @@ def test_a_name_is_no_pattern(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "e::f[1]"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    write(folder / f"a1xy{Path(name).suffix}".replace(".gz", ".jsonl").replace(".xz", ".jsonl"))  # what it would match
+    make(folder / f"a1xy{Path(name).suffix}".replace(".gz", ".jsonl").replace(".xz", ".jsonl"))  # what it would match
     rows = [{"prompt": "a\u2028b"}, {"messages": [user("c"), CALL, RESULT]}, {"prompt": "d", "tools": [{"name": "f"}]}]
     if name.endswith(".parquet"):
-        write(folder / name)
+        make(folder / name)
     else:
         lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
         pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
         (folder / name).write_bytes(pack(b"\xef\xbb\xbf" + lines.encode()))
     expected = ["first", "second"] if name.endswith(".parquet") else ["a\u2028b", "c", "d"]
-    assert [c.asked for c in Source(name).read()] == expected
+    assert asked(name) == expected
 
 
 def test_a_file_is_read_without_network_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,58 +110,43 @@ def test_a_file_is_read_without_network_and_cache(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "no folder" / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    asked: list[object] = []
+    looked_up: list[object] = []
 
     def look_up(*args: object, **_: object) -> None:
-        asked.append(args)
+        looked_up.append(args)
         raise OSError("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     for name in ("a.jsonl", "a.txt", "a.parquet", "a.jsonl.gz"):
-        found = Source(str(write(tmp_path / name))).read()
-        assert [c.asked for c in found] == ["first", "second"]
-    assert asked == []
+        assert asked(make(tmp_path / name)) == ["first", "second"]
+    assert looked_up == []
 
 
 def test_only_parquet_and_datasets_need_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parquet = write(tmp_path / "a.parquet")
+    parquet = make(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json", "a.txt"):
-        source = Source(str(write(tmp_path / name)))
-        assert [c.asked for c in source.read()] == [p.messages[0]["content"] for p in read_prompts(source)]
+        path = make(tmp_path / name)
+        assert asked(path) == [prompt.messages[0]["content"] for prompt in read_prompts(path)] == ["first", "second"]
     with pytest.raises(UserError, match=r"reading \S*a.parquet needs datasets: pip install 'dflash-toolkit\[train\]'$"):
-        list(Source(str(parquet)).read())
+        asked(parquet)
     with pytest.raises(UserError, match=r"reading some/set needs datasets: .*, or give a file$"):
-        list(Source("some/set").read())
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.json.gz", "a.txt", "a.parquet"])
-def test_training_and_evaluation_read_what_dflash_data_reads(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / name)
-    (found,) = read_prompt_sets([f"chat={path}"]).values()
-    assert [prompt.messages for prompt in found] == [(user("first"),), (user("second"),)]
-    (found,) = read_prompt_sets([f"chat={path}[1:]"], limit=1).values()
-    assert [prompt.messages for prompt in found] == [(user("second"),)]
-    assert [c.asked for c in Source(f"{path}[1:9]").read()] == ["second"]
-    with pytest.raises(UserError, match="no such rows; the range begins with row 2"):
-        list(Source(f"{path}[2:]").read())
+        asked("some/set")
 
 
 def test_a_name_and_a_range_are_read_unless_they_are_part_of_a_files_name(tmp_path: Path) -> None:
     for name in ("gsm8k=a.jsonl", "a.jsonl[0:1]", "a.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps({"question": f"{name} {i}"}) + "\n" for i in range(3)))
-    found = list(Source(str(tmp_path / "gsm8k=a.jsonl")).read())
-    assert [c.asked for c in found] == [f"gsm8k=a.jsonl {i}" for i in range(3)]
-    found = list(Source(str(tmp_path / "a.jsonl[0:1]")).read())
-    assert [c.asked for c in found] == [f"a.jsonl[0:1] {i}" for i in range(3)]
-    found = list(Source(f"gsm8k={tmp_path / 'a.jsonl'}[1:2]").read())
-    assert [c.asked.splitlines()[0] for c in found] == ["a.jsonl 1"] and "step by step" in found[0].asked
-    plain = Source(str(tmp_path / "a.jsonl")).digest("train")
-    others = [f"{tmp_path / 'a.jsonl'}[1:2]", f"gsm8k={tmp_path / 'a.jsonl'}", f"{tmp_path / 'a.jsonl'}[1:]"]
+        path = write(tmp_path / name, [{"question": f"{name} {i}"} for i in range(3)])
+    assert asked(tmp_path / "gsm8k=a.jsonl") == [f"gsm8k=a.jsonl {i}" for i in range(3)]
+    assert asked(tmp_path / "a.jsonl[0:1]") == [f"a.jsonl[0:1] {i}" for i in range(3)]
+    (text,) = asked(f"gsm8k={path}[1:2]")
+    assert text.splitlines()[0] == "a.jsonl 1" and "step by step" in text
+    plain = Source(str(path)).digest("train")
+    others = [f"{path}[1:2]", f"gsm8k={path}", f"{path}[1:]"]
     assert len({plain, *(Source(name).digest("train") for name in others)}) == 4
-    assert Source(f"shop={tmp_path / 'a.jsonl'}").digest("train") == plain
+    assert Source(f"shop={path}").digest("train") == plain
     with pytest.raises(UserError, match="no such rows"):
-        Source(f"{tmp_path / 'a.jsonl'}[2:2]")
+        Source(f"{path}[2:2]")
 
 
 def test_a_named_source_of_the_command_line_is_no_override() -> None:
@@ -167,66 +166,56 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
 
 
 PACKED = {".gz": gzip.compress(b'{"prompt": "first"}' * 99), ".xz": lzma.compress(b'{"prompt": "first"}' * 99)}
-BROKEN = {
-    "no UTF-8": ("a.jsonl", b'{"prompt": "gr\xfc\xdf"}\n'),
-    **{f"{end}, cut": (f"a.jsonl{end}", data[:-12]) for end, data in PACKED.items()},
-    **{f"{end}, flipped": (f"a.jsonl{end}", data[:25] + b"\xff" * 9 + data[34:]) for end, data in PACKED.items()},
+BROKEN: dict[str, tuple[str, bytes | str | None, str]] = {
+    "no UTF-8": ("a.jsonl", b'{"prompt": "gr\xfc\xdf"}\n', "cannot be read"),
+    **{f"{end}, cut": (f"a.jsonl{end}", data[:-12], "cannot be read") for end, data in PACKED.items()},
+    **{
+        f"{end}, flipped": (f"a.jsonl{end}", data[:25] + b"\xff" * 9 + data[34:], "cannot be read")
+        for end, data in PACKED.items()
+    },
+    "JSON lines that are not there": ("a.jsonl", None, "no such file"),
+    "parquet that is not there": ("a.parquet", None, "no such file"),
+    "half an array": ("a.json", "[1, 2", "not valid JSON"),
+    "a number": ("a.json", "3", "expected an array of rows, got int"),
+    "two arrays": ("a.json", '{"a": [], "b": []}', "got an object"),
+    "empty": ("a.jsonl", "\n", "holds no prompts"),
+    "no gzip": ("a.jsonl.gz", "no gzip", "cannot be read"),
+    "no parquet": ("a.parquet", "no parquet", "a.parquet"),
 }
 
 
-@pytest.mark.parametrize(("name", "data"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_one_line(name: str, data: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match="cannot be read") as caught:
-        list(Source(str(tmp_path / name)).read())
-    assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("a.jsonl", None, "no such file"),
-        ("a.parquet", None, "no such file"),
-        ("a.json", "[1, 2", "not valid JSON"),
-        ("a.json", "3", "expected an array of rows, got int"),
-        ("a.json", '{"a": [], "b": []}', "got an object"),
-        ("a.jsonl", "\n", "holds no prompts"),
-        ("a.jsonl.gz", "no gzip", "cannot be read"),
-        ("a.parquet", "no parquet", "a.parquet"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, reason: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text)
+@pytest.mark.parametrize(("name", "content", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_file_that_cannot_be_read_is_one_line(name: str, content: Any, reason: str, tmp_path: Path) -> None:
+    if content is not None:
+        damage(tmp_path / name, content)
     with pytest.raises(UserError, match=reason) as caught:
-        list(Source(str(tmp_path / name)).read())
+        asked(tmp_path / name)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_dataset_is_streamed_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    rows = [json.dumps({"prompt": str(i)}) for i in range(30)]
-    (tmp_path / "set" / "train.jsonl").write_text("\n".join(rows) + "\n")
-    source = Source(str(tmp_path / "set"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder / "train.jsonl", says(*map(str, range(30))))
 
     def read(shuffle: int, seed: int = 0) -> list[str]:
-        return [c.asked for c in source.read("train", shuffle, seed) if isinstance(c, Conversation)]
+        return asked(folder, "train", shuffle, seed)
 
     assert read(0) == [str(i) for i in range(30)]
-    (found,) = read_prompt_sets([f"shop={tmp_path / 'set'}[3:9]"], limit=4).values()
+    (found,) = read_prompt_sets([f"shop={folder}[3:9]"], limit=4).values()
     assert [prompt.messages[0]["content"] for prompt in found] == ["3", "4", "5", "6"]
-    part = Source(f"{tmp_path / 'set'}[3:5]").read("train", 100, 1)
-    assert [c.asked for c in part] == ["3", "4"], "a range means the rows in their order"
+    assert asked(f"{folder}[3:5]", "train", 100, 1) == ["3", "4"], "a range means the rows in their order"
     assert read(100, 1) == read(100, 1) != read(100, 2)
     assert sorted(read(100, 1)) == sorted(read(0)) != read(100, 1)
+    source = Source(str(folder))
     assert source.digest("train") != source.digest("test")
 
 
 def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
     pytest.importorskip("datasets")
     with pytest.raises(UserError, match="dataset no-such/set:main cannot be loaded") as caught:
-        list(Source("no-such/set:main").read())
+        asked("no-such/set:main")
     assert "\n" not in str(caught.value)
 
 
@@ -234,6 +223,6 @@ def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
 def test_json_that_python_does_not_read_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
-        list(Source(str(tmp_path / "config.json")).read())
+        asked(tmp_path / "config.json")
     with pytest.raises(UserError, match=r"cannot read config\.json"):
         read_config(tmp_path)

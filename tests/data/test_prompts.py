@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer
+from programs import says, user
 
 from dflash_toolkit import UserError
-from dflash_toolkit.data.conversations import Conversation, Message
+from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts
 from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.fingerprint import files_digest, template_digest
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 @pytest.fixture
@@ -115,13 +112,10 @@ def test_a_row_is_named_by_its_id_or_task_id_or_its_file_and_line(write: Callabl
 
 
 def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: Callable[..., Path]) -> None:
-    path = write({"prompt": "a"}, {"prompt": "b"}, "not json at all")
+    path = write(*says("a", "b"), "not json at all")
     assert [p.messages[0]["content"] for p in read_prompts(path, limit=2)] == ["a", "b"]
     with pytest.raises(UserError, match="line 3"):
         read_prompts(path)
-
-
-# ---- files -----------------------------------------------------------------------------------------
 
 
 # ---- sets ------------------------------------------------------------------------------------------
@@ -140,13 +134,13 @@ def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: C
     ],
 )
 def test_a_set_takes_its_rows_of_the_file(write: Callable[..., Path], item: str, limit: int | None, rows: str) -> None:
-    path = write(*({"prompt": str(i)} for i in range(5)))
+    path = write(*says(*"01234"))
     (found,) = read_prompt_sets([item.replace("FILE", str(path))], limit).values()
     assert "".join(prompt.messages[0]["content"] for prompt in found) == rows
 
 
 def test_a_bare_source_is_named_after_itself(write: Callable[..., Path]) -> None:
-    path = write({"prompt": "a"}, {"prompt": "b"})
+    path = write(*says("a", "b"))
     assert [len(rows) for rows in read_prompt_sets([str(path)]).values()] == [2]
     assert list(read_prompt_sets([f"{path}[1:]"])) == [path.stem]
     assert [each.name for each in parse_prompt_sets(["openai/gsm8k:main[:9]", "a.b/mt.jsonl"])] == ["gsm8k", "mt"]
@@ -195,18 +189,21 @@ def test_thinking_reaches_the_template_only_when_it_is_set(thinking: bool | None
     assert tokenizer.decode(encode_chat(tokenizer, (user("a "),), thinking)) == f"a {tail}"
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template; use an instruction-tuned target"):
-        encode_chat(tokenizer, [user("Hi")])
+REFUSES = "the chat template refuses these messages"
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}"])
-def test_a_template_that_refuses_the_messages_is_a_user_error(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template; use an instruction-tuned target"),
+        ("{{ raise_exception('roles must alternate') }}", REFUSES),
+        ("{% if %}", REFUSES),
+    ],
+)
+def test_a_template_that_is_missing_or_refuses_the_messages_is_a_user_error(template: str | None, said: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(UserError, match="the chat template refuses these messages"):
+    with pytest.raises(UserError, match=said):
         encode_chat(tokenizer, [user("Hi")])
 
 
@@ -215,10 +212,9 @@ def test_a_template_that_refuses_the_messages_is_a_user_error(template: str) -> 
 
 def test_the_template_hash_is_that_of_the_template_text() -> None:
     tokenizer = make_tokenizer()
-    assert template_digest(tokenizer) == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
-    before = template_digest(tokenizer)
-    tokenizer.chat_template += " "
-    assert template_digest(tokenizer) != before
+    for more in ("", " "):
+        tokenizer.chat_template += more
+        assert template_digest(tokenizer) == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
 
 
 def test_the_file_hash_is_that_of_the_contents_in_order(tmp_path: Path) -> None:
