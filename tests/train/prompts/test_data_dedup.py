@@ -25,35 +25,29 @@ def test_the_same_question_with_other_tools_is_another_prompt() -> None:
         assert duplicates.seen(found.asked, under=found.instructions)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        ("Say hello", "say   HELLO\n"),
-        ("\uff21\uff22\uff23", "abc"),  # full width
-        (LONG, LONG.replace("word30", "other")),
-        (LONG, "Please, " + LONG),
-        ("\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed\u73a9",
-         "\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed"),
-    ],
-)  # fmt: skip
-def test_prompts_that_say_the_same_are_duplicates(a: str, b: str) -> None:
-    duplicates = Duplicates(0.8)
-    assert not duplicates.seen(a) and duplicates.seen(b) and duplicates.seen(a)
+WEATHER = "\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5462\u6211\u60f3\u53bb\u516c\u56ed\u73a9"
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
+    ("a", "b", "same"),
     [
-        ("What is 2 + 2?", "What is 2 + 3?"),
-        ("What is 5 - 1?", "What is 5 + 1?"),
-        ("Count from 1 to 20.", "Count from 1 to 30."),
-        ("yes", "no"),
-        (LONG, LONG[: len(LONG) // 2]),
+        ("Say hello", "say   HELLO\n", True),
+        ("\uff21\uff22\uff23", "abc", True),  # full width
+        (LONG, LONG.replace("word30", "other"), True),
+        (LONG, "Please, " + LONG, True),
+        (WEATHER, WEATHER[:-1], True),
+        ("What is 2 + 2?", "What is 2 + 3?", False),
+        ("What is 5 - 1?", "What is 5 + 1?", False),
+        ("Count from 1 to 20.", "Count from 1 to 30.", False),
+        ("yes", "no", False),
+        (LONG, LONG[: len(LONG) // 2], False),
     ],
 )
-def test_prompts_that_ask_something_else_are_not(a: str, b: str) -> None:
+def test_prompts_that_say_the_same_are_duplicates_and_those_that_ask_something_else_are_not(
+    a: str, b: str, same: bool
+) -> None:
     duplicates = Duplicates(0.8)
-    assert not duplicates.seen(a) and not duplicates.seen(b)
+    assert not duplicates.seen(a) and duplicates.seen(b) == same and duplicates.seen(a)
 
 
 def test_at_a_threshold_of_one_only_equal_prompts_are_dropped() -> None:
