@@ -364,6 +364,23 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return plain(config)
 
 
+def one_line(error: Exception) -> str | None:
+    """What to say of an error instead of a traceback: of a UserError, or of too little memory; None of any other."""
+    if isinstance(error, UserError):
+        return str(error)
+    said = " ".join(str(error).split())
+    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this module does without
+        said = said.partition(" Of the allocated")[0].partition(" Including")[0]
+        return f"{said} Take a larger GPU, or a smaller model, batch or context"
+    if "DefaultCPUAllocator: " in said:  # on a CPU it has no class of its own
+        said = said.partition("DefaultCPUAllocator: ")[2]
+        return (
+            f"this machine's memory does not suffice ({said}). "
+            f"Take a larger machine, or a smaller model, batch or context"
+        )
+    return None
+
+
 def run_command(command: Callable[[], int | None]) -> int:
     """Run a program's body: a UserError, or too little memory, is one line and exit code 2, Ctrl-C is 130."""
     for stream in (sys.stdout, sys.stderr):
@@ -373,20 +390,10 @@ def run_command(command: Callable[[], int | None]) -> int:
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
         return command() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this module does without
-            said = said.partition(" Of the allocated")[0].partition(" Including")[0]
-            way_out = "Take a larger GPU, or a smaller model, batch or context"
-        elif "DefaultCPUAllocator" in said:  # on a CPU it has no class of its own
-            said = f"this machine's memory does not suffice ({said.partition('DefaultCPUAllocator: ')[2]})."
-            way_out = "Take a larger machine, or a smaller model, batch or context"
-        else:
+    except (UserError, RuntimeError) as error:
+        if (said := one_line(error)) is None:
             raise
-        print(f"error: {said} {way_out}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)

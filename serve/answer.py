@@ -90,8 +90,11 @@ class Answer:
 
         text = ""
         visible = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
-        # one by one, to know which of them completed a stop string
-        for token, logprobs in zip_longest(visible, progress.logprobs[: len(visible)]):
+        single = visible  # one by one, where it matters which of them completed a stop string, or carries which text
+        if self._queue is None and not self._scanner.stops:
+            self.tokens += visible
+            text, single = self._detokenizer.add(visible), ()
+        for token, logprobs in zip_longest(single, progress.logprobs[: len(single)]):
             self.tokens.append(token)
             if self._queue is not None:
                 self._queue.add(token, logprobs)

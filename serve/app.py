@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import PromptError
-from dflash_toolkit.runtime import AsyncEngine, EngineClosedError
-from dflash_toolkit.runtime import Request as EngineRequest
+from dflash_toolkit.runtime import EngineClient, EngineClosedError
+from dflash_toolkit.runtime.client import Asked
 from dflash_toolkit.sampling import BiasError
 
 from .answer import Answer, Piece, usage
@@ -34,7 +34,7 @@ log = logging.getLogger("dflash_toolkit.serve")
 
 
 def create_app(
-    engine: AsyncEngine,
+    engine: EngineClient,
     model: str,
     api_key: str | None = None,
     defaults: Mapping[str, float] | None = None,
@@ -56,7 +56,7 @@ def create_app(
         "object": "model",
         "created": int(time.time()),
         "owned_by": "dflash-toolkit",
-        "max_model_len": engine.engine.context_limit,
+        "max_model_len": engine.info.capacity.context_limit,
     }
 
     def authorise(request: Request) -> None:
@@ -97,7 +97,7 @@ def create_app(
             ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking, tools))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        requests = service.requests(body, ids, "messages")
+        requests = service.requests(body, [ids], "messages")
         replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
         parallel = body.parallel_tool_calls is not False
         parse = [parsers.of_answer(engine.tokenizer, ids, tools, parallel) for _ in requests]
@@ -109,7 +109,7 @@ def create_app(
         service.check_model(body.model)
         encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
         prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
-        requests = [one for ids in prompts for one in service.requests(body, ids, "prompt")]
+        requests = service.requests(body, prompts, "prompt")
         strings = service.strings_for(body)
         lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if strings else [0]
         replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
@@ -148,7 +148,7 @@ def create_app(
 class _Service:
     """What both endpoints do once they have token ids."""
 
-    def __init__(self, engine: AsyncEngine, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
+    def __init__(self, engine: EngineClient, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._strings = TokenStrings(engine.tokenizer)
         self._encoding = asyncio.Lock()
@@ -164,20 +164,24 @@ class _Service:
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def requests(self, body: GenerationRequest, ids: list[int], param: str) -> list[EngineRequest]:
-        """A prompt once for each of its answers, of which each has a seed of its own.
+    def requests(self, body: GenerationRequest, prompts: Sequence[list[int]], param: str) -> list[Asked]:
+        """Every prompt once for each of its answers, of which each has a seed of its own.
 
         Raises:
             ApiError: (400) it cannot be decoded; `param` is what the client calls the prompt.
         """
-        params = body.sampling(self._engine.engine.context_limit, self._defaults, self._engine.tokenizer.eos_token_id)
-        try:
-            first = self._engine.request(ids, params)  # before a stream begins, whose status would be sent
-        except UserError as error:
-            at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
-            raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
-        seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # in 64 bits, as it was
-        return [first, *map(first.with_seed, seeds)]
+        limit = self._engine.info.capacity.context_limit
+        params = body.sampling(limit, self._defaults, self._engine.tokenizer.eos_token_id)
+        found = []
+        for ids in prompts:
+            try:
+                first = self._engine.request(ids, params)  # before a stream begins, whose status would be sent
+            except UserError as error:
+                at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
+                raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
+            seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # in 64 bits
+            found += [first, *map(first.with_seed, seeds)]
+        return found
 
     def strings_for(self, body: GenerationRequest) -> TokenStrings | None:
         """The token strings, if the request asks for log-probabilities."""
@@ -187,7 +191,7 @@ class _Service:
         self,
         request: Request,
         body: GenerationRequest,
-        asked: list[EngineRequest],
+        asked: list[Asked],
         replies: Replies,
         parse: Sequence[OutputParser | None] = (),
         shown: Collection[str] = (),
@@ -219,21 +223,26 @@ class _Service:
                 choice |= {"token_ids": answer.tokens, "prompt_token_ids": one.prompt_ids}
         return JSONResponse(reply)
 
-    async def _pieces(self, asked: list[EngineRequest], answers: list[Answer]) -> Pieces:
+    async def _pieces(self, asked: list[Asked], answers: list[Answer]) -> Pieces:
         """The answers as they come, counted however they end."""
         outcome = "disconnected"
         self._metrics.waiting.inc(len(answers))
         try:
             with self._engine.decode(asked) as responses:
+                waiting: dict[int, list[Piece]] = {}  # what came while the client or this process lagged goes as one
                 async for index, progress in responses:
                     answer = answers[index]
-                    piece = answer.add(progress)
-                    if piece:
-                        yield index, piece
-                    if answer.finish_reason is not None:
-                        if progress.finish_reason is None:  # a stop string
-                            responses.cancel(index)
-                        yield index, None
+                    waiting.setdefault(index, []).append(answer.add(progress))
+                    if answer.finish_reason is not None and progress.finish_reason is None:  # a stop string
+                        responses.cancel(index)
+                    if responses.ready:
+                        continue
+                    for index, pieces in waiting.items():
+                        if piece := Piece.joined(pieces):
+                            yield index, piece
+                        if answers[index].finish_reason is not None:
+                            yield index, None
+                    waiting.clear()
         except Exception:
             outcome = "error"
             raise

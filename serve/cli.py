@@ -2,28 +2,20 @@
 
 import contextlib
 import importlib.util
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
-from dflash_toolkit.threads import use_threads
 
 from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
-
-if TYPE_CHECKING:
-    from dflash_toolkit.runtime import AsyncEngine
 
 PROG = "dflash-serve"
 DESCRIPTION = """\
 Serve a target over OpenAI's API, with a drafter that makes it faster and changes nothing else. Without a drafter
 the same server decodes plainly. Requests are decoded together and come and go at every step."""
-EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client")  # what `dflash-toolkit[serve]` installs
+EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "msgspec")  # what `dflash-toolkit[serve]` installs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +42,7 @@ class ServeConfig(ModelOptions):
         "how the target marks its reasoning, which becomes reasoning_content; auto goes by its chat template",
         choices=REASONING_PARSERS,
     )
+    drain_timeout: float = option(25.0, "seconds that open answers get to finish when the server is told to stop")
     served_model_name: str | None = option(None, "the name clients ask for (default: the target, as given)")
 
     def __post_init__(self) -> None:
@@ -73,44 +66,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: ServeConfig) -> None:
     _require_extra()
-    read_ahead(config.drafter, config.target)
-    # not above: this imports torch and transformers, seconds in which the disk is to read already
-    import transformers
+    from .processes import EngineProcess
+    from .server import Server, bind, url_of
 
-    from dflash_toolkit.runtime import AsyncEngine, load_engine
+    with bind(config.host, config.port) as bound, contextlib.closing(EngineProcess(config)) as process:
+        process.start()
+        # not above: this imports torch and transformers, seconds in which the engine's process does the same
+        import transformers
 
-    from .app import create_app
-    from .defaults import sampling_defaults
-    from .server import Server, listen, url_of
+        from dflash_toolkit.models.target import load_config, load_tokenizer
+        from dflash_toolkit.runtime import EngineClient
 
-    use_threads(config.threads)
-    transformers.utils.logging.disable_progress_bar()  # errors are one line
-    # what can be wrong is looked at before the target's weights, which take longest
-    with listen(config.host, config.port) as listener:
+        from .app import create_app
+        from .defaults import sampling_defaults
+
+        transformers.utils.logging.disable_progress_bar()  # errors are one line
+        load_config(config.target)  # says first if there is no such target
         defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
-        engine = AsyncEngine(*load_engine(config.target, config.drafter, config.device, config.dtype, config.engine))
+        tokenizer = load_tokenizer(config.target)
+        info = process.ready()
+        engine = EngineClient(process.path, info, tokenizer)
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
-        runner = engine.engine.runner
-        place = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
-        line = f"{PROG}: {url_of(listener)}/v1 serves {config.model} ({drafting}, {place})"
+        line = f"{PROG}: {url_of(bound)}/v1 serves {config.model} ({drafting}, {info.place})"
         parsers = (config.tool_call_parser, config.reasoning_parser)
         app = create_app(engine, config.model, config.api_key, defaults, *parsers)
-        server = Server(app, ready=lambda: print(line, flush=True), stop=engine.close)
+        server = Server(app, ready=lambda: print(line, flush=True), stop=engine.close, drain_s=config.drain_timeout)
         # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again
         with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[listener])
-        _end(engine)
-
-
-def _end(engine: "AsyncEngine") -> None:
-    """Wait for the decoding thread: an interpreter that ends while a thread is inside C++ code aborts the process."""
-    from .server import GRACE_S
-
-    engine.close()
-    if not engine.join(GRACE_S):  # a long prefill, a kernel that is compiled
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+            server.run(sockets=[bound])
 
 
 def _require_extra() -> None:

@@ -92,25 +92,36 @@ class Detokenizer:
 
 
 class StopScanner:
-    """Passes text through up to the stop string that is complete first, wherever the text is cut into pieces."""
+    """Passes text through up to the stop string that is complete first, wherever the text is cut into pieces.
+
+    Of those that end together the longest counts. Every character is looked at once (Knuth, Morris, Pratt).
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""  # may be the start of a stop string
+        self.stops = tuple(stops)
         self.stopped = False
+        self._borders = [_borders(stop) for stop in self.stops]
+        self._matched = [0] * len(self.stops)  # characters of each that the text ends with
+        self._held = ""  # may be the start of a stop string
 
     def add(self, piece: str) -> str:
         """The text that is safe to send. After a stop string (`stopped`) there is none."""
-        if self.stopped:
-            return ""
+        if self.stopped or not self.stops:
+            return "" if self.stopped else piece
         text = self._held + piece
-        # by end, then by start: what reading one character at a time would find, whatever the pieces are
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            self._held = ""
-            return text[: min(found)[1]]
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        for end, letter in enumerate(piece, len(self._held) + 1):
+            complete = 0
+            for i, (stop, borders) in enumerate(zip(self.stops, self._borders, strict=True)):
+                matched = self._matched[i]
+                while matched and stop[matched] != letter:
+                    matched = borders[matched - 1]
+                self._matched[i] = matched = matched + (stop[matched] == letter)
+                if matched == len(stop):
+                    complete = max(complete, matched)
+            if complete:
+                self.stopped, self._held = True, ""
+                return text[: end - complete]
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -119,7 +130,13 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a proper start of `stop`."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+def _borders(text: str) -> list[int]:
+    """For every start of `text` the length of its longest proper start that is its end too."""
+    borders = [0] * len(text)
+    for i in range(1, len(text)):
+        k = borders[i - 1]
+        while k and text[k] != text[i]:
+            k = borders[k - 1]
+        borders[i] = k + (text[k] == text[i])
+    return borders

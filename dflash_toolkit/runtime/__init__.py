@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .async_engine import AsyncEngine, EngineClosedError, Progress, Responses
+    from .client import AsyncEngine, EngineClient, EngineClosedError, Progress, RequestFailedError, Responses
     from .engine import Engine, EngineStats
     from .load import load_engine
     from .options import EngineOptions, SyntheticAcceptance
@@ -16,11 +16,13 @@ else:
 __all__ = [
     "AsyncEngine",
     "Engine",
+    "EngineClient",
     "EngineClosedError",
     "EngineOptions",
     "EngineStats",
     "Progress",
     "Request",
+    "RequestFailedError",
     "Responses",
     "SyntheticAcceptance",
     "load_engine",

@@ -1,4 +1,4 @@
-"""The engine: a target and its drafter, many requests at once. Not thread-safe; `async_engine.py` gives it a thread."""
+"""The engine: a target and its drafter, many requests at once. Not thread-safe; `loop.py` steps it for others."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..config import UserError
-from ..generation import Generation, Step, check_prompt
+from ..generation import Generation, Step
 from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
@@ -16,7 +16,7 @@ from .draft_length import BlockChooser, block_sizes, measure_steps
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .options import EngineOptions
 from .pages import PagePool
-from .request import Request, RollingAcceptance
+from .request import Capacity, Request, RollingAcceptance
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .timing import cached_times, place_of
@@ -77,6 +77,7 @@ class Engine:
     Attributes:
         context_limit: prompt and answer together, in tokens.
         vocabulary: prompt ids must be below this.
+        capacity: what it can hold of one request.
         stats: what happened so far.
     """
 
@@ -128,6 +129,9 @@ class Engine:
             room = room_for_cache(runner, specs, options, self.context_limit)
             self.runner = runner(room)
         self.pool = PagePool(room.pages, options.page_size)
+        overshoot = (self.runner.depth + 1) * max_block
+        held = self.pool.capacity * self.pool.page_size
+        self.capacity = Capacity(self.context_limit, self.vocabulary, held, overshoot)
         own = weakref.proxy(self)  # an engine that nobody holds any more is gone at once, with the memory it has
         self.scheduler = Scheduler(
             self.runner,
@@ -182,28 +186,16 @@ class Engine:
             priority: lower is earlier, as in vLLM.
 
         Raises:
-            PromptError: an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
-            BiasError: a biased token outside the vocabulary.
-            UserError: a request that the cache cannot hold.
+            UserError: see `Capacity.check`.
         """
         params = params or SamplingParams()
         prompt = list(prompt_ids)
-        check_prompt(prompt, self.context_limit, self.vocabulary)
-        params.check_bias(self.vocabulary)
+        limit = self.capacity.check(prompt, params)
         if params.grammar:
             raise UserError("the engine does not constrain answers yet")
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
-        limit = min(params.max_new_tokens, self.context_limit - len(prompt))
         acceptance = RollingAcceptance(self._expected)
-        request = Request(prompt, params, stop, limit, on_progress, key, priority, acceptance=acceptance)
-        needed = self.pool.pages_for(self.scheduler.tokens_needed(request))
-        if needed > self.pool.capacity:
-            have = self.pool.capacity * self.pool.page_size
-            raise UserError(
-                f"the request may need {needed * self.pool.page_size} tokens of cache and there are {have}; "
-                f"ask for fewer tokens or start the engine with more kv_cache_tokens"
-            )
-        return request
+        return Request(prompt, params, stop, limit, on_progress, key, priority, acceptance=acceptance)
 
     def reset_acceptance(self) -> None:
         """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those.
@@ -231,7 +223,7 @@ class Engine:
     def prepare(self) -> bool:
         """Capture one step that requests may ask for and that none has yet; False when all are there.
 
-        For an idle engine: a shape that is captured when a batch first has it makes that batch wait.
+        A shape that is captured when a batch first has it makes that batch wait.
         """
         return self.runner.prepare(self._sizes)
 

@@ -42,6 +42,11 @@ class PagePool:
         """Pages that `allocate` could hand out now."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def used(self) -> float:
+        """Share of the pages that requests hold."""
+        return 1.0 - self.available / self.capacity
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

@@ -86,10 +86,6 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.prefilling or self.running or self._launches)
 
-    def tokens_needed(self, request: Request) -> int:
-        """Cache slots that a request needs at its longest, overshoot included."""
-        return len(request.prompt_ids) + request.limit + (self._device.depth + 1) * self._max_block
-
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 

@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -313,11 +314,14 @@ def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest
     target, drafter = pair()
     prompts, params = prompts_of(3, seed=6), SamplingParams(max_new_tokens=12, ignore_eos=True)
     expected = [a.tokens for a in make_engine(target, drafter, max_num_seqs=16).generate(prompts, params)]
-    engine = AsyncEngine(make_engine(target, drafter, max_num_seqs=16))  # captures, as it has nothing else to do
-    while not engine._prepared:
-        torch.empty(1 << 24, device="cuda").zero_().cpu()
-        torch.cuda.empty_cache()
-    assert asyncio.run(streamed(engine, prompts, params)) == expected
+    captured = make_engine(target, drafter, max_num_seqs=16)
+    with ThreadPoolExecutor(1) as pool:
+        capturing = pool.submit(lambda: all(iter(captured.prepare, False)))
+        while not capturing.done():
+            torch.empty(1 << 24, device="cuda").zero_().cpu()
+            torch.cuda.empty_cache()
+        assert capturing.result()
+    assert asyncio.run(streamed(AsyncEngine(captured), prompts, params)) == expected
     assert not caplog.records
 
 

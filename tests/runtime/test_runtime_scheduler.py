@@ -181,7 +181,7 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
             prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
             count = dice.randrange(1, 30)
             request = request_of(prompt, count)
-            if pool.pages_for(scheduler.tokens_needed(request)) <= pool.capacity:
+            if pool.pages_for(len(prompt) + count + (depth + 1) * BLOCK) <= pool.capacity:
                 scheduler.add(request)
                 alive.append(request)
         elif action < 0.3 and alive:

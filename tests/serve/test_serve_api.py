@@ -21,7 +21,7 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
 from serve.app import MAX_BODY, create_app
-from serve.server import Server, listen, url_of
+from serve.server import Server, bind, url_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 LONG = {"ignore_eos": True}
@@ -31,7 +31,7 @@ LONG = {"ignore_eos": True}
 def serving(engine: AsyncEngine, **options: Any) -> Iterator[str]:
     """The URL of a server that runs in a thread."""
     ready = threading.Event()
-    with listen("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", 0) as listener:
         server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         url = url_of(listener)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import make_drafter, make_target
@@ -17,6 +16,7 @@ from paths import ROOT
 
 from dflash_toolkit import save_drafter
 from serve import cli
+from serve.processes import EngineProcess
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -76,23 +76,13 @@ def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
     assert cli.ServeConfig(target="demo/target", served_model_name="mine").model == "mine"
 
 
-def test_a_step_that_does_not_end_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(os, "_exit", asked.append)
-    for ended, codes in ((True, []), (False, [0])):
-        engine = SimpleNamespace(close=lambda: asked.append("close"), join=lambda seconds, ended=ended: ended)
-        cli._end(engine)
-        assert asked == ["close", *codes]
-        asked.clear()
-
-
 def test_ctrl_c_while_it_loads_is_an_interruption(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dflash_toolkit.runtime.load_engine", interrupted)
+    monkeypatch.setattr(EngineProcess, "ready", interrupted)
     assert cli.main(["--target", str(target_dir), "--port", "0"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -101,6 +91,7 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
     command = [
         sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--drafter", str(drafter_dir),
         "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "1",
+        "--drain-timeout", "0.2",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

@@ -15,7 +15,6 @@ from fastapi.testclient import TestClient
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.runtime import (
     AsyncEngine,
-    Engine,
     EngineClosedError,
     EngineOptions,
     Progress,
@@ -128,33 +127,8 @@ def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) ->
     assert [progress.finish_reason for progress in found] == [None] * len(expected.steps) + ["length"]
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_pauses_are_used_to_prepare_until_nothing_is_left(
-    target: Target, monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
-    calls: list[bool] = []
-
-    def prepare(engine: Engine) -> bool:
-        calls.append(engine.scheduler.idle)
-        if broken:
-            raise RuntimeError("out of memory")
-        return len(calls) < 5
-
-    monkeypatch.setattr(Engine, "prepare", prepare)
-    engine = make_engine(target, None)
-
-    async def play() -> list[int]:
-        return [t for progress in await told(ask(engine, [1, 2])) for t in progress.tokens]
-
-    assert asyncio.run(play()) == generate(target, None, [1, 2], LONG).tokens
-    wait_until(lambda: len(calls) >= (1 if broken else 5))
-    time.sleep(0.05)  # for one too many to show
-    assert calls == [True] * (1 if broken else 5)
-
-
-@pytest.mark.parametrize("fails", ["prefill", "prepare"])
 def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
-    fails: str, target: Target, monkeypatch: pytest.MonkeyPatch
+    target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(target, None)
     client = TestClient(create_app(engine, "m"), raise_server_exceptions=False)
@@ -164,13 +138,9 @@ def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
     def dead(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    for name in (fails, "check"):
+    for name in ("prefill", "check"):
         monkeypatch.setattr(engine.engine.runner, name, dead)
-    if fails == "prepare":
-        engine._prepared = False  # as if there were more to capture
-        client.post("/v1/completions", json=body)
-    else:
-        assert client.post("/v1/completions", json=body).status_code == 500
+    assert client.post("/v1/completions", json=body).status_code == 503
     wait_until(lambda: client.get("/health").status_code != 200)
     assert client.get("/health").status_code == 503
     assert client.post("/v1/completions", json=body).json()["error"]["code"] == "engine_failed"
@@ -357,7 +327,7 @@ def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
 def test_a_client_hears_why_an_engine_serves_no_more(target: Target, failed: bool) -> None:
     engine = make_engine(target, None)
     if failed:
-        engine.broken = RuntimeError("the device is gone")
+        engine._loop.failure = RuntimeError("the device is gone")
     engine.close()
     engine.join(LATE_S)
     client = TestClient(create_app(engine, "org/tiny"))

@@ -1,0 +1,379 @@
+"""The asking side of an engine, for asyncio: any number of tasks wait for their answers. Without torch.
+
+Every event loop has a connection of its own to the engine's socket; the engine ends what was asked for on a connection
+that is gone.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ..generation import FinishReason, Step, TokenLogprobs
+from ..sampling import SamplingParams
+from .wire import Ask, Cancel, Channel, Info, Item, Lost, Ping, Pong, Stats, Update
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class EngineClosedError(Exception):
+    """The engine is shutting down, or has failed; the answer will not be finished.
+
+    Attributes:
+        code: "server_shutting_down" or "engine_failed", for programs.
+    """
+
+    def __init__(self, failed: bool = False) -> None:
+        super().__init__("the engine has failed; restart the server" if failed else "the server is shutting down")
+        self.code = "engine_failed" if failed else "server_shutting_down"
+
+
+class RequestFailedError(Exception):
+    """The engine could not finish this request; others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step added to an answer."""
+
+    tokens: tuple[int, ...]  # the stop token included
+    step: Step | None  # None: the prefill, which verifies nothing
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
+    cached_tokens: int = 0  # of the prompt, brought by a prefix hit
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, checked and not yet sent."""
+
+    prompt_ids: list[int]
+    params: SamplingParams  # its seed is not looked at
+    seed: int
+    key: str = ""
+    priority: int = 0
+
+    def with_seed(self, seed: int) -> "Asked":
+        """The same prompt once more, for an answer of its own."""
+        return replace(self, seed=seed)
+
+
+class Responses:
+    """What some requests get, as it comes: an asynchronous iterator of (number of the request, progress).
+
+    It ends when every request has a `finish_reason` or was cancelled. The end of the `with` block cancels those that
+    are left. Decoding does not wait for whoever iterates.
+
+    Raises, while iterating:
+        EngineClosedError: the engine was closed before that, or has failed.
+        RequestFailedError: the engine could not finish one of them.
+    """
+
+    def __init__(self, connection: "_Connection", requests: Sequence[Asked]) -> None:
+        self.requests = requests
+        self._connection, self._open = connection, set(range(len(requests)))
+        self._first = connection.send(self, requests)
+        self._came: deque[tuple[int, Progress] | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: tuple[int, Progress] | Exception) -> None:
+        """The next item; in the event loop's thread."""
+        self._came.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def put_from_elsewhere(self, error: Exception) -> None:
+        """An error as the next item, from any thread."""
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody listens
+            self._connection.loop.call_soon_threadsafe(self.put, error)
+
+    def cancel(self, *numbers: int) -> None:
+        """Take these requests out of the batch; nothing more is said of them."""
+        self._open.difference_update(numbers)
+        if numbers:
+            self._came = deque(item for item in self._came if isinstance(item, Exception) or item[0] in self._open)
+            self._connection.cancel([self._first + number for number in numbers])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel(*self._open)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next item is there already."""
+        return bool(self._came)
+
+    async def __anext__(self) -> tuple[int, Progress]:
+        while self._open:
+            if not self._came:
+                self._waiter = self._connection.loop.create_future()
+                await self._waiter
+                continue
+            item = self._came.popleft()
+            if isinstance(item, Exception):
+                raise item
+            number, progress = item
+            if number in self._open:
+                if progress.finish_reason is not None:
+                    self._open.remove(number)
+                return item
+        raise StopAsyncIteration
+
+
+class _Connection:
+    """One event loop's connection."""
+
+    def __init__(self, path: Path, lost: Any) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._lost = lost
+        connected = socket.socket(socket.AF_UNIX)
+        connected.connect(str(path))
+        self.channel = Channel(connected)
+        self.waiting: dict[int, tuple[Responses, int]] = {}
+        self.pongs: list[asyncio.Future[Stats]] = []
+        self._next = itertools.count()
+        self._writing = False
+        self.loop.add_reader(connected, self._read)
+
+    def send(self, responses: Responses, requests: Sequence[Asked]) -> int:
+        """Ask; the number of the first."""
+        numbers = [next(self._next) for _ in requests]
+        for place, number in enumerate(numbers):
+            self.waiting[number] = responses, place
+        for _, group in itertools.groupby(zip(numbers, requests, strict=True), lambda pair: id(pair[1].params)):
+            some = list(group)
+            one = some[0][1]
+            self.tell(
+                Ask(
+                    [number for number, _ in some],
+                    [asked.prompt_ids for _, asked in some],
+                    [asked.seed for _, asked in some],
+                    one.params,
+                    one.key,
+                    one.priority,
+                )
+            )
+        return numbers[0]
+
+    def cancel(self, numbers: list[int]) -> None:
+        mine = [number for number in numbers if self.waiting.pop(number, None) is not None]
+        if mine and not self.channel.gone:
+            self.tell(Cancel(mine))
+
+    def tell(self, message: Any) -> None:
+        try:
+            self.channel.send(message)
+        except OSError:
+            self._end()
+        self._flush_later()
+
+    def close(self) -> None:
+        """Stop listening; in the loop's thread."""
+        if not self.loop.is_closed() and self.channel.fileno() >= 0:
+            self.loop.remove_reader(self.channel.socket)
+            self.loop.remove_writer(self.channel.socket)
+        self.channel.close()
+
+    def _flush_later(self) -> None:
+        """What the socket did not take goes when it can."""
+        pending = self.channel.pending and not self.channel.gone
+        if pending and not self._writing:
+            self.loop.add_writer(self.channel.socket, self._write)
+        elif self._writing and not pending and self.channel.fileno() >= 0:
+            self.loop.remove_writer(self.channel.socket)
+        self._writing = pending
+
+    def _write(self) -> None:
+        try:
+            self.channel.flush()
+        except OSError:
+            self._end()
+        self._flush_later()
+
+    def _read(self) -> None:
+        for message in self.channel.receive():
+            match message:
+                case Update(items=items):
+                    for item in items:
+                        self._deliver(item)
+                case Pong(stats=stats):
+                    for pong in self.pongs:
+                        if not pong.done():
+                            pong.set_result(stats)
+                    self.pongs.clear()
+                case Lost(reason=reason):
+                    self._end(reason)
+        if self.channel.gone:
+            self._end()
+
+    def _deliver(self, item: Item) -> None:
+        found = self.waiting.get(item.number)
+        if found is None:
+            return  # cancelled meanwhile
+        responses, number = found
+        if item.error is not None or item.finish_reason is not None:
+            del self.waiting[item.number]
+        if item.error is not None:
+            responses.put(RequestFailedError(item.error))
+            return
+        tokens = tuple(item.tokens)
+        step = None if item.drafted < 0 else Step(item.drafted, item.accepted, tokens)
+        responses.put((number, Progress(tokens, step, item.finish_reason, tuple(item.logprobs), item.cached_tokens)))
+
+    def _end(self, reason: str = "the engine has ended") -> None:
+        """The engine has gone."""
+        self.channel.gone = True
+        self.close()
+        error = self._lost(self, reason)
+        waiting, self.waiting = self.waiting, {}
+        for responses in {id(r): r for r, _ in waiting.values()}.values():
+            responses.put(error)
+        for pong in self.pongs:
+            pong.cancel()
+
+
+class EngineClient:
+    """Asks an engine that listens on a Unix socket; for as many event loops as like.
+
+    Args:
+        path: of the socket.
+        info: what the engine said when it was ready.
+        tokenizer: the target's, for whoever has text.
+
+    Attributes:
+        broken: why no request can be served any more, if so.
+        alive_s: when the engine last answered `ping`, by time.monotonic.
+    """
+
+    def __init__(self, path: Path, info: Info, tokenizer: Any = None) -> None:
+        self.path, self.info, self.tokenizer = path, info, tokenizer
+        self.alive_s = time.monotonic()
+        self._broken: Exception | None = None
+        self._closing = False
+        self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]
+        self._connections = weakref.WeakKeyDictionary()
+
+    @property
+    def broken(self) -> Exception | None:
+        return self._broken
+
+    def request(self, prompt_ids: Sequence[int], params: SamplingParams, key: str = "", priority: int = 0) -> Asked:
+        """A request for `decode`.
+
+        Raises:
+            EngineClosedError: none is served any more.
+            PromptError, BiasError, UserError: see `Capacity.check`.
+        """
+        self._check()
+        prompt = list(prompt_ids)
+        self.info.capacity.check(prompt, params)
+        return Asked(prompt, params, params.seed, key, priority)
+
+    def decode(self, requests: Sequence[Asked]) -> Responses:
+        """Send requests, and get theirs: `with engine.decode(requests) as responses: async for ... in responses`.
+
+        Raises:
+            EngineClosedError: `close` was called, or the engine has failed.
+        """
+        self._check()
+        return Responses(self._connection(), requests)
+
+    async def ping(self) -> Stats:
+        """What the engine says of itself between two steps. Raises EngineClosedError."""
+        self._check()
+        connection = self._connection()
+        pong = connection.loop.create_future()
+        connection.pongs.append(pong)
+        connection.tell(Ping())
+        try:
+            stats: Stats = await pong
+        except asyncio.CancelledError:
+            if self.broken is not None or self._closing:
+                raise self._closed_error() from None
+            raise
+        self.alive_s = time.monotonic()
+        return stats
+
+    def close(self) -> None:
+        """End every answer with EngineClosedError; later requests are refused. From any thread."""
+        self._closing = True
+        for connection in list(self._connections.values()):
+            for responses in {id(r): r for r, _ in connection.waiting.values()}.values():
+                responses.put_from_elsewhere(self._closed_error())
+
+    def renew(self, info: Info) -> None:
+        """Another engine listens on the same path."""
+        self.info, self._broken, self.alive_s = info, None, time.monotonic()
+
+    def _check(self) -> None:
+        if self._closing or self.broken is not None:
+            raise self._closed_error()
+
+    def _connection(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        found = self._connections.get(loop)
+        if found is None or found.channel.gone:
+            try:
+                found = self._connections[loop] = _Connection(self.path, self._lost)
+            except OSError as error:
+                self._broken = self._broken or error
+                raise self._closed_error() from error
+        return found
+
+    def _lost(self, connection: _Connection, reason: str) -> EngineClosedError:
+        if not self._closing and self._broken is None and self._connections.get(connection.loop) is connection:
+            self._broken = RuntimeError(reason)
+        return self._closed_error()
+
+    def _closed_error(self) -> EngineClosedError:
+        return EngineClosedError(failed=self.broken is not None)
+
+
+class AsyncEngine(EngineClient):
+    """An engine in a thread of this process, asked as one in another is.
+
+    Attributes:
+        engine: only the thread steps it.
+    """
+
+    def __init__(self, engine: "Engine", tokenizer: Any = None) -> None:
+        from .loop import EngineLoop, info_of
+
+        self.engine = engine
+        self._folder = tempfile.TemporaryDirectory(prefix="dflash-")
+        self._control, control = socket.socketpair()
+        path = Path(self._folder.name) / "engine"
+        self._loop = EngineLoop(engine, path, control)
+        super().__init__(path, info_of(engine), tokenizer)
+        self._thread = threading.Thread(target=self._loop.run, name="decode", daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> Exception | None:
+        return self._loop.failure or self._broken
+
+    def close(self) -> None:
+        """End every answer now, and the thread after the step under way."""
+        super().close()
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended; whether it has within `timeout_s` seconds."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

@@ -1,0 +1,222 @@
+"""The engine's side of its socket: one loop that takes requests, steps, and sends what every step brought.
+
+It runs in a process of its own (`serve/processes.py`), so that nothing else has a share in its interpreter lock, or in
+a thread (`client.AsyncEngine`).
+"""
+
+import functools
+import logging
+import os
+import selectors
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import UserError
+from ..generation import Step
+from .engine import Engine
+from .request import Request
+from .wire import Ask, Cancel, Channel, Info, Item, Lost, Ping, Pong, Stats, Update
+
+log = logging.getLogger(__name__)
+
+
+def info_of(engine: Engine) -> Info:
+    """What those who ask must know."""
+    runner = engine.runner
+    dtype = str(runner.dtype).removeprefix("torch.")
+    return Info(engine.capacity, runner.max_block, f"{dtype} on {runner.device}")
+
+
+class _Front:
+    """Somebody who asks: a connection, and its requests by number."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.channel = Channel(connected)
+        self.requests: dict[int, Request] = {}
+        self.items: list[Item] = []  # of the step under way
+
+
+class EngineLoop:
+    """Serves an engine on a Unix socket until `control` is closed on its other side, or the device fails.
+
+    Args:
+        path: of the socket, which is made here.
+        control: a connected socket; where it ends, so does the loop.
+
+    Attributes:
+        failure: why nothing is served any more.
+    """
+
+    def __init__(self, engine: Engine, path: Path, control: socket.socket) -> None:
+        self.engine = engine
+        self.failure: Exception | None = None
+        self._control = control
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        self._listener.bind(str(path))
+        os.chmod(path, 0o600)
+        self._listener.listen(128)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(control, selectors.EVENT_READ, None)
+        self._fronts: dict[int, _Front] = {}  # by file descriptor
+        self._closed = False
+
+    def run(self) -> None:
+        if (device := self.engine.runner.device).type == "cuda":
+            torch.cuda.set_device(device)  # every thread has its own
+        try:
+            while not self._closed:
+                self._poll(None if self.engine.scheduler.idle else 0.0)
+                try:
+                    self.engine.step()
+                except Exception as error:
+                    self._break(error)
+                self._send()
+        finally:
+            for front in list(self._fronts.values()):
+                self._forget(front)
+            self._listener.close()
+            self._control.close()
+            self._selector.close()
+
+    # ---- what comes in -----------------------------------------------------------------------------------
+
+    def _poll(self, timeout_s: float | None) -> None:
+        """Do what was asked for; wait where there is nothing else to do."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                connected, _ = self._listener.accept()
+                front = self._fronts[connected.fileno()] = _Front(connected)
+                self._selector.register(connected, selectors.EVENT_READ, front)
+            elif key.fileobj is self._control:
+                self._closed = self._closed or not self._control.recv(1)
+            else:
+                self._hear(key.data)
+
+    def _hear(self, front: _Front) -> None:
+        for message in front.channel.receive():
+            match message:
+                case Ask():
+                    self._ask(front, message)
+                case Cancel(numbers=numbers):
+                    self._cancel([front.requests.pop(n) for n in numbers if n in front.requests])
+                case Ping():
+                    self._tell(front, Pong(self.stats()))
+        if front.channel.gone:
+            self._forget(front)
+        elif front.channel.pending:
+            self._tell(front, None)
+
+    def _ask(self, front: _Front, ask: Ask) -> None:
+        for number, prompt, seed in zip(ask.numbers, ask.prompts, ask.seeds, strict=True):
+            told = functools.partial(self._on_progress, front, number)
+            params = replace(ask.params, seed=seed)
+            try:
+                request = self.engine.request(prompt, params, told, key=ask.key, priority=ask.priority)
+            except UserError as error:  # asked for without having looked at `Info`
+                front.items.append(_ended(number, str(error)))
+                continue
+            front.requests[number] = request
+            self.engine.scheduler.add(request)
+
+    def _forget(self, front: _Front) -> None:
+        """It has gone: nobody waits for its answers."""
+        del self._fronts[front.channel.fileno()]
+        self._selector.unregister(front.channel.socket)
+        front.channel.close()
+        requests, front.requests = list(front.requests.values()), {}
+        self._cancel(requests)
+
+    # ---- what goes out -----------------------------------------------------------------------------------
+
+    def _on_progress(self, front: _Front, number: int, request: Request, step: Step | None) -> None:
+        generation = request.generation
+        tokens = generation.tokens if step is None else step.tokens
+        logprobs = generation.logprobs[len(generation.tokens) - len(tokens) :] if generation.logprobs else []
+        drafted, accepted = (-1, 0) if step is None else (step.drafted, step.accepted)
+        front.items.append(
+            Item(
+                number,
+                list(tokens),
+                drafted,
+                accepted,
+                generation.finish_reason,
+                logprobs,
+                request.cached_tokens,
+                None if request.error is None else str(request.error),
+            )
+        )
+        if request.finished:
+            front.requests.pop(number, None)
+
+    def _send(self) -> None:
+        for front in list(self._fronts.values()):
+            if front.items:
+                items, front.items = front.items, []
+                self._tell(front, Update(items))
+
+    def _tell(self, front: _Front, message: Any | None) -> None:
+        try:
+            if message is None:
+                front.channel.flush()
+            else:
+                front.channel.send(message)
+        except OSError:
+            self._forget(front)
+            return
+        # where it reads slowly, the rest goes when it can
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.channel.pending else 0)
+        self._selector.modify(front.channel.socket, events, front)
+
+    def stats(self) -> Stats:
+        engine, scheduler = self.engine, self.engine.scheduler
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + (scheduler.prefilling is not None),
+            cache_used=engine.pool.used,
+            prefix_queries=engine.stats.prompt_tokens,
+            prefix_hits=engine.stats.cached_prompt_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    # ---- what fails --------------------------------------------------------------------------------------
+
+    def _break(self, error: Exception) -> None:
+        """Whoever waits gets the error; later requests are served if the device still answers."""
+        log.error("a step failed", exc_info=error)
+        lost: list[Request] = []
+        for front in self._fronts.values():
+            front.items += [_ended(number, "the step failed; see the server's log") for number in front.requests]
+            lost += front.requests.values()
+            front.requests = {}
+        self._cancel(lost)
+        try:  # requests that hold no row are cancelled without asking the device
+            self.engine.runner.check()
+        except Exception as failure:
+            self._give_up(failure)
+
+    def _cancel(self, requests: list[Request]) -> None:
+        try:
+            for request in requests:
+                self.engine.cancel(request)
+        except Exception as failure:
+            self._give_up(failure)
+
+    def _give_up(self, failure: Exception) -> None:
+        if self._closed:
+            return
+        log.error("the device does not answer any more", exc_info=failure)
+        self.failure, self._closed = failure, True
+        self.engine.scheduler.abandon()
+        for front in list(self._fronts.values()):
+            front.items.clear()
+            self._tell(front, Lost(str(failure)))
+
+
+def _ended(number: int, error: str) -> Item:
+    return Item(number, [], -1, 0, None, [], 0, error)

@@ -1,0 +1,142 @@
+"""The engine in a process of its own, so that HTTP and text have no share in its interpreter lock."""
+
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_toolkit.config import UserError, one_line
+from dflash_toolkit.runtime.wire import Channel, Info, Lost
+
+if TYPE_CHECKING:
+    from dflash_toolkit.runtime import Engine
+
+    from .cli import ServeConfig
+
+log = logging.getLogger("dflash_toolkit.serve")
+END_S = 5.0  # seconds that the engine gets to end by itself
+
+
+class EngineProcess:
+    """Starts the engine, and starts it again.
+
+    Args:
+        config: what the engine is made of; weights are read in its own process.
+
+    Attributes:
+        path: of the Unix socket that it listens on.
+    """
+
+    def __init__(self, config: "ServeConfig") -> None:
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="dflash-")  # for its owner only
+        self.path = Path(self._folder.name) / "engine"
+        self._process: Any = None
+        self._control: socket.socket | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Start a process, which `ready` waits for."""
+        self.path.unlink(missing_ok=True)
+        self._control, control = socket.socketpair()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_engine_main, args=(self._config, self.path, control), name="engine")
+        self._process.start()
+        control.close()
+
+    def ready(self) -> Info:
+        """Wait until it takes requests.
+
+        Raises:
+            UserError: why it cannot.
+        """
+        assert self._control is not None
+        channel = Channel(self._control)
+        while not channel.gone:
+            select.select([channel], [], [])
+            for message in channel.receive():
+                if isinstance(message, Info):
+                    self._ready = True
+                    return message
+                if isinstance(message, Lost):
+                    raise UserError(message.reason)
+        self._process.join()
+        raise UserError(f"the engine ended while it started (exit code {self._process.exitcode}); see above")
+
+    def wait(self) -> int:
+        """Wait until the process ends; its exit code."""
+        self._process.join()
+        return int(self._process.exitcode)
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def close(self) -> None:
+        """End it: by itself, if it can, after the step under way."""
+        loading = not self._ready
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.join(0 if loading else END_S)
+            if self._process.is_alive():  # a long prefill, a kernel that is compiled
+                self._process.kill()
+                self._process.join()
+        self._folder.cleanup()
+
+
+def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> None:
+    """The process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server says when to end; its own end closes `control`
+        signal.signal(number, signal.SIG_IGN)
+    told = Channel(control)
+    code = 0
+    try:
+        code = _serve(config, path, told)
+    except Exception as error:
+        said = one_line(error)
+        if said is None:
+            log.exception("the engine failed")
+        told.send(Lost(said or f"the engine failed: {error!r}"))
+        code = 2 if said else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an interpreter that ends while a thread is inside C++ code aborts the process
+
+
+def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
+    import transformers
+
+    from dflash_toolkit.runtime import load_engine
+    from dflash_toolkit.runtime.loop import EngineLoop, info_of
+    from dflash_toolkit.threads import use_threads
+
+    use_threads(config.threads)
+    transformers.utils.logging.disable_progress_bar()  # errors are one line
+    engine, _ = load_engine(config.target, config.drafter, config.device, config.dtype, config.engine)
+    _capture(engine)
+    loop = EngineLoop(engine, path, told.socket)
+    told.send(info_of(engine))
+    loop.run()
+    return 1 if loop.failure else 0
+
+
+def _capture(engine: "Engine") -> None:
+    """Capture every step that requests may ask for, so that none of them waits for one."""
+    from dflash_toolkit.progress import Progress
+
+    try:
+        if engine.prepare():
+            with Progress("capturing steps", None) as bar:
+                bar.advance()
+                while engine.prepare():
+                    bar.advance()
+    except RuntimeError as error:
+        log.warning("steps are captured when a batch first needs them, as one could not be now: %s", error)
+        engine.runner.check()
