@@ -72,7 +72,8 @@ class ToolCall(_Strict):
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it."""
-        return {"id": self.id, "type": self.type, "function": self.function.plain()}
+        named = {} if self.id is None else {"id": self.id}
+        return named | {"type": self.type, "function": self.function.plain()}
 
 
 class ChatMessage(_Strict):

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_toolkit.config import UserError
 
-from .forms import FORMS, OTHER_NAMES
+from .forms import FORMS, FUNCTION, OTHER_NAMES, PARAMETER, TOOL_CALL, TOOL_CALLS
 from .output import THINK, THINK_END, OutputParser, Start
 
 AUTO, NONE = "auto", "none"
@@ -80,14 +80,14 @@ def _template(tokenizer: Any) -> str:
 
 
 def _form_of(template: str) -> str:
-    if "<function=" in template and "<parameter=" in template:
+    plain = template.replace("\\", "")  # quotes in a string of the template may be escaped
+    if TOOL_CALL in template and FUNCTION in template and PARAMETER in template:
         return "qwen3_coder"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template and "<arg_key>" not in template and '"arguments"' in template.replace("\\", ""):
+    if TOOL_CALL in template and '"arguments"' in plain:
         return "hermes"
-    llama = "<|start_header_id|>" in template and '"parameters"' in template.replace("\\", "")
-    return "llama3_json" if llama and "<function=" not in template else NONE
+    if TOOL_CALLS in template:
+        return "mistral"
+    return "llama3_json" if "<|start_header_id|>" in template and '"parameters"' in plain else NONE
 
 
 def _reasoning_of(template: str) -> str:

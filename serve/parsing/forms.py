@@ -43,7 +43,6 @@ class Form:
         special: all markers, which a tokenizer may have as special tokens.
         new_id: makes ids that the models' templates take.
         line_start: starts that count at the start of a line only.
-        xgrammar: what xgrammar calls it.
     """
 
     starts: tuple[str, ...]
@@ -51,7 +50,6 @@ class Form:
     special: tuple[str, ...] = ()
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
     line_start: tuple[str, ...] = ()
-    xgrammar: str | None = None
 
 
 # ---- {"name": ..., "arguments": {...}} -----------------------------------------------------------------------
@@ -267,9 +265,9 @@ def _parameter(text: Text, emit: Emit, schema: Any, root: Any) -> Reading[None]:
 
 
 FORMS = {
-    "hermes": Form((TOOL_CALL,), _hermes, (TOOL_CALL, TOOL_CALL_END), xgrammar="qwen_3"),
-    "qwen3_coder": Form((TOOL_CALL, FUNCTION), _qwen3_coder, (TOOL_CALL, TOOL_CALL_END), xgrammar="qwen_3_coder"),
-    "llama3_json": Form((PYTHON_TAG, "{"), _llama3_json, (PYTHON_TAG,), line_start=("{",), xgrammar="llama"),
+    "hermes": Form((TOOL_CALL,), _hermes, (TOOL_CALL, TOOL_CALL_END)),
+    "qwen3_coder": Form((TOOL_CALL, FUNCTION), _qwen3_coder, (TOOL_CALL, TOOL_CALL_END)),
+    "llama3_json": Form((PYTHON_TAG, "{"), _llama3_json, (PYTHON_TAG,), line_start=("{",)),
     "mistral": Form(
         (TOOL_CALLS,),
         _mistral,

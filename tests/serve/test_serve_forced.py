@@ -1,0 +1,96 @@
+"""Grammars of tool calls: what the model must write is what the parser reads, and nothing else is allowed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from serve.parsing import OutputParser, joined
+from serve.parsing.forced import structural_tag
+from serve.parsing.forms import FORMS
+
+xgrammar = pytest.importorskip("xgrammar")
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "required"}},
+]
+STRICT = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Ulm", "days": 3}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}]',
+}
+SECOND = {  # a call of the tool without a schema
+    "hermes": '<tool_call>\n{"name": "required", "arguments": {"x": [1]}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=required>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "required", "parameters": {"x": [1]}}',
+    "mistral": '[TOOL_CALLS][{"name": "required", "arguments": {"x": [1]}}]',
+}
+TWO = {form: f"{call}\n{call}" for form, call in CALLS.items()} | {
+    "llama3_json": f"{CALLS['llama3_json']}; {CALLS['llama3_json']}",
+    "mistral": f"{CALLS['mistral'][:-1]}, {CALLS['mistral'].removeprefix('[TOOL_CALLS][')}",
+}
+COMPILER = xgrammar.GrammarCompiler(
+    xgrammar.TokenizerInfo(
+        [bytes([byte]) for byte in range(256)] + [b""], xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256]
+    )
+)
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def allows(form: str, text: str, tools: Any = TOOLS, **options: Any) -> bool:
+    """Whether an answer may be this, from its start to its end."""
+    tag = structural_tag(form, tools, **options)
+    matcher = xgrammar.GrammarMatcher(COMPILER.compile_structural_tag(json.dumps(tag)))
+    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(256)
+
+
+@forms
+def test_a_required_call_is_one_that_the_parser_reads(form: str) -> None:
+    for text, count in ((CALLS[form], 1), (SECOND[form], 1), (TWO[form], 2)):
+        assert allows(form, text, required=True)
+        parser = OutputParser(form=form, tools=TOOLS)
+        message = joined(parser.feed(text) + parser.finish())
+        assert (message.content, len(message.calls)) == ("", count)
+    for text in ("", "Hello", f"Hello {CALLS[form]}", CALLS[form].replace("city", "town"), CALLS[form] + "Hello"):
+        assert not allows(form, text, required=True)
+
+
+@forms
+def test_a_named_function_is_called_once_whatever_its_name(form: str) -> None:
+    assert allows(form, CALLS[form], named="weather") and not allows(form, SECOND[form], named="weather")
+    assert allows(form, SECOND[form], named="required") and not allows(form, CALLS[form], named="required")
+    assert not allows(form, TWO[form], named="weather")
+
+
+@forms
+def test_without_parallel_calls_there_is_one(form: str) -> None:
+    assert allows(form, CALLS[form], required=True, parallel=False)
+    assert not allows(form, TWO[form], required=True, parallel=False)
+
+
+@forms
+def test_calls_are_free_unless_a_tool_is_strict(form: str) -> None:
+    assert structural_tag(form, TOOLS) is None
+    for text in ("Hello", "", CALLS[form], f"Hello {TWO[form]}"):
+        assert allows(form, text, STRICT)
+    assert not allows(form, CALLS[form].replace("city", "town"), STRICT)
+
+
+@forms
+def test_reasoning_comes_before_the_call(form: str) -> None:
+    thought, call = "hm, {<tool_call>}\n</think>\n\n", CALLS[form]
+    assert allows(form, thought + call, required=True, start="reasoning")
+    assert not allows(form, call, required=True, start="reasoning")
+    assert allows(form, f"<think>{thought}{call}", required=True, start="either")
+    assert allows(form, call, required=True, start="either")
+    assert not allows(form, "<think>hm", required=True, start="either")

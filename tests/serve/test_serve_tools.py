@@ -1,0 +1,351 @@
+"""Tools and reasoning as clients see them: the real `openai` client, and a model that recites what it must."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, PAD, make_drafter, make_tokenizer
+from openai import OpenAI
+from test_serve_api import chat, client_of, refusal, serving
+from test_serve_engine import make_engine
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dflash_toolkit import Target, UserError
+from dflash_toolkit.runtime import AsyncEngine
+from serve.parsing import Parsers, joined
+from serve.parsing.forms import FORMS
+from serve.text import Detokenizer
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {
+        "name": "weather", "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+ARGUMENTS = {"city": "Kyōto 😀", "days": 3}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+# what the model says behind a prompt that ends with the key
+SAYS = {
+    "a": "Hello there.",
+    "h": f'I look it up.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "q": "<tool_call>\n<function=weather>\n<parameter=city>\nKyōto 😀\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "l": f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}}',
+    "m": f"[TOOL_CALLS]weather[ARGS]{JSON}",
+    "t": f'<think>\nhm, hm\n</think>\n\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
+    "b": "<tool_call>\nno JSON\n</tool_call>",
+    "<think>": "\nwell, well\n</think>\n\nHello you.",
+    "</think>": "No thoughts.",
+}
+SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} Write <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
+    "{{ '<think>' if enable_thinking else '</think>' }}{% else %}{{ messages[-1].content[-1] }}{% endif %}{% endif %}"
+)  # fmt: skip
+
+
+def make_reciting() -> Target:
+    """A target that knows one successor of each token and nothing else: its layers add nothing to the embedding."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in SPECIAL])
+    successors: dict[int, int] = {}
+    for last, rest in SAYS.items():
+        while rest:
+            # a few characters, which become a token that no other text has; markers are tokens of their own
+            marker = next((mark for mark in SPECIAL if rest.startswith(mark)), "")
+            end = min([at for mark in SPECIAL if (at := rest.find(mark, 1)) > 0], default=len(rest))
+            lengths = range(3 if end > 16 else end, end + 1)
+            taken = {*tokenizer.get_vocab(), *(tag[:n] for tag in ("<think>", "</think>") for n in range(9))}
+            piece = marker or next(rest[:n] for n in lengths if rest[:n] not in taken)
+            if not marker:
+                tokenizer.add_tokens([AddedToken(piece, normalized=False)])
+            before, after = tokenizer.convert_tokens_to_ids([last, piece])
+            assert before not in successors, f"{last!r} has two successors"
+            successors[before], last, rest = after, piece, rest[len(piece) :]
+        successors[tokenizer.convert_tokens_to_ids(last)] = EOS
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 8, hidden_size=512, intermediate_size=8, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(3)
+        embeddings = torch.randn(config.vocab_size, 512, generator=generator)
+        model.model.embed_tokens.weight.copy_(embeddings)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        for before, after in successors.items():
+            model.lm_head.weight[after] += 20 * embeddings[before] / embeddings[before].norm()
+    return Target(model, tokenizer, "reciting")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_reciting()
+
+
+@pytest.fixture(scope="module")
+def engine(target: Target) -> AsyncEngine:
+    return make_engine(target, make_drafter(target))
+
+
+@pytest.fixture(scope="module")
+def url(engine: AsyncEngine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> OpenAI:
+    return client_of(url)
+
+
+def say(client: OpenAI, head: str, **options: Any) -> Any:
+    """The choice that answers a prompt."""
+    messages = [{"role": "user", "content": f"Please: {head}"}]
+    return chat(client, **{"messages": messages, "tools": TOOLS, "max_tokens": 400} | options).choices[0]
+
+
+def streamed(client: OpenAI, head: str, **options: Any) -> tuple[dict[str, Any], str, list[Any]]:
+    """The message of a stream put together, its finish reason, and the deltas."""
+    messages = [{"role": "user", "content": f"Please: {head}"}]
+    options = {"messages": messages, "tools": TOOLS, "max_tokens": 400, "stream": True} | options
+    *chunks, last = (chunk.choices[0] for chunk in chat(client, **options))
+    assert all(chunk.finish_reason is None for chunk in chunks)
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for delta in (chunk.delta for chunk in chunks):
+        message["content"] += delta.content or ""
+        message["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or ():
+            if call.id:
+                assert call.type == "function" and call.index == len(message["tool_calls"])
+                message["tool_calls"].append({"name": call.function.name, "arguments": ""})
+            else:
+                assert call.function.name is None and call.type is None
+            message["tool_calls"][call.index]["arguments"] += call.function.arguments
+    return message, last.finish_reason, [chunk.delta for chunk in chunks]
+
+
+# ---- answers -------------------------------------------------------------------------------------------------
+
+
+def test_whole_answers_have_the_calls_in_openais_form(client: OpenAI) -> None:
+    choice = say(client, "h")
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look it up.\n"
+    first, second = choice.message.tool_calls
+    assert (first.type, first.function.name, json.loads(first.function.arguments)) == ("function", "weather", ARGUMENTS)
+    assert (second.function.name, second.function.arguments) == ("now", "{}")
+    assert first.id != second.id
+    assert not hasattr(choice.message, "reasoning_content")
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI) -> None:
+    for head in "ahtb":
+        whole, (message, reason, deltas) = say(client, head), streamed(client, head)
+        calls = [{"name": c.function.name, "arguments": c.function.arguments} for c in whole.message.tool_calls or ()]
+        assert message["tool_calls"] == calls and message["content"] == (whole.message.content or "")
+        assert message["reasoning_content"] == getattr(whole.message, "reasoning_content", "")
+        assert reason == whole.finish_reason
+        assert all(len([x for x in (d.content, d.tool_calls) if x]) <= 1 for d in deltas), "one thing a chunk"
+    fragments = [d.tool_calls[0].function.arguments for d in streamed(client, "h")[2] if d.tool_calls]
+    assert len(fragments) > 4, "as they come"
+
+
+@pytest.mark.parametrize(("parser", "head"), [("qwen3_coder", "q"), ("llama3_json", "l"), ("mistral", "m")])
+def test_each_form_is_read_also_where_its_markers_are_special_tokens(target: Target, parser: str, head: str) -> None:
+    with serving(make_engine(target, None), tool_call_parser=parser) as url:
+        client = client_of(url)
+        (call,) = say(client, head).message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+        message, reason, _ = streamed(client, head)
+        assert message["tool_calls"] == [{"name": "weather", "arguments": call.function.arguments}]
+        assert (message["content"], reason) == ("", "tool_calls")
+        plain = say(client, head, tools=[]).message.content
+        assert plain.replace("\n", "") and not any(marker in plain for marker in SPECIAL), "they are special tokens"
+
+
+def test_a_malformed_call_is_content(client: OpenAI) -> None:
+    choice = say(client, "b")
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["b"], None, "stop")
+
+
+def test_without_tools_or_with_the_choice_none_calls_are_content(client: OpenAI) -> None:
+    for options in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
+        choice = say(client, "h", **options)
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["h"], None, "stop")
+
+
+def test_one_call_where_parallel_calls_are_not_wanted(client: OpenAI) -> None:
+    (call,) = say(client, "h", parallel_tool_calls=False).message.tool_calls
+    assert call.function.name == "weather"
+
+
+def test_a_call_that_was_cut_says_so(client: OpenAI) -> None:
+    choice = say(client, "h", max_tokens=26)
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    assert JSON.startswith(call.function.arguments) and call.function.arguments != JSON
+
+
+def test_every_answer_of_several_has_its_calls(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "h"}]
+    choices = chat(client, messages=messages, tools=TOOLS, max_tokens=400, n=3).choices
+    assert [[call.function.name for call in choice.message.tool_calls] for choice in choices] == [
+        ["weather", "now"]
+    ] * 3
+    assert len({call.id for choice in choices for call in choice.message.tool_calls}) == 6
+
+
+def test_log_probabilities_are_of_all_tokens_whatever_the_text_is(client: OpenAI) -> None:
+    whole = say(client, "h", logprobs=True)
+    messages = [{"role": "user", "content": "Please: h"}]
+    stream = chat(client, messages=messages, tools=TOOLS, max_tokens=400, logprobs=True, stream=True)
+    pieces = [chunk.choices[0].logprobs for chunk in stream]
+    tokens = [token.token for piece in pieces if piece for token in piece.content]
+    assert tokens == [token.token for token in whole.logprobs.content]
+    assert "".join(tokens) == SAYS["h"]
+
+
+# ---- reasoning -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["plain", "tools"])
+def test_reasoning_is_apart_whoever_opens_it(client: OpenAI, tools: list[Any]) -> None:
+    expected = {True: ("\nwell, well\n", "\n\nHello you."), False: (None, "No thoughts.")}
+    for thinking, (reasoning, content) in expected.items():
+        options = {"tools": tools, "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}}}
+        message = say(client, "a", **options).message
+        assert (getattr(message, "reasoning_content", None), message.content.strip()) == (reasoning, content.strip())
+        pieces = streamed(client, "a", **options)[0]
+        assert (pieces["reasoning_content"], pieces["content"]) == (reasoning or "", message.content)
+    message = say(client, "t", tools=tools).message
+    assert message.reasoning_content == "\nhm, hm\n"
+    assert (message.content is None) == bool(message.tool_calls) == bool(tools)
+
+
+def test_reasoning_that_was_cut_is_reasoning(client: OpenAI) -> None:
+    choice = say(client, "t", max_tokens=3)
+    assert choice.finish_reason == "length" and choice.message.content is None
+    assert "\nhm, hm".startswith(choice.message.reasoning_content)
+
+
+def test_the_parsers_can_be_switched_off(target: Target) -> None:
+    with serving(make_engine(target, None), tool_call_parser="none", reasoning_parser="none") as url:
+        client = client_of(url)
+        assert say(client, "t", tools=[]).message.content == SAYS["t"]
+        error = refusal(say, client, "h")
+        assert (error.status_code, error.param) == (400, "tools") and "--tool-call-parser" in str(error)
+
+
+# ---- conversations -------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_with_calls_goes_through_the_template(engine: AsyncEngine, client: OpenAI) -> None:
+    """The message that came back is sent again as it is, with the result of the call."""
+    message = say(client, "h").message
+    asked = {"role": "user", "content": "Please: h"}
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5 degrees, a"}
+    messages = [asked, message.model_dump(), result]
+    answer = chat(client, messages=messages, tools=TOOLS, max_tokens=20, extra_body={"return_token_ids": True})
+    assert answer.choices[0].message.content == SAYS["a"]
+    prompt = engine.tokenizer.decode(answer.choices[0].prompt_token_ids)
+    assert '"name": "weather", "arguments": {"city"' in prompt, "as a mapping"
+    assert '"description": "The weather of a city"' in prompt and "5 degrees, a" in prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_of_tools_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+    error = refusal(say, client, "h", extra_body=options)
+    assert (error.status_code, error.param) == (400, param)
+
+
+# ---- the choice of parsers -----------------------------------------------------------------------------------
+
+
+TEMPLATES = {
+    '{{ "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}" }}': ("hermes", None),
+    "<tool_call>\n<function=name>\n<parameter=key>{{ x }}</think>": ("qwen3_coder", "qwen3"),
+    "<seed:tool_call><function=name><parameter=key>": (None, None),
+    "<tool_call>name<arg_key>": (None, None),
+    "[TOOL_CALLS] [{{ call | tojson }}]": ("mistral", None),
+    '<|start_header_id|>{{ \'{"name": function name, "parameters": dictionary}\' }}': ("llama3_json", None),
+    "<|start_header_id|>{{ m.content }}": (None, None),
+    "<\uff5cAssistant\uff5c>{{ content.split('</think>')[-1] }}": (None, "deepseek_r1"),
+    "{{ content.split('</think>')[-1] }}<think>": (None, "qwen3"),
+}
+
+
+@pytest.mark.parametrize(("template", "expected"), TEMPLATES.items())
+def test_a_plain_template_chooses_the_parsers(template: str, expected: tuple[str | None, str | None]) -> None:
+    tokenizer = make_tokenizer()
+    for form in (template, {"default": "x", "tool_use": template}):
+        tokenizer.chat_template = form
+        parsers = Parsers.choose(tokenizer)
+        assert (parsers.tool_calls, parsers.reasoning) == expected
+    tokenizer.chat_template = None
+    assert Parsers.choose(tokenizer) == Parsers(None, None)
+
+
+def test_options_choose_the_parsers_by_vllms_names() -> None:
+    tokenizer = make_tokenizer()
+    assert Parsers.choose(tokenizer, "qwen3_xml", "deepseek_r1") == Parsers("qwen3_coder", "deepseek_r1")
+    for form in FORMS:
+        assert Parsers.choose(tokenizer, form, "none") == Parsers(form, None)
+    with pytest.raises(UserError, match="tool_call_parser: 'pythonic' is not one of auto, none, hermes"):
+        Parsers.choose(tokenizer, "pythonic")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "text", "expected"),
+    [
+        ("qwen3", "<|assistant|>", "hm</think>a", ""), ("qwen3", "<|assistant|>", "<think>hm</think>a", "hm"),
+        ("qwen3", "<|assistant|><think>\n", "hm</think>a", "hm"), ("qwen3", "<think></think>\n\n", "<think>hm", ""),
+        ("deepseek_r1", "<|assistant|>", "hm</think>a", "hm"), ("deepseek_r1", "<|assistant|></think>", "a", ""),
+        ("qwen3", "what is <think>?<|assistant|>", "a", ""), (None, "<think>", "a", ""),
+    ],
+)  # fmt: skip
+def test_the_prompt_says_whether_the_answer_starts_with_reasoning(
+    reasoning: str | None, prompt: str, text: str, expected: str
+) -> None:
+    tokenizer = make_tokenizer()
+    parser = Parsers(None, reasoning).of_answer(tokenizer, tokenizer.encode(prompt))
+    deltas = [] if parser is None else parser.feed(text) + parser.finish()
+    assert joined(deltas).reasoning == expected
+
+
+def test_special_tokens_that_a_parser_must_see_are_text() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("é<|user|>b<|system|>c")
+
+    def text_of(shown: Sequence[str]) -> str:
+        detokenizer = Detokenizer(tokenizer, (), shown)
+        return "".join(detokenizer.add([token]) for token in ids) + detokenizer.finish()
+
+    assert (text_of(()), text_of(("<|user|>",))) == ("ébc", "é<|user|>bc")
