@@ -32,8 +32,8 @@ SAYS = {
     "a": "Hello there.",
     "h": f'I look it up.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "q": "<tool_call>\n<function=weather>\n<parameter=city>\nKyōto 😀\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    "</function>\n</tool_call>",
+    "q": "<tool_call>\n<function=weather>\n<parameter=city>\nKyōto 😀\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
     "l": f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}}',
     "m": f"[TOOL_CALLS]weather[ARGS]{JSON}",
     "t": f'<think>\nhm, hm\n</think>\n\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
