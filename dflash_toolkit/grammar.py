@@ -4,12 +4,15 @@ A grammar is compiled once for a vocabulary and then shared; a `Matcher` is one 
 next is a bit mask of the vocabulary, 32 tokens to an int32, the lowest bit first.
 """
 
+import contextlib
 import functools
 import json
 import os
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -115,26 +118,49 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, frozenset(eos)
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()  # that used last is last
+        self._lock, self._first = threading.Lock(), threading.Lock()
+
+    def ready(self, grammar: Grammar) -> bool:
+        """Whether `compile` has it at once."""
+        with self._lock:
+            return grammar in self._compiled and self._compiled[grammar].done()
 
     def compile(self, grammar: Grammar) -> Any:
-        """The grammar compiled, which may take seconds and waits for nobody else's; the second time it is there.
+        """The grammar compiled, which may take seconds; the second time it is there, and two do not compile the same.
 
         Raises:
             GrammarError: it cannot be read, asks for what is not supported, or the tokenizer cannot be used.
         """
-        check(grammar)
-        compiler, _ = self._compiler
-        try:
-            if grammar.kind == "json":
-                return compiler.compile_grammar(_of_schema(grammar.text))
-            if grammar.kind == "regex":
-                return compiler.compile_regex(grammar.text)
-            if grammar.kind == "grammar" and "::=" not in grammar.text:
-                return compiler.compile_lark(grammar.text)
-            return compiler.compile_grammar(_ebnf(grammar))
-        except RuntimeError as error:
-            raise GrammarError(f"the {grammar.name} cannot be used: {_said(error)}") from error
+        with self._lock:
+            found = self._compiled.get(grammar)
+            mine = found is None
+            if found is None:
+                found = self._compiled[grammar] = Future()
+            self._compiled.move_to_end(grammar)
+        if mine:
+            try:
+                found.set_result(self._compile(grammar))
+            except BaseException as error:
+                found.set_exception(error)
+            self._forget(grammar)
+        return found.result()
+
+    def _compile(self, grammar: Grammar) -> Any:
+        read_grammar = read(grammar)
+        with _said_in_one_line(grammar):
+            return self._compiler[0].compile_grammar(read_grammar)
+
+    def _forget(self, new: Grammar) -> None:
+        """Those that failed, and those that were not used for longest where they are too many."""
+        with self._lock:
+            done = {key: one for key, one in self._compiled.items() if one.done()}
+            taken = 0
+            for grammar in reversed(done):
+                failed = done[grammar].exception() is not None
+                taken += 0 if failed else done[grammar].result().memory_size_bytes
+                if failed or (taken > CACHED and grammar != new):
+                    del self._compiled[grammar]
 
     def matcher(self, grammar: Grammar, stop_ids: Collection[int]) -> Matcher:
         """A matcher for an answer that ends with one of `stop_ids`, of which those that are text end no grammar.
@@ -158,7 +184,7 @@ class Grammars:
     @functools.cached_property
     def _compiler(self) -> tuple[Any, frozenset[int]]:
         """xgrammar's, and the tokens that are text."""
-        with self._lock:
+        with self._first:
             if "_compiler" in self.__dict__:
                 return self.__dict__["_compiler"]
             xgrammar = _xgrammar()
@@ -183,13 +209,17 @@ class Grammars:
                 add_prefix_space=found.add_prefix_space,
             )
             threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-            compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHED)
+            compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
             self.__dict__["_compiler"] = compiler, frozenset(i for i, piece in enumerate(pieces) if piece)
             return self.__dict__["_compiler"]
 
 
-def check(grammar: Grammar) -> None:
-    """Raises GrammarError for what a compiler would take too long for, or pass over in silence."""
+def read(grammar: Grammar) -> Any:
+    """xgrammar's reading of a grammar, which no vocabulary is needed for.
+
+    Raises:
+        GrammarError: it cannot be read, or asks for what a compiler would take too long for or pass over in silence.
+    """
     if len(grammar.text) > LONGEST:
         raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; at most {LONGEST} are read")
     if "\0" in grammar.text:
@@ -203,6 +233,16 @@ def check(grammar: Grammar) -> None:
             raise GrammarError(f"the {grammar.name} is no JSON ({error})") from error
         if reason := _not_supported(schema, "", 0):
             raise GrammarError(f"the {grammar.name} cannot be used: {reason}")
+    reader = _xgrammar().Grammar
+    with _said_in_one_line(grammar):
+        if grammar.kind == "json":
+            return _mended(reader.from_json_schema(grammar.text))
+        if grammar.kind == "regex":
+            return reader.from_regex(grammar.text)
+        if grammar.kind == "choice":
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text))
+            return reader.from_ebnf("root ::= " + " | ".join(choices))
+        return (reader.from_ebnf if "::=" in grammar.text else reader.from_lark)(grammar.text)
 
 
 def _not_supported(schema: Any, place: str, depth: int) -> str | None:
@@ -246,23 +286,21 @@ def _not_supported(schema: Any, place: str, depth: int) -> str | None:
 CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 
 
-def _of_schema(text: str) -> Any:
-    """xgrammar's grammar of a JSON schema."""
-    grammar = _xgrammar().Grammar.from_json_schema(text)
+def _mended(grammar: Any) -> Any:
+    """xgrammar's grammar of a JSON schema, without control characters in strings."""
     written, mended = CHARACTER.subn(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
     return _xgrammar().Grammar.from_ebnf(written) if mended else grammar
 
 
-def _ebnf(grammar: Grammar) -> str:
-    if grammar.kind != "choice":
-        return grammar.text
-    return "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(grammar.text))
-
-
-def _said(error: Exception) -> str:
+@contextlib.contextmanager
+def _said_in_one_line(grammar: Grammar) -> Iterator[None]:
     """What xgrammar says, without where in its sources it says so, and not all of a long text that it cites."""
-    words = " ".join(re.sub(r"^\[[^]]*\] \S+: ", "", str(error).strip()).split())
-    return words if len(words) < 300 else f"{words[:300]}..."
+    try:
+        yield
+    except RuntimeError as error:
+        said = " ".join(re.sub(r"^\[[^]]*\] \S+: ", "", str(error).strip()).split())
+        said = said if len(said) < 300 else f"{said[:300]}..."
+        raise GrammarError(f"the {grammar.name} cannot be used: {said}") from error
 
 
 def _xgrammar() -> Any:

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -17,6 +19,7 @@ from test_decode import PROMPT, check_books, drafting, knows, pair
 from test_serve_text import sentencepiece_like
 
 from dflash_toolkit import SamplingParams, UserError, generate
+from dflash_toolkit import grammar as grammar_module
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.grammar import GrammarError, Grammars, masks_of, words_of
 from dflash_toolkit.kernels.reference import mask_logits_
@@ -425,3 +428,54 @@ def test_a_target_whose_tokenizer_cannot_be_used_is_said(tokenizer: Any) -> None
 def test_a_grammar_is_of_a_kind_and_has_a_text(kind: Any, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Grammar(kind, text)
+
+
+# ---- compiled once -------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_compiled_once_and_kept_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    first, second, third = (Grammar("regex", f"{letter}[0-9]+") for letter in "abc")
+    assert not grammars.ready(first)
+    compiled = grammars.compile(first)
+    assert grammars.ready(first) and grammars.compile(first) is compiled
+    room = compiled.memory_size_bytes
+    monkeypatch.setattr(grammar_module, "CACHED", int(2.5 * room))
+    grammars.compile(second)
+    grammars.compile(first)
+    grammars.compile(third)
+    assert [grammars.ready(each) for each in (first, second, third)] == [True, False, True]
+    monkeypatch.setattr(grammar_module, "CACHED", 0)
+    grammars.compile(second)
+    assert [grammars.ready(each) for each in (first, second, third)] == [False, True, False], "the last one is kept"
+
+
+def test_two_that_ask_for_the_same_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, grammar = Grammars(TOKENIZER, VOCAB, [EOS]), Grammar("regex", "a+")
+    begun, go_on, real, times = threading.Event(), threading.Event(), grammars._compile, []
+
+    def slow(asked: Grammar) -> Any:
+        times.append(asked)
+        begun.set()
+        assert go_on.wait(60)
+        return real(asked)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(grammars.compile, grammar)
+        assert begun.wait(60)
+        others = [pool.submit(grammars.compile, grammar) for _ in range(2)]
+        assert not grammars.ready(grammar)
+        go_on.set()
+        assert {id(future.result()) for future in (first, *others)} == {id(first.result())}
+    assert times == [grammar]
+
+
+def test_a_grammar_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, grammar = Grammars(TOKENIZER, VOCAB, [EOS]), Grammar("regex", "a+")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "xgrammar", None)
+        with pytest.raises(GrammarError, match="need xgrammar"):
+            grammars.compile(grammar)
+        assert not grammars.ready(grammar)
+    grammars.compile(grammar)
