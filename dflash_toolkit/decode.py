@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .generation import Generation, Step, TokenLogprobs, check_prompt, commit
-from .grammar import GrammarError, Grammars, Matcher, masks_of, words_of
+from .grammar import Grammars, Matcher, masks_of, words_of
 from .kernels.reference import (
     accepted_prefix,
     choose,
@@ -24,7 +24,7 @@ from .kernels.reference import (
 )
 from .models.dflash.network import ContextKV, Drafter
 from .models.target import Target
-from .sampling import SamplingParams, int64_seed
+from .sampling import GrammarError, SamplingParams, int64_seed
 
 
 def generate(
@@ -127,7 +127,7 @@ def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, co
 
 def _follow(matcher: Matcher | None, tokens: list[int]) -> None:
     if matcher and matcher.accept(tokens) < len(tokens):
-        raise GrammarError(matcher.refusal)
+        raise GrammarError()
 
 
 def _choose(

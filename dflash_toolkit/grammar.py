@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import UserError
-from .sampling import Grammar
+from .sampling import Grammar, GrammarError
 
 LONGEST = 256 << 10  # characters of a grammar
 CACHED = 256 << 20  # bytes of compiled grammars that are kept
@@ -37,10 +36,6 @@ DATA = {"const", "enum", "default", "examples"}  # of a JSON schema, what is no 
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # and what holds schemas by names
 
 
-class GrammarError(UserError):
-    """A grammar that cannot be read or followed."""
-
-
 def words_of(vocabulary: int) -> int:
     """Words of a mask."""
     return -(-vocabulary // 32)
@@ -52,8 +47,6 @@ class Matcher:
     def __init__(self, compiled: Any, ends: Collection[int]) -> None:
         self._compiled, self._ends = compiled, frozenset(ends)
         self._matcher = _xgrammar().GrammarMatcher(compiled, override_stop_tokens=sorted(self._ends))
-
-    refusal = "the grammar allows no token of the target here; the answer cannot go on"
 
     def fresh(self) -> "Matcher":
         """The same grammar, from its beginning."""

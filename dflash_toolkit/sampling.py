@@ -16,6 +16,13 @@ class BiasError(UserError):
     """A biased token that the target does not have."""
 
 
+class GrammarError(UserError):
+    """A grammar that cannot be read, or followed any further."""
+
+    def __init__(self, message: str = "the grammar allows no token of the target here; the answer cannot go on"):
+        super().__init__(message)
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer is to be, all of it up to the token that ends it.

@@ -73,7 +73,11 @@ def no_collection() -> Iterator[None]:
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values of the host on the device, which is not waited for."""
-    host = torch.tensor(values, dtype=dtype)
+    return upload(torch.tensor(values, dtype=dtype), device)
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of the host's tensor on the device, which is not waited for."""
     # the allocator of pinned memory keeps it until the copy has run
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

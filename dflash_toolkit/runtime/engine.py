@@ -3,15 +3,17 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from ..config import UserError
 from ..generation import Generation, Step
+from ..grammar import Grammars, Matcher
 from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
-from ..sampling import SamplingParams
+from ..sampling import GrammarError, SamplingParams
 from .draft_length import BlockChooser, block_sizes, measure_steps
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .options import EngineOptions
@@ -74,7 +76,11 @@ def expected_of_first_requests() -> RollingAcceptance:
 class Engine:
     """Decodes prompts with a target and, unless it is None, a drafter.
 
+    Args:
+        tokenizer: the target's, for requests with a grammar.
+
     Attributes:
+        grammars: compiled ones; who asks for a new one beforehand does not make `request` wait.
         context_limit: prompt and answer together, in tokens.
         vocabulary: prompt ids must be below this.
         capacity: what it can hold of one request.
@@ -87,6 +93,7 @@ class Engine:
         drafter: DrafterWeights | None,
         stop_ids: Sequence[int],
         options: EngineOptions | None = None,
+        tokenizer: Any = None,
     ) -> None:
         device = target.embedding.device
         config = drafter.config if drafter else None
@@ -102,6 +109,7 @@ class Engine:
         for spec in specs:
             check_heads(spec, device, target.embedding.dtype)
         self._stop_ids = frozenset(stop_ids)
+        self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
         longest = drafter.config.block_size if drafter else 1
         max_block = options.block_size or longest
@@ -186,16 +194,27 @@ class Engine:
             priority: lower is earlier, as in vLLM.
 
         Raises:
+            GrammarError: a grammar that cannot be used; it is compiled here, unless `grammars` has it.
             UserError: see `Capacity.check`.
         """
         params = params or SamplingParams()
         prompt = list(prompt_ids)
         limit = self.capacity.check(prompt, params)
-        if params.grammar:
-            raise UserError("the engine does not constrain answers yet")
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
+        matcher = self.matcher(params)
+        stop = self._stops(params)
         acceptance = RollingAcceptance(self._expected)
-        return Request(prompt, params, stop, limit, on_progress, key, priority, acceptance=acceptance)
+        return Request(prompt, params, stop, limit, on_progress, key, priority, acceptance=acceptance, matcher=matcher)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """Of the grammar of a request; None if it has none. From any thread. Raises GrammarError, see `Grammars`."""
+        if not params.grammar:
+            return None
+        if self.options.synthetic:
+            raise GrammarError("synthetic acceptance writes nonsense, and so nothing that has a grammar")
+        return self.grammars.matcher(params.grammar, self._stops(params))
+
+    def _stops(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
 
     def reset_acceptance(self) -> None:
         """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those.

@@ -26,11 +26,11 @@ class Parts:
     drafter: "DrafterWeights | None"
     stop_ids: tuple[int, ...]
 
-    def engine(self, options: EngineOptions | None = None) -> "Engine":
+    def engine(self, options: EngineOptions | None = None, tokenizer: Any = None) -> "Engine":
         """An engine over these weights, which several may share. Raises UserError."""
         from .engine import Engine
 
-        return Engine(self.target, self.drafter, self.stop_ids, options)
+        return Engine(self.target, self.drafter, self.stop_ids, options, tokenizer)
 
 
 def load_engine(
@@ -43,7 +43,7 @@ def load_engine(
     """An engine and the target's tokenizer, see `load_parts`. Raises UserError."""
     options = options or EngineOptions()
     if not isinstance(target, str):
-        return load_parts(target, drafter, device, dtype, options).engine(options), target.tokenizer
+        return load_parts(target, drafter, device, dtype, options).engine(options, target.tokenizer), target.tokenizer
     if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
         read_ahead(drafter if isinstance(drafter, str) else None, target)
     # not above: this imports torch and transformers, seconds in which the disk is to read already
@@ -51,7 +51,7 @@ def load_engine(
 
     load_config(target)  # says first if there is no such target
     tokenizer = load_tokenizer(target)
-    return load_parts(target, drafter, device, dtype, options).engine(options), tokenizer
+    return load_parts(target, drafter, device, dtype, options).engine(options, tokenizer), tokenizer
 
 
 def load_parts(

@@ -1,8 +1,9 @@
 """A step in parts, for a batch whose requests choose in different ways: what one part leaves for the next.
 
 A request pays for its own way to choose, and its bits do not depend on how the others do: the target's states of all
-rows are computed first, then each mode chooses for its own rows, then all rows commit. Of a batch that is all greedy
-nothing of this runs.
+rows are computed first, then each mode chooses for its own rows, then all rows commit. What a grammar allows behind
+each drafted token the host finds out while the target reads the drafts. Of a batch that is all greedy nothing of this
+runs.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .stack import Rows
 class Part(NamedTuple):
     """What one graph holds: a whole greedy step, or a part of one."""
 
-    kind: Literal["step", "begin", "choose", "end"]
+    kind: Literal["step", "propose", "read", "choose", "end"]
     rows: int
     block: int
     mode: Mode = Mode.GREEDY
@@ -53,11 +54,18 @@ class Between:
         self._draft, self._choice = new(rows, block), new(rows, block)
         self._rows = {mode: new(rows) for mode in Mode}  # which choose so, filled up with the first of them
         self._known: dict[Mode, list[int]] = {}
+        self._masks: tuple[Tensor, Tensor] | None = None  # of grammars, made when there is one
+
+    def propose(self, draft: Tensor) -> None:
+        self._draft[: len(draft), : draft.shape[1]].copy_(draft)
+
+    def proposed(self, batch: int, size: int) -> Tensor:
+        """int64 [B, S - 1]."""
+        return self._draft[:batch, : size - 1].contiguous()
 
     def put(self, block: Block) -> None:
         batch, size = block.hidden.shape[:2]
         self._hidden[:batch, :size].copy_(block.hidden)
-        self._draft[:batch, : size - 1].copy_(block.draft)
         self._lengths[:batch].copy_(block.rows.lengths)
         if self._features is not None and block.features is not None:
             self._features[: batch * size].copy_(block.features)
@@ -67,8 +75,8 @@ class Between:
         batch = len(page_table)
         rows = Rows(self._lengths[:batch], page_table, page_size)
         features = None if self._features is None else self._features[: batch * size]
-        draft, choice = self._draft[:batch, : size - 1], self._choice[:batch, :size]
-        return Block(rows, draft.contiguous(), self._hidden[:batch, :size], features), choice.contiguous()
+        draft, choice = self.proposed(batch, size), self._choice[:batch, :size]
+        return Block(rows, draft, self._hidden[:batch, :size], features), choice.contiguous()
 
     def name(self, mode: Mode, rows: list[int], count: int) -> None:
         """These rows choose in that mode; `count` are computed, the first of them again for want of others."""
@@ -76,6 +84,14 @@ class Between:
         if self._known.get(mode) != padded:
             self._rows[mode][:count].copy_(to_device(padded, torch.int64, self._hidden.device))
             self._known[mode] = padded
+
+    def masks(self, count: int, size: int, words: int) -> tuple[Tensor, Tensor]:
+        """What the next rows of a masked mode may choose, see `mask_logits_`, in buffers for the largest batch."""
+        if self._masks is None:
+            new = torch.zeros(self._draft.numel(), words + 1, dtype=torch.int32, device=self._draft.device)
+            self._masks = new[:, :words].contiguous(), new[:, words].contiguous()
+        masks, at = self._masks
+        return masks, at[: count * size]
 
     def of(self, mode: Mode, count: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the rows of a mode: their numbers [F], states [F * S, D], drafts [F, S - 1] and lengths [F]."""

@@ -4,10 +4,14 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..config import UserError
 from ..generation import Generation, Step, TokenLogprobs, check_prompt, commit
-from ..sampling import SamplingParams
+from ..sampling import GrammarError, SamplingParams
+
+if TYPE_CHECKING:
+    from ..grammar import Matcher  # which needs torch, as those who ask an engine do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Request:
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
     cancelled: bool = False
     error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
+    matcher: "Matcher | None" = None  # of its grammar, behind `tokens`
 
     def with_seed(self, seed: int) -> "Request":
         """The same prompt once more, for an answer of its own; before anything was decoded."""
@@ -120,6 +125,7 @@ class Request:
             acceptance=copy.copy(self.acceptance),
             pages=[],
             blocks_in_flight=[],
+            matcher=self.matcher and self.matcher.fresh(),
         )
 
     @property
@@ -170,7 +176,11 @@ class Request:
         return step
 
     def _take(self, committed: Committed, most: int) -> list[int]:
-        kept = commit(self.generation, committed.tokens[:most], self.stop_ids, self.limit)
+        tokens = committed.tokens[:most]
+        allowed = self.matcher.accept(tokens) if self.matcher else len(tokens)
+        kept = commit(self.generation, tokens[:allowed], self.stop_ids, self.limit)
+        if allowed < len(tokens) and self.generation.finish_reason is None:
+            self.error = GrammarError()
         if committed.logprobs is not None:
             self.generation.logprobs += committed.logprobs[: len(kept)]
         return kept

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..grammar import Matcher, masks_of, words_of
 from ..kernels.ops import Ops
 from .batch_state import BatchState
-from .capture import Captures, PinnedBuffers, to_device
+from .capture import Captures, PinnedBuffers, to_device, upload
 from .parts import Between, Block, Part
 from .proposer import Draft, Proposer
 from .request import Committed, Request
@@ -98,6 +99,8 @@ class StepRunner:
         self.verifier = Verifier(target, stack(target), taps, forced)
         self.proposer = Proposer(drafter, stack(drafter), target.embedding, target.head) if drafter else None
         self._modes = [Mode.GREEDY] * max_batch  # by row
+        self._words = words_of(target.spec.vocab_size)
+        self._masked = False  # whether a request ever had a grammar
         self._numbers = torch.arange(max_batch, device=self.device)
         width = target.spec.hidden_size
         self._between = Between(max_batch, max_block, width, len(taps) * width, self.dtype, self.device)
@@ -167,6 +170,7 @@ class StepRunner:
         """Put a prefilled request into the batch; the prefill chooses its first token if it has none yet."""
         state, sampler = self.state, self.state.sampler
         mode = self._modes[row] = mode_of(request.params)
+        self._masked |= mode.masked
         state.add(row, request)
         if request.tokens:
             return None
@@ -174,12 +178,16 @@ class StepRunner:
         rows = slice(row, row + 1)
         before = state.lengths[rows] - 1  # the choice stands behind the last token of the prompt
         no_draft = state.last_token.new_empty(1, 0)
+        masks = None
+        if request.matcher:
+            allowed, at = masks_of([request.matcher], [[]], self._words)
+            masks = upload(allowed, self.device), upload(at, self.device)
         choice, logprobs = sampler.choose(
-            self._last_hidden, self.target.head, self._numbers[rows], no_draft, before, mode
+            self._last_hidden, self.target.head, self._numbers[rows], no_draft, before, mode, masks
         )
         state.last_token[rows] = choice[0]
         counts = torch.ones_like(before)
-        if mode == Mode.FULL:
+        if mode.full:
             sampler.count(rows, choice, counts)
         return self._pending(torch.cat([counts[:, None], choice], dim=1), logprobs, [request], [0])
 
@@ -208,7 +216,7 @@ class StepRunner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], block: int) -> PendingResult:
         """Launch one step of rows 0..len(requests) - 1 with blocks of `block` tokens; 1 is plain decoding."""
-        tokens, logprobs, full = self._run_step(self._modes[: len(requests)], block)
+        tokens, logprobs, full = self._run_step([request.matcher for request in requests], block)
         return self._pending(tokens, logprobs, requests, full)
 
     def launcher(self, rows: int, block: int) -> Callable[[], object]:
@@ -223,7 +231,8 @@ class StepRunner:
         if mode == Mode.GREEDY:
             self._step(rows, block)
             return
-        self._begin(rows, block)
+        self._propose(rows, block)
+        self._read(rows, block)
         self._choose(rows, block, mode)
         self._end(rows, block)
 
@@ -266,8 +275,10 @@ class StepRunner:
                 return True
         shapes = list(itertools.product(buckets_up_to(self.max_batch), sorted(blocks, reverse=True)))
         parts = [Part("step", *shape) for shape in shapes]
-        parts += [Part(kind, *shape) for kind in ("begin", "end") for shape in shapes]
-        parts += [Part("choose", *shape, mode) for mode in Mode for shape in shapes]
+        parts += [Part("propose", *shape) for shape in shapes if shape[1] > 1]
+        parts += [Part("read", *shape) for shape in shapes] + [Part("end", *shape) for shape in shapes]
+        modes = [mode for mode in Mode if self._masked or not mode.masked]
+        parts += [Part("choose", *shape, mode) for mode in modes for shape in shapes]
         missing = next((part for part in parts if part not in self._graphs), None)
         if missing is not None:
             self.graph(missing)
@@ -284,23 +295,55 @@ class StepRunner:
         graph.replay()
         return result
 
-    def _run_step(self, modes: Sequence[Mode], block: int) -> tuple[Tensor, Tensor | None, list[int]]:
-        """A step of rows that choose so: as `_step`, log-probabilities, and the rows that these are of."""
-        batch, logprobs = self._rows(len(modes)), None
+    def _run_step(self, matchers: Sequence[Matcher | None], block: int) -> tuple[Tensor, Tensor | None, list[int]]:
+        """A step of the first rows: as `_step`, log-probabilities, and the rows that these are of."""
+        batch = self._rows(len(matchers))
         of_mode: dict[Mode, list[int]] = {mode: [] for mode in Mode}
-        for row, mode in enumerate(modes):
+        for row, mode in enumerate(self._modes[: len(matchers)]):
             of_mode[mode].append(row)
-        if len(of_mode[Mode.GREEDY]) == len(modes):
+        if len(of_mode[Mode.GREEDY]) == len(matchers):
             tokens = self._run(Part("step", batch, block))
-        else:
-            self._run(Part("begin", batch, block))
-            for mode, rows in of_mode.items():
-                if rows:
-                    self._between.name(mode, rows, self._rows(len(rows)))
-                    logprobs = self._run(Part("choose", self._rows(len(rows)), block, mode))
-            tokens = self._run(Part("end", batch, block))
+            assert tokens is not None
+            return tokens, None, []
+        if block > 1:
+            self._run(Part("propose", batch, block))
+        drafts = self._drafts(batch, block) if any(of_mode[mode] for mode in Mode if mode.masked) else None
+        self._run(Part("read", batch, block))
+        full: list[tuple[Tensor, list[int]]] = []
+        for mode, rows in of_mode.items():  # those that wait for the host are last
+            if not rows:
+                continue
+            count = self._rows(len(rows))
+            self._between.name(mode, rows, count)
+            if mode.masked:
+                assert drafts is not None
+                written = drafts()
+                masks, at = masks_of([matchers[row] for row in rows], [written[row] for row in rows], self._words)
+                at = torch.cat([at, at[:block].repeat(count - len(rows))])
+                for buffer, values in zip(self._between.masks(count, block, self._words), (masks, at), strict=True):
+                    buffer[: len(values)].copy_(upload(values, self.device))
+            logprobs = self._run(Part("choose", count, block, mode))
+            if logprobs is not None:
+                full.append((logprobs[: len(rows)], rows))
+        tokens = self._run(Part("end", batch, block))
         assert tokens is not None
-        return tokens, logprobs, of_mode[Mode.FULL]
+        all_logprobs = torch.cat([logprobs for logprobs, _ in full]) if full else None
+        return tokens, all_logprobs, [row for _, rows in full for row in rows]
+
+    def _drafts(self, batch: int, block: int) -> Callable[[], list[list[int]]]:
+        """Sends the drafts to the host; what waits for them, and only for them."""
+        proposed = self._between.proposed(batch, block)
+        if self.device.type != "cuda":
+            return proposed.tolist
+        host = torch.empty(proposed.shape, dtype=torch.int64, pin_memory=True).copy_(proposed, non_blocking=True)
+        sent = torch.cuda.Event()
+        sent.record()
+
+        def drafts() -> list[list[int]]:
+            sent.synchronize()
+            return host.tolist()
+
+        return drafts
 
     def _rows(self, count: int) -> int:
         """Rows that are computed for so many."""
@@ -309,22 +352,28 @@ class StepRunner:
     def _eagerly(self, part: Part) -> Tensor | None:
         if part.kind == "choose":
             return self._choose(part.rows, part.block, part.mode)
-        run = {"step": self._step, "begin": self._begin, "end": self._end}[part.kind]
+        run = {"step": self._step, "propose": self._propose, "read": self._read, "end": self._end}[part.kind]
         return run(part.rows, part.block)
 
     def _step(self, batch: int, block: int) -> Tensor:
         """One greedy step of the first `batch` rows: int64 [batch, 1 + S], see `PendingResult`."""
-        read = self._read_block(batch, block)
+        rows = self.state.rows(batch)
+        read = self._read_block(self._draft(rows, block), rows)
         choice = self.state.sampler.greedy(read.hidden.flatten(0, 1), self.target.head).view(batch, block)
         return self._commit(read, choice)[0]
 
-    def _begin(self, batch: int, block: int) -> None:
-        self._between.put(self._read_block(batch, block))
+    def _propose(self, batch: int, block: int) -> None:
+        self._between.propose(self._draft(self.state.rows(batch), block).tokens)
+
+    def _read(self, batch: int, block: int) -> None:
+        draft = Draft(self._between.proposed(batch, block))
+        self._between.put(self._read_block(draft, self.state.rows(batch)))
 
     def _choose(self, count: int, block: int, mode: Mode) -> Tensor | None:
         """The choices of `count` rows in that mode, and their log-probabilities."""
         rows, hidden, draft, lengths = self._between.of(mode, count, block)
-        choice, logprobs = self.state.sampler.choose(hidden, self.target.head, rows, draft, lengths, mode)
+        masks = self._between.masks(count, block, self._words) if mode.masked else None
+        choice, logprobs = self.state.sampler.choose(hidden, self.target.head, rows, draft, lengths, mode, masks)
         self._between.chosen(rows, choice)
         return logprobs
 
@@ -333,12 +382,14 @@ class StepRunner:
         self.state.sampler.count(slice(0, batch), verdict.path, verdict.counts)
         return tokens
 
-    def _read_block(self, batch: int, block: int) -> Block:
-        rows, last = self.state.rows(batch), self.state.last_token[:batch]
+    def _draft(self, rows: Rows, block: int) -> Draft:
+        last = self.state.last_token[: len(rows.lengths)]
         if self.proposer and block > 1:
-            draft = self.proposer.propose(last, rows, block)
-        else:
-            draft = Draft(last.new_empty(batch, 0))
+            return self.proposer.propose(last, rows, block)
+        return Draft(last.new_empty(len(last), 0))
+
+    def _read_block(self, draft: Draft, rows: Rows) -> Block:
+        last = self.state.last_token[: len(rows.lengths)]
         hidden, features = self.verifier.read(draft, last, rows)
         return Block(rows, draft.tokens, hidden, features)
 
@@ -353,7 +404,7 @@ class StepRunner:
     def _pending(
         self, tokens: Tensor, logprobs: Tensor | None, requests: Sequence[Request], full: Sequence[int]
     ) -> PendingResult:
-        """A result of the first rows; `full` are those that `logprobs` are of."""
+        """A result of the first rows; `full` are those that `logprobs` are of, in this order."""
         rows = len(requests)
         best = ((place, row, requests[row].params.logprobs) for place, row in enumerate(full))
         wanted = {row: (place, count) for place, row, count in best if count is not None}

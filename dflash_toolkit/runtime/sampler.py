@@ -17,11 +17,23 @@ class Mode(IntEnum):
     GREEDY = 0  # the head's argmax, no logits in memory
     SAMPLED = 1  # temperature and filters
     FULL = 2  # penalties, bias or log-probabilities too
+    MASKED = 3  # as SAMPLED, under a grammar
+    MASKED_FULL = 4
+
+    @property
+    def full(self) -> bool:
+        return self in (Mode.FULL, Mode.MASKED_FULL)
+
+    @property
+    def masked(self) -> bool:
+        return self >= Mode.MASKED
 
 
 def mode_of(params: SamplingParams) -> Mode:
     if params.edits_logits or params.logprobs is not None:
-        return Mode.FULL
+        return Mode.MASKED_FULL if params.grammar else Mode.FULL
+    if params.grammar:
+        return Mode.MASKED
     return Mode.SAMPLED if params.temperature > 0 else Mode.GREEDY
 
 
@@ -57,7 +69,7 @@ class Sampler:
         self.penalties[row, 0] = params.repetition_penalty
         self.penalties[row, 1] = params.presence_penalty
         self.penalties[row, 2] = params.frequency_penalty
-        self._written |= mode_of(params) == Mode.FULL
+        self._written |= mode_of(params).full
         if not self._written:
             return
         for table in self._tables:
@@ -79,15 +91,23 @@ class Sampler:
         return self._ops.linear_argmax(hidden, head)
 
     def choose(
-        self, hidden: Tensor, head: Tensor, rows: Tensor, draft: Tensor, lengths: Tensor, mode: Mode
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        rows: Tensor,
+        draft: Tensor,
+        lengths: Tensor,
+        mode: Mode,
+        masks: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The target's tokens int64 [B, S] and, in FULL mode, their log-probabilities.
+        """The target's tokens int64 [B, S] and, in full modes, their log-probabilities.
 
         Args:
             hidden: normed hidden states [B * S, D].
             rows: int64 [B], which rows of the state the requests have.
             draft: int64 [B, S - 1].
             lengths: int32 [B], position of each block's first slot.
+            masks: in masked modes, int32 [N, words] and [B * S], see `mask_logits_`.
 
         Returns:
             The second is fp64 [B, S, 1 + 2 * MAX_LOGPROBS]: the choice's log-probability, then the most probable
@@ -97,7 +117,9 @@ class Sampler:
         if mode == Mode.GREEDY:
             return self.greedy(hidden, head).view(batch, block), None
         raw = self._ops.linear(hidden, head)
-        logits = raw if mode == Mode.SAMPLED else self._edited(raw, rows, draft)
+        logits = self._edited(raw, rows, draft) if mode.full else raw
+        if masks is not None:
+            self._ops.mask_logits_(logits, *masks)  # of `raw` itself nobody wants to know more
 
         def by_row(field: Tensor) -> Tensor:
             return field[rows].repeat_interleave(block, output_size=batch * block)
@@ -107,10 +129,10 @@ class Sampler:
         fields = (self.temperature, self.top_p, self.top_k, self.min_p)
         temperature, top_p, top_k, min_p = map(by_row, fields)
         choice = self._ops.sample(logits, temperature, top_p, top_k, min_p, uniform)
-        return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode == Mode.FULL else None
+        return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode.full else None
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
-        """Count what a step committed: the first `counts` [B] of tokens [B, S]. Of use to rows in FULL mode."""
+        """Count what a step committed: the first `counts` [B] of tokens [B, S]. Of use to rows in full modes."""
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 

@@ -109,11 +109,13 @@ class Scheduler:
     def advance(self) -> None:
         """One turn of the loop."""
         self._prefill_chunk()
-        while self._launches and not self._device.depth:  # where a step is waited for, first tokens do not wait for it
+        # what a grammar allows next depends on what was committed
+        depth = 0 if any(request.matcher for request in self.running) else self._device.depth
+        while self._launches and not depth:  # where a step is waited for, first tokens do not wait for it
             self._read(self._launches.popleft())
         decoding = self._decode()
         # results are read late, but not later than the next result of those who wait for nothing else
-        while self._launches and (len(self._launches) > self._device.depth or not decoding):
+        while self._launches and (len(self._launches) > depth or not decoding):
             decoding |= self._read(self._launches.popleft())
 
     # ---- prefill ---------------------------------------------------------------------------------------

@@ -172,7 +172,9 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     prepared = 0
     while engine.prepare():
         prepared += 1
-    assert prepared == len(PREFILL_SIZES) + 6 * 4 * 5, "prefills; steps and parts of them, buckets up to 8, blocks"
+    assert prepared == len(PREFILL_SIZES) + 6 * 4 * 5 + 4 * 4, (
+        "prefills; steps and parts of them, buckets up to 8, blocks"
+    )
     assert not engine.prepare() and engine.scheduler.idle
     there = set(engine.runner._graphs)
     answers = engine.generate(prompts, params)
