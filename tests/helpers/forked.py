@@ -5,11 +5,14 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +68,43 @@ def wait_stopped(process: BaseProcess) -> None:
         assert process.is_alive(), "it has ended before it came there"
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+# ---- several processes that are one run ------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start_several(world: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
+    """`function(rank, *arguments)` in processes of one launcher, which would also end the others when one dies."""
+    start_server()
+    port = free_port()
+    made = [CONTEXT.Process(target=_placed, args=(rank, world, port, function, arguments)) for rank in range(world)]
+    for process in made:
+        process.start()
+    return made
+
+
+def _placed(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    torch.set_num_threads(1)
+    function(rank, *arguments)
+
+
+def ended(processes: list[BaseProcess]) -> list[int | None]:
+    """Exit codes; None is a process that hangs."""
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def run_several(world: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
+    return ended(start_several(world, function, *arguments))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import answers_of
 from damage import damage
+from forked import run_several
 from programs import Program, altered, says, write
 from test_response_file import answers
-from test_train_parallel import CONTEXT, _forkserver, _one, ended, free_port  # noqa: F401  # a fixture
+from test_train_parallel import _one
 from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.fingerprint import template_digest
@@ -38,14 +39,14 @@ def test_a_target_in_sixteen_bits_is_trained_for_on_a_cpu(dtype: str, dflash_tra
     dflash_train(f"dtype={dtype}", "optim.steps=3")
 
 
+def _apart(rank: int, arguments: list[list[str]], log: Path) -> None:
+    _one(rank, arguments[rank], log)
+
+
 def test_machines_that_share_no_directory_are_told(short_run: Program, tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "log"
-    processes = []
-    for rank in (0, 1):
-        arguments = short_run.words("optim.optimizer=adamw", output=f"run{rank}")
-        processes.append(CONTEXT.Process(target=_one, args=(rank, 2, port, arguments, log, 0, None)))
-        processes[-1].start()
-    assert ended(processes) == [2, 2], log.read_text()
+    log = tmp_path / "log"
+    arguments = [short_run.words("optim.optimizer=adamw", output=f"run{rank}") for rank in (0, 1)]
+    assert run_several(2, _apart, arguments, log) == [2, 2], log.read_text()
     errors = [line for line in log.read_text().splitlines() if "Error" in line or line.startswith("error:")]
     assert len(errors) == 1 and "all machines must share the output directory" in errors[0]
 

@@ -5,23 +5,24 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from forked import CONTEXT, start_server, stop_at, wait_stopped
+from forked import ended, free_port, run_several, start_several, stop_at, wait_stopped
 from paths import ROOT
+from programs import Program
+from test_train_features import config, forwards, run_of
 from test_train_loop import argv, lines_without_speed, losses, rows
 from torch import Tensor
 
 from dflash_toolkit import UserError
 from train.cli import main
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.distributed.parallel import Processes, without_local_rank
 from train.distributed.zero import deepspeed_config
 from train.features.source import FeatureSource
@@ -30,76 +31,27 @@ from train.loop import train
 from train.objective.blocks import Features, sample_blocks
 from train.objective.loss import compute_loss
 from train.responses.rows import Row
-from train.run.definition import Run
 
 # 8 answers: of two processes each has 4, in micro batches of 3 and 1
 SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    start_server()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(10)))
-    return path
-
-
 def _one(
-    rank: int, world: int, port: int, arguments: list[str], log: Path, largest_file: int, until: tuple[Path, int] | None
+    rank: int, arguments: list[str], log: Path, largest_file: int = 0, until: tuple[Path, int] | None = None
 ) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"})
+    os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(log.parent / "compiled")
-    torch.set_num_threads(1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     if until and not rank:
-        stop_at(*until)
+        stop_at(*until)  # the others wait for it
     code = main(arguments)
     if any(argument.startswith("run.zero=") or argument == "run.fsdp=true" for argument in arguments):
         sys.exit(code)  # DeepSpeed and FSDP2 keep their groups to the end
     # a thread of a group that drops a tensor while Python ends aborts the process
     left = [thread for comm in Path("/proc/self/task").glob("*/comm") if "gloo" in (thread := comm.read_text())]
     sys.exit(code or (f"threads outlive their group: {left}" if left else 0))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def start(
-    arguments: list[str], log: Path, world: int = 2, largest_file: int = 0, until: tuple[Path, int] | None = None
-) -> list[BaseProcess]:
-    """What a launcher does; a launcher would also end the others when one dies.
-
-    The first process stands still where `until` says (`forked.stop_at`), and the others wait for it.
-    """
-    port = free_port()
-    made = [
-        CONTEXT.Process(target=_one, args=(rank, world, port, arguments, log, largest_file, until))
-        for rank in range(world)
-    ]
-    for process in made:
-        process.start()
-    return made
-
-
-def ended(processes: list[BaseProcess]) -> list[int | None]:
-    """Exit codes; None is a process that hangs."""
-    for process in processes:
-        process.join(120)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
 
 
 def weights(run: Path) -> dict[str, Tensor]:
@@ -127,37 +79,41 @@ def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     return output
 
 
-@pytest.mark.parametrize("machines", [1, 2])
-def test_two_processes_of_torchrun_are_one_run(
-    machines: int, target_dir: Path, data: Path, tmp_path: Path, whole: Path
-) -> None:
-    """Of one launcher; and of two that meet as those of two machines do, each with a first process of its own."""
-    meeting = ["--standalone"] if machines == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+@pytest.mark.parametrize("way", ["torchrun", "torchrun on two machines", "deepspeed on two machines"])
+def test_processes_of_a_launcher_are_one_run(way: str, dflash_train: Program, tmp_path: Path, whole: Path) -> None:
+    """Each of two machines, which cannot reach each other by ssh, has a launcher and a first process of its own."""
+    machines, place, arguments = 2 if "two" in way else 1, f"localhost:{free_port()}", dflash_train.words(*SHORT)
+    if "deepspeed" in way:
+        pytest.importorskip("deepspeed")
+        (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+        words = ["deepspeed.launcher.runner", f"--hostfile={tmp_path / 'hosts'}", "--master_addr=127.0.0.1",
+                 f"--master_port={free_port()}", "--no_ssh", "--node_rank=RANK", "--module"]  # fmt: skip
+        arguments.append("device=cpu")
+    else:
+        meeting = ["--standalone"] if machines == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={place}"]
+        words = ["torch.distributed.run", *meeting, f"--nnodes={machines}", f"--nproc-per-node={2 // machines}", "-m"]
     launchers = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nnodes={machines}",
-             f"--nproc-per-node={2 // machines}", "-m", "train.cli", *argv(target_dir, data, tmp_path / "run", *SHORT)],
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", *(word.replace("RANK", str(rank)) for word in words), "train.cli", *arguments],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for _ in range(machines)
+        for rank in range(machines)
     ]  # fmt: skip
-    said = [launcher.communicate(timeout=240) for launcher in launchers]
-    stdout, stderr = ("".join(texts) for texts in zip(*said, strict=True))
-    assert [launcher.returncode for launcher in launchers] == [0] * machines, stderr
-    assert stdout.count("vllm serve") == stderr.count("2 processes") == 1, "only the first process speaks"
+    said = "".join(launcher.communicate(timeout=240)[0] for launcher in launchers)
+    assert [launcher.returncode for launcher in launchers] == [0] * machines, said
+    assert said.count("vllm serve") == said.count("2 processes") == 1, "only the first process speaks"
     assert_same_run(whole, tmp_path / "run")
     answers = [(tmp_path / "run/work" / name).read_text().splitlines() for name in ("answers.jsonl", "answers.1.jsonl")]
     assert [len(lines) for lines in answers] == [4, 4]
 
 
 def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
-    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+    dflash_train: Program, tmp_path: Path, whole: Path
 ) -> None:
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1")
-    metrics = tmp_path / "run/work/metrics.jsonl"
+    arguments, log = dflash_train.words(*SHORT, "run.save_every=1"), tmp_path / "log"
     for lines, victim in ((1, 1), (3, 0)):
-        running = start(arguments, tmp_path / "log", until=(metrics, lines))
+        running = start_several(2, _one, arguments, log, 0, (tmp_path / "run/work/metrics.jsonl", lines))
         wait_stopped(running[0])
         running[victim].kill()
         if victim:
@@ -169,51 +125,43 @@ def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
 
 
 def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
-    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=3")
     taken: list[int] = []
-    real = FeatureSource.__call__
+    real, again = FeatureSource.__call__, False
 
-    def watched(self: FeatureSource, rows: list) -> object:  # type: ignore[type-arg]
+    def watched(self: FeatureSource, rows: list[Row]) -> Features:
         taken.extend(row.index for row in rows)
         return real(self, rows) if len(taken) < 12 or again else sys.exit(1)
 
-    again = False
     monkeypatch.setattr(FeatureSource, "__call__", watched)
     with pytest.raises(SystemExit):
-        main(arguments)
+        dflash_train(*SHORT, "run.save_every=3")
     first = taken[:8]  # three micro batches were saved: an epoch
     again, taken[:] = True, []
-    assert main([*arguments, "optim.accumulate=4"]) == 0
-    assert "goes on after 3 micro batches in 3 steps with 4 a step" in capsys.readouterr().err
+    said = dflash_train(*SHORT, "run.save_every=3", "optim.accumulate=4")
+    assert "goes on after 3 micro batches in 3 steps with 4 a step" in "\n".join(said)
     assert sorted(first) == sorted(taken[:8]) == sorted(taken[8:16]) and first != taken[:8]
-    assert [line["epoch"] for line in lines_without_speed(tmp_path / "run/work/metrics.jsonl") if "loss" in line] == [
-        pytest.approx(epoch, abs=1e-4) for epoch in (3 / 8, 6 / 8, 1, 2, 3)
-    ]
+    epochs = [line["epoch"] for line in dflash_train.metrics() if "loss" in line]
+    assert epochs == pytest.approx([3 / 8, 6 / 8, 1, 2, 3], abs=1e-4)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_packed_rows_are_dealt_to_several_processes_as_to_one(
-    world: int, target_dir: Path, data: Path, tmp_path: Path
+    world: int, dflash_train: Program, tmp_path: Path
 ) -> None:
-    packed = argv(target_dir, data, tmp_path / "one", *SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12")
-    assert main([*packed, f"optim.accumulate={world}"]) == 0
-    packed[packed.index(str(tmp_path / "one"))] = str(tmp_path / "several")
-    packed += ["optim.recompute=true", f"run.fsdp={str(world == 4).lower()}"]
-    assert ended(start(packed, tmp_path / "log", world)) == [0] * world, (tmp_path / "log").read_text()
+    packed = [*SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12"]
+    dflash_train(*packed, f"optim.accumulate={world}", output="one")
+    sharded = f"run.fsdp={str(world == 4).lower()}"
+    several = dflash_train.words(*packed, "optim.recompute=true", sharded, output="several")
+    assert run_several(world, _one, several, tmp_path / "log") == [0] * world, (tmp_path / "log").read_text()
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
-def _counted(rank: int, world: int, port: int, folder: Path, config: TrainConfig, texts: list[Row]) -> None:
+def _counted(rank: int, folder: Path, asked: TrainConfig, texts: list[Row]) -> None:
     """One of the processes of a run; leaves how many forwards of the target it made, and over which rows."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    torch.set_num_threads(1)
     target, met = make_target(), set()
-    forwards: list[int] = []
-    target.layers[0].register_forward_hook(lambda *_: forwards.append(1))
-    call = FeatureSource.__call__
+    made, call = forwards(target), FeatureSource.__call__
 
     def watched(self: FeatureSource, rows: list[Row]) -> Features:
         met.update(row.index for row in rows)
@@ -221,9 +169,8 @@ def _counted(rank: int, world: int, port: int, folder: Path, config: TrainConfig
 
     FeatureSource.__call__ = watched  # type: ignore[method-assign]
     with Processes.started("cpu") as processes:
-        drafter = make_drafter(target).train()
-        train(Run(config, target, drafter, texts, [], folder, {}, lambda trained, made: None), processes)
-    (folder / f"forwards.{rank}.json").write_text(json.dumps([len(forwards), sorted(met)]))
+        train(run_of(asked, target, texts, folder), processes)
+    (folder / f"forwards.{rank}.json").write_text(json.dumps([len(made), sorted(met)]))
 
 
 @pytest.mark.parametrize(
@@ -240,25 +187,11 @@ def test_processes_share_the_rows_and_the_cache_of_a_machine(
     texts = [Row(i, 6, torch.randint(0, 250, (30,), generator=g).tolist()) for i in range(count)]
     taps = make_drafter(target).config.target_layer_ids
     cache = (kept + 0.5) * FeatureSource(target, taps, 3072).nbytes(texts[:1]) / GIB
-    runs = []
+    runs, asked = [], config(feature_cache_gb=cache)
     for processes in (1, world):
-        config = TrainConfig(
-            target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=4),
-            optim=OptimOptions(
-                optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3, accumulate=world // processes
-            ),
-            run=RunOptions(log_every=1, feature_cache_gb=cache),
-        )  # fmt: skip
         folder = tmp_path / str(processes)
-        folder.mkdir()
-        port = free_port()
-        running = [
-            CONTEXT.Process(target=_counted, args=(rank, processes, port, folder, config, texts))
-            for rank in range(processes)
-        ]
-        for process in running:
-            process.start()
-        assert ended(running) == [0] * processes
+        accumulated = replace(asked, optim=replace(asked.optim, accumulate=world // processes))
+        assert run_several(processes, _counted, folder, accumulated, texts) == [0] * processes
         runs.append([json.loads((folder / f"forwards.{rank}.json").read_text()) for rank in range(processes)])
     (alone, everything), several = runs[0][0], runs[1]
     assert [made for made, _ in several] == forwards and sum(forwards) == alone
@@ -268,17 +201,17 @@ def test_processes_share_the_rows_and_the_cache_of_a_machine(
 
 
 def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
-    target_dir: Path, data: Path, tmp_path: Path, whole: Path
+    dflash_train: Program, tmp_path: Path, whole: Path
 ) -> None:
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=2")
-    (tmp_path / "run/work").mkdir(parents=True)
+    arguments = dflash_train.words(*SHORT, "run.save_every=2")
     broken = tmp_path / "run/work/answers.1.jsonl"  # the second process's own
+    broken.parent.mkdir(parents=True)
     broken.symlink_to(tmp_path / "nowhere/at_all")
     for name, size in (("answers.1.jsonl", 0), ("state.pt", 40_000)):
         log = tmp_path / name
-        assert ended(start(arguments, log, largest_file=size)) == [2, 2], log.read_text()
-        errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
-        assert len(errors) == 1 and "free some space" in errors[0] and name in errors[0]
+        assert run_several(2, _one, arguments, log, size) == [2, 2], log.read_text()
+        (error,) = (line for line in log.read_text().splitlines() if line.startswith("error:"))
+        assert "free some space" in error and name in error
         broken.unlink(missing_ok=True)
     assert not list(tmp_path.rglob("*.partial*"))
     assert main([*arguments, "optim.accumulate=2"]) == 0
@@ -287,22 +220,15 @@ def test_a_full_disk_is_one_line_of_all_processes_and_none_hangs(
 
 def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
     """The loss is divided by the weights of all micro batches together, not each by its own."""
-    # a step has all twelve rows either way
-    runs = {"large": OptimOptions(batch_size=12), "accumulated": OptimOptions(batch_size=3, accumulate=4)}
     target, curves, trained = make_target(), [], []
-    for name, options in runs.items():
-        optim = OptimOptions(
-            optimizer="adamw", steps=6, learning_rate=3e-3, batch_size=options.batch_size, accumulate=options.accumulate
-        )
-        config = TrainConfig(  # an anchor wherever there can be one, so that no draw differs
-            target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=64), optim=optim,
-            run=RunOptions(log_every=1),
-        )  # fmt: skip
-        (tmp_path / name).mkdir()
-        drafter = make_drafter(target).train()
-        train(Run(config, target, drafter, rows(12), [], tmp_path / name, {}, lambda trained, made: None))
-        curves.append(losses(tmp_path / name / "metrics.jsonl"))
-        trained.append(drafter.state_dict())
+    for batch, accumulate in ((12, 1), (3, 4)):  # a step has all twelve rows either way
+        optim = OptimOptions(optimizer="adamw", steps=6, learning_rate=3e-3, batch_size=batch, accumulate=accumulate)
+        # an anchor wherever there can be one, so that no draw differs
+        asked = replace(config(), loss=LossOptions(anchors=64), optim=optim)
+        run = run_of(asked, target, rows(12), tmp_path / str(batch))
+        train(run)
+        curves.append(losses(run.work / "metrics.jsonl"))
+        trained.append(run.drafter.state_dict())
     assert curves[0] == pytest.approx(curves[1], rel=1e-5) and len(curves[0]) == 6
     assert all(torch.allclose(trained[0][k], trained[1][k], rtol=1e-4, atol=1e-6) for k in trained[0])
 
@@ -325,8 +251,8 @@ def test_recomputed_activations_change_nothing() -> None:
             loss = compute_loss(drafter, target, features, blocks, TrainConfig(target="tiny"), flex=False).loss
         loss.backward()
         kept.append(sum(sizes))
-        gradients.append({"loss": loss.detach()} | {name: p.grad for name, p in drafter.named_parameters()})
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])  # type: ignore[arg-type]
+        gradients.append([loss.detach(), *(p.grad for p in drafter.parameters())])
+    assert all(map(torch.equal, *gradients))
     assert kept[1] < 0.7 * kept[0]
 
 
@@ -376,33 +302,28 @@ def test_a_mistake_on_every_process_is_said_by_the_first_of_a_machine(
         (["run.zero=1", "optim.ema=0.9"], "run.zero keeps no average of the weights"),
     ],
 )
-def test_an_impossible_sharding_is_one_line(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--target", "x", *given]) == 2
-    assert words in capsys.readouterr().err
+def test_an_impossible_sharding_is_one_line(given: list[str], words: str, dflash_train: Program) -> None:
+    assert words in dflash_train.refuses(*given)
 
 
 def test_without_deepspeed_its_extra_is_named(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dflash_train: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    assert main(argv(target_dir, data, tmp_path / "run", "run.zero=1")) == 2
-    assert "dflash-toolkit[train]" in capsys.readouterr().err.splitlines()[-1]
+    assert "dflash-toolkit[train]" in dflash_train.refuses("run.zero=1")
     assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()
 
 
-def test_the_other_optimizer_s_resume_point_is_one_line(
-    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: Path
-) -> None:
-    arguments = argv(target_dir, data, tmp_path / "run", "optim.steps=1", "optim.optimizer=adamw")
-    assert main(arguments) == 0
+def test_the_other_optimizer_s_resume_point_is_one_line(dflash_train: Program, tmp_path: Path) -> None:
+    short = ("optim.steps=1", "optim.optimizer=adamw")
+    dflash_train(*short)
     state = torch.load(tmp_path / "run/work/state.pt")
     state["optimizer"]["1"] = {}  # as `auto` leaves it on a GPU
     state["optimizer"]["0"]["param_groups"] = state["optimizer"]["0"]["param_groups"][:1]
     torch.save(state, tmp_path / "run/work/state.pt")
     (tmp_path / "run/run.json").unlink()
     for way in ("run.fsdp=false", "run.fsdp=true"):
-        assert main([*arguments, way]) == 2
-        assert "another optimiser's state" in capsys.readouterr().err.splitlines()[-1]
+        assert "another optimiser's state" in dflash_train.refuses(*short, way)
 
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------
@@ -422,43 +343,20 @@ def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_o
 @pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its collectives for CPUs")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
-    stage: int, target_dir: Path, data: Path, tmp_path: Path, whole: Path
+    stage: int, dflash_train: Program, tmp_path: Path, whole: Path
 ) -> None:
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.save_every=1", "optim.recompute=true")
-    metrics = tmp_path / "run/work/metrics.jsonl"
+    arguments, log = dflash_train.words(*SHORT, "run.save_every=1", "optim.recompute=true"), tmp_path / "log"
     for lines in (1, 3):
-        running = start([*arguments, f"run.zero={stage}"], tmp_path / "log", until=(metrics, lines))
+        until = tmp_path / "run/work/metrics.jsonl", lines
+        running = start_several(2, _one, [*arguments, f"run.zero={stage}"], log, 0, until)
         wait_stopped(running[0])
         for process in running:  # as a launcher does when one of them has died
             process.kill()
         ended(running)
     assert json.loads((tmp_path / "run/work/deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
-    last = start([*arguments, f"run.zero={1 + stage % 3}", "optim.accumulate=2"], tmp_path / "log", 1)
-    assert ended(last) == [0], (tmp_path / "log").read_text()
+    last = [*arguments, f"run.zero={1 + stage % 3}", "optim.accumulate=2"]
+    assert run_several(1, _one, last, log) == [0], log.read_text()
     assert not (tmp_path / "compiled").exists(), "nothing is compiled, which takes a minute"
-    assert_same_run(whole, tmp_path / "run")
-
-
-def test_the_deepspeed_command_of_a_hostfile_is_one_run(
-    target_dir: Path, data: Path, tmp_path: Path, whole: Path
-) -> None:
-    """Of two machines that cannot reach each other by ssh: the same line on each, but for its rank."""
-    pytest.importorskip("deepspeed")
-    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "device=cpu")
-    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}", "--no_ssh"]
-    launchers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={tmp_path / 'hosts'}", *place,
-             f"--node_rank={rank}", "--module", "train.cli", *arguments],
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = "".join(launcher.communicate(timeout=240)[0] for launcher in launchers)
-    assert [launcher.returncode for launcher in launchers] == [0, 0], said
-    assert said.count("vllm serve") == said.count("2 processes") == 1, "only the first process speaks"
     assert_same_run(whole, tmp_path / "run")
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import free_port, run_several
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
 from test_train_loop import argv, losses
-from test_train_parallel import CONTEXT, _forkserver, ended, free_port  # noqa: F401  # the fixture starts what forks
 from torch import Tensor, nn
 
 from train.config import OptimOptions
@@ -43,8 +43,7 @@ def stepped(optimizer: Optimizers, weights: nn.Module, steps: range) -> None:
 
 def _process(rank: int, world: int, folder: Path, first: int) -> None:
     """Goes on from the file of step `first`, for two steps."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
+    dist.init_process_group("gloo")
     weights = module()
     optimizer = make_optimizer(weights, OptimOptions(optimizer="muon", weight_decay=0.1), rank, world)
     if first:
@@ -71,10 +70,7 @@ def flat(state: Any) -> dict[str, Tensor]:
 
 def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: Path) -> None:
     for first, world in ((0, 3), (2, 7), (4, 1)):  # of seven, two have no matrix
-        processes = [CONTEXT.Process(target=_process, args=(rank, world, tmp_path, first)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        assert ended(processes) == [0] * world
+        assert run_several(world, _process, world, tmp_path, first) == [0] * world
     weights = module()
     optimizer = make_optimizer(weights, OptimOptions(optimizer="muon", weight_decay=0.1))
     stepped(optimizer, weights, range(6))
@@ -84,10 +80,9 @@ def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: 
     assert all(torch.equal(tensor, flat(found)[place]) for place, tensor in flat(alone).items())
 
 
-def _in_shards(rank: int, world: int, folder: Path) -> None:
+def _in_shards(rank: int, world: int) -> None:
     """Steps of Muon on whole matrices beside those on rows of them, and on the flat partitions of ZeRO's stages."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    dist.init_process_group("gloo")
     options, steps = OptimOptions(optimizer="muon", weight_decay=0.1), range(3)
     whole = module()
     stepped(make_optimizer(whole, options), whole, steps)
@@ -118,9 +113,8 @@ def _in_shards(rank: int, world: int, folder: Path) -> None:
         optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [flat], []
         for step in steps:
             generators = (torch.Generator().manual_seed(100 * step + i) for i in range(len(SHAPES)))
-            flat.grad = partition(
-                [torch.randn(s, generator=g) for s, g in zip(SHAPES, generators, strict=True)], by_matrix
-            )
+            gradients = [torch.randn(s, generator=g) for s, g in zip(SHAPES, generators, strict=True)]
+            flat.grad = partition(gradients, by_matrix)
             optimizer.step()
         expected = partition([p.data for p in list(whole.parameters())[: len(SHAPES)]], by_matrix)
         assert torch.equal(flat, expected), by_matrix
@@ -128,11 +122,8 @@ def _in_shards(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 7])
-def test_muon_of_shards_is_muon_of_whole_matrices_to_the_bit(world: int, tmp_path: Path) -> None:
-    processes = [CONTEXT.Process(target=_in_shards, args=(rank, world, tmp_path)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    assert ended(processes) == [0] * world
+def test_muon_of_shards_is_muon_of_whole_matrices_to_the_bit(world: int) -> None:
+    assert run_several(world, _in_shards, world) == [0] * world
 
 
 @given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), world=st.integers(1, 9))
@@ -156,10 +147,7 @@ def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs
         (["optim.optimizer=adamw", "run.zero=2"], 1e-5),
         (["optim.optimizer=adamw", "run.zero=3"], 1e-5),
         (AS_USERS, 3e-2),
-        (
-            ["dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "run.fsdp=true"],
-            3e-2,
-        ),
+        ([*AS_USERS, "run.fsdp=true"], 3e-2),
     ],
     ids=lambda way: "-".join(option.split("=")[1] for option in way) if isinstance(way, list) else "",
 )

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from forked import CONTEXT, start_server
+from forked import run_several
 from test_train_loop import rows
-from test_train_parallel import ended, free_port
 from test_train_several import flat
 
 from train.config import OptimOptions, RunOptions, TrainConfig
@@ -55,11 +54,8 @@ def _steps(
     return state, norms
 
 
-def _process(rank: int, port: int, folder: Path, optim: OptimOptions, ways: list[RunOptions]) -> None:
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"})
+def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions]) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
     with Processes.started("cpu") as processes:
         plain = [RunOptions()] * len(ways)
         for name, taken in (("plain", plain), ("sharded", ways)):
@@ -82,12 +78,7 @@ def _process(rank: int, port: int, folder: Path, optim: OptimOptions, ways: list
 def test_learners_that_hand_over_to_each_other_step_as_one_that_is_whole(
     optim: OptimOptions, ways: list[RunOptions], tolerance: float, tmp_path: Path
 ) -> None:
-    start_server()
-    port = free_port()
-    processes = [CONTEXT.Process(target=_process, args=(rank, port, tmp_path, optim, ways)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    assert ended(processes) == [0, 0]
+    assert run_several(2, _process, tmp_path, optim, ways) == [0, 0]
     plain, sharded = (torch.load(tmp_path / name) for name in ("plain", "sharded"))
     assert sharded["norms"] == pytest.approx(plain["norms"], rel=1e-4)
     assert plain["tensors"].keys() == sharded["tensors"].keys()

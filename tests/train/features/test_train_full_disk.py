@@ -9,20 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_target
+from forked import run_several
+from programs import Program
 from safetensors.torch import save_file
 from test_train_features import TAPS, rows
-from test_train_loop import argv
-from test_train_parallel import (  # noqa: F401  # fixtures: a run to compare with, its data, what forks processes
-    CONTEXT,
-    SHORT,
-    _forkserver,
-    _one,
-    assert_same_run,
-    data,
-    ended,
-    free_port,
-    whole,
-)
+from test_train_parallel import SHORT, _one, assert_same_run, whole  # noqa: F401  # a run to compare with
 
 import train.features.store
 from dflash_toolkit import UserError
@@ -36,11 +27,11 @@ def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
-def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, port: int, arguments: list[str], log: Path) -> None:
+def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, arguments: list[str], log: Path) -> None:
     DiskStore.__init__.__defaults__ = (shard_bytes,)
     if rank == full:
         train.features.store.save_file = no_space  # type: ignore[assignment]
-    _one(rank, 2, port, arguments, log, 0, None)
+    _one(rank, arguments, log)
 
 
 @pytest.mark.parametrize(
@@ -49,26 +40,14 @@ def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, port: int, arg
     ids=["the first process", "the second", "the second, behind the last step"],
 )
 def test_features_that_one_process_cannot_write_end_all_with_one_line_and_the_run_goes_on(
-    full: int,
-    shard_bytes: int,
-    settings: list[str],
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    whole: Path,
+    full: int, shard_bytes: int, settings: list[str], dflash_train: Program, tmp_path: Path, whole: Path
 ) -> None:
-    arguments = argv(target_dir, data, tmp_path / "run", *SHORT, "run.features=hybrid", *settings)
-    log, port = tmp_path / "log", free_port()
-    running = [
-        CONTEXT.Process(target=_one_with_a_full_disk, args=(rank, full, shard_bytes, port, arguments, log))
-        for rank in range(2)
-    ]
-    for process in running:
-        process.start()
-    assert ended(running) == [2, 2], log.read_text()
+    arguments, log = dflash_train.words(*SHORT, "run.features=hybrid", *settings), tmp_path / "log"
+    codes = run_several(2, _one_with_a_full_disk, full, shard_bytes, arguments, log)
     said = log.read_text()
-    errors = [line for line in said.splitlines() if "rror" in line]
-    assert len(errors) == 1 and "No space left on device" in errors[0] and "free some space" in errors[0], said
+    assert codes == [2, 2], said
+    (error,) = (line for line in said.splitlines() if "rror" in line)
+    assert "No space left on device" in error and "free some space" in error
     assert not list(tmp_path.rglob("*.partial*")) and not (tmp_path / "run/run.json").exists()
     assert torch.load(tmp_path / "run/work/state.pt")["step"] == 2, "what was computed before is saved"
     assert main([*arguments, "optim.accumulate=2"]) == 0
@@ -104,10 +83,8 @@ def test_after_a_failed_write_rows_are_still_there_and_no_more_are_kept(
     source(texts[:2])
     source.flush()
     monkeypatch.setattr(train.features.store, "save_file", no_space)
-    for _ in range(2):
-        assert all(
-            torch.equal(source([row]).hidden[0], direct.hidden[i, : len(row.tokens)]) for i, row in enumerate(texts)
-        )
+    for i, row in [*enumerate(texts)] * 2:
+        assert torch.equal(source([row]).hidden[0], direct.hidden[i, : len(row.tokens)])
     assert not source.missing(texts[:2]) and source.missing(texts[-1:])
     for tell in (source.check, source.flush):
         with pytest.raises(UserError, match="No space left"):
