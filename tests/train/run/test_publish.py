@@ -11,9 +11,8 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import yaml
-from test_train_loop import argv
+from programs import Program
 
-from train.cli import main
 from train.run import publish
 
 SHORT = ("optim.steps=2", "run.evaluate_every=0", "run.evaluate_prompts=1", "run.evaluate_tokens=6")
@@ -82,35 +81,29 @@ def metadata_of(card: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_writes_a_card_and_the_same_command_uploads_it(
-    target_dir: Path, data: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "run"
-    command = argv(target_dir, data, output, *SHORT)
-    assert main(command) == 0 and hub.repositories == []
-    card, result = (output / "README.md").read_text(), json.loads((output / "run.json").read_text())["result"]
+def test_a_run_writes_a_card_and_the_same_command_uploads_it(target_dir: Path, dflash_train: Program, hub: Hub) -> None:
+    output = dflash_train.output
+    dflash_train(*SHORT)
+    assert hub.repositories == []
+    card, result = (output / "README.md").read_text(), dflash_train.record()["result"]
     assert metadata_of(card)["tags"] == ["dflash", "speculative-decoding", "draft-model"]
     assert not {"base_model", "datasets"} & metadata_of(card).keys(), "neither has a name on the hub"
     assert f"**{result['acceptance_length']:.2f} tokens a step**" in card
     assert f"dflash-serve --target {target_dir} --drafter run\n" in card and "vllm serve" in card
 
     weights = (output / "model.safetensors").read_bytes()
-    assert main([*command, "--push-to-hub", "me/tiny"]) == 0
-    assert capsys.readouterr().err.splitlines()[-1].startswith("uploaded to http://127.0.0.1:")
+    assert dflash_train(*SHORT, "--push-to-hub", "me/tiny")[-1].startswith("uploaded to http://127.0.0.1:")
     assert hub.repositories == ["me/tiny"] and set(hub.files) == {"README.md", "config.json", "model.safetensors"}
     assert hub.files["model.safetensors"] == weights and b"--drafter me/tiny\n" in hub.files["README.md"]
 
 
 def test_a_hub_that_refuses_is_one_line_before_anything_is_done(
-    target_dir: Path, data: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, hub: Hub, dflash_train: Program
 ) -> None:
     hub.refuses = 401
-    assert main([*argv(target_dir, data, tmp_path / "run", *SHORT), "--push-to-hub", "me/tiny"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert (
-        line.startswith("error: push_to_hub me/tiny: Client error '401 Unauthorized' for url 'http")
-        and "hf auth login" in line
-    )
+    error = dflash_train.refuses(*SHORT, "--push-to-hub", "me/tiny")
+    assert error.startswith("push_to_hub me/tiny: Client error '401 Unauthorized' for url 'http")
+    assert "hf auth login" in error
     assert not (tmp_path / "run/work/prompts.jsonl").exists()
 
 

@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import EOS, make_target, make_tokenizer, prompts_of
+from programs import write
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
@@ -36,9 +37,7 @@ def opener(target: Target) -> Callable[[], Decoder]:
 
 
 def prompt_file(path: Path, start: int, stop: int) -> str:
-    rows = [{"prompt": f"ask {i}", "response": f"say {i}"} for i in range(start, stop)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write(path, [{"prompt": f"ask {i}", "response": f"say {i}"} for i in range(start, stop)]))
 
 
 @pytest.fixture
@@ -55,40 +54,33 @@ def chat(i: int) -> tuple[int, ...]:
 # ---- prompts ---------------------------------------------------------------------------------------------------
 
 
-def training(config: TrainConfig, work: Path) -> list[tuple[int, ...]]:
-    return [tuple(ids) for ids in prompts_of(config, make_tokenizer(), work)[0]]
-
-
-def held_out(config: TrainConfig, work: Path) -> list[tuple[int, ...]]:
-    return [tuple(ids) for ids in prompts_of(config, make_tokenizer(), work)[1]]
+def read(config: TrainConfig, work: Path) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Prompts that are trained on, and those that are held out."""
+    mine, apart = prompts_of(config, make_tokenizer(), work)
+    return [tuple(ids) for ids in mine], [tuple(ids) for ids in apart]
 
 
 def test_a_prompt_is_what_the_chat_template_makes_of_it(config: TrainConfig, tmp_path: Path) -> None:
-    config = replace(config, prompts=DataOptions(held_out=0, max_length=64))
-    assert training(config, tmp_path / "w") == [chat(i) for i in range(20)]
-    found = list(chosen(tmp_path / "w" / PROMPTS))
-    assert [each.index for each in found] == list(range(20))
-    assert {path.name for path in (tmp_path / "w").iterdir()} == {PROMPTS}
+    whole = replace(config, prompts=DataOptions(held_out=0, max_length=64))
+    assert read(whole, tmp_path / "w") == ([chat(i) for i in range(20)], [])
+    assert [each.index for each in chosen(tmp_path / "w" / PROMPTS)] == list(range(20))
+    assert [path.name for path in (tmp_path / "w").iterdir()] == [PROMPTS]
 
 
 def test_every_prompt_is_either_trained_on_or_held_out_never_both(config: TrainConfig, tmp_path: Path) -> None:
-    mine, apart = prompts_of(config, make_tokenizer(), tmp_path / "w")
-    assert len(mine) == 14 and len(apart) == 6
-    assert {tuple(ids) for ids in [*mine, *apart]} == {chat(i) for i in range(20)}
+    mine, apart = read(config, tmp_path / "w")
+    assert (len(mine), len(apart)) == (14, 6) and {*mine, *apart} == {chat(i) for i in range(20)}
 
 
 def test_the_split_depends_on_the_seed_alone(config: TrainConfig, tmp_path: Path) -> None:
-    def split(seed: int) -> list[tuple[int, ...]]:
-        torch.manual_seed(torch.randint(1 << 30, ()).item())
-        return held_out(replace(config, run=RunOptions(seed=seed)), tmp_path / "w")
-
-    assert split(1) == split(1) != split(2)
+    first, again, other = (read(replace(config, run=RunOptions(seed=seed)), tmp_path / "w")[1] for seed in (1, 1, 2))
+    assert first == again != other
 
 
 def test_held_out_files_leave_the_data_whole(config: TrainConfig, tmp_path: Path) -> None:
     given = replace(config, held_out=(prompt_file(tmp_path / "h.jsonl", 30, 33),))
-    mine, apart = prompts_of(given, make_tokenizer(), tmp_path / "w")
-    assert len(mine) == 20 and [tuple(ids) for ids in apart] == [chat(i) for i in (30, 31, 32)]
+    mine, apart = read(given, tmp_path / "w")
+    assert len(mine) == 20 and apart == [chat(i) for i in (30, 31, 32)]
     assert data_digest(config) != data_digest(given), "another measure is another run"
 
 
@@ -106,11 +98,12 @@ def test_max_prompts_draws_from_all_files_and_says_so(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40))
+    everything = [chat(i) for i in range(40)]
 
     def drawn(most: int, seed: int = 0) -> list[int]:
         options = DataOptions(held_out=0, max_length=64, max_prompts=most)
-        found = training(replace(config, data=files, prompts=options, run=RunOptions(seed=seed)), tmp_path / "w")
-        return [[chat(i) for i in range(40)].index(ids) for ids in found]
+        found, _ = read(replace(config, data=files, prompts=options, run=RunOptions(seed=seed)), tmp_path / "w")
+        return [everything.index(ids) for ids in found]
 
     some = drawn(16)
     assert len({*some}) == 16 and some == sorted(some) == drawn(16) != drawn(16, seed=1)
@@ -121,47 +114,44 @@ def test_max_prompts_draws_from_all_files_and_says_so(
 
 def test_near_duplicates_go_and_none_is_trained_on_and_measured_on(config: TrainConfig, tmp_path: Path) -> None:
     said = "tell me about the number {} in {} short words of yours please and say why"
-    rows = [{"prompt": said.format(i, i)} for i in range(8)] + [{"prompt": said.format(i, i) + "!"} for i in range(8)]
-    data = str(tmp_path / "near.jsonl")
-    Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held = str(tmp_path / "held.jsonl")
-    Path(held).write_text(json.dumps({"prompt": said.format(3, 3) + " ?"}) + "\n")
-    given = replace(config, data=(data,), prompts=DataOptions(held_out=2, max_length=200))
-    mine, apart = prompts_of(given, make_tokenizer(), tmp_path / "w")
+    asked = [said.format(i, i) + end for end in ("", "!") for i in range(8)]
+    data = write(tmp_path / "near.jsonl", [{"prompt": text} for text in asked])
+    held = write(tmp_path / "held.jsonl", [{"prompt": said.format(3, 3) + " ?"}])
+    given = replace(config, data=(str(data),), prompts=DataOptions(held_out=2, max_length=200))
+    mine, apart = read(given, tmp_path / "w")
     assert (len(mine), len(apart)) == (6, 2), "one of every two that differ by a sign"
-    mine, apart = prompts_of(replace(given, held_out=(held,)), make_tokenizer(), tmp_path / "w")
+    mine, apart = read(replace(given, held_out=(str(held),)), tmp_path / "w")
     assert (len(mine), len(apart)) == (7, 1), "none that is nearly the one that is measured on"
-    exact = replace(given, held_out=(held,), prompts=replace(given.prompts, similarity=1.0))
-    assert len(training(exact, tmp_path / "w")) == 16
+    exact = replace(given, held_out=(str(held),), prompts=replace(given.prompts, similarity=1.0))
+    assert len(read(exact, tmp_path / "w")[0]) == 16
 
 
 def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig, tmp_path: Path) -> None:
     with open(config.data[0], "a") as handle:
         handle.write('{"nothing": 1}\n')
     with pytest.raises(UserError, match=r"a.jsonl, line 21: .*prompts.strict=false leaves such rows out"):
-        training(config, tmp_path / "w")
+        read(config, tmp_path / "w")
     assert not list((tmp_path / "w").iterdir()), "nothing half-written"
     lenient = replace(config, prompts=replace(config.prompts, strict=False))
-    assert len(training(lenient, tmp_path / "w")) == 14
+    assert len(read(lenient, tmp_path / "w")[0]) == 14
 
 
 def test_a_benchmark_form_is_applied_to_training_and_held_out_prompts_by_name_only(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"question": f"ask {i}", "answer": f"say {i}"}) + "\n" for i in range(4)))
+    path = write(tmp_path / "a.jsonl", [{"question": f"ask {i}", "answer": f"say {i}"} for i in range(4)])
+    words = make_tokenizer()
 
-    def read(name: str, form: str = "auto") -> tuple[list[str], str]:
+    def formed(name: str, form: str = "auto") -> tuple[list[str], str]:
         options = DataOptions(max_length=512, form=form)
-        files = (f"{name}{path}[:2]",), (f"{name}{path}[2:]",)
-        config = TrainConfig(target="tiny", data=files[0], held_out=files[1], prompts=options)
-        mine, apart = prompts_of(config, words, tmp_path / "w")
+        data, held_out = ((f"{name}{path}{part}",) for part in ("[:2]", "[2:]"))
+        config = TrainConfig(target="tiny", data=data, held_out=held_out, prompts=options)
+        mine, apart = read(config, tmp_path / "w")
         return [words.decode(ids) for ids in (*mine, *apart)], data_digest(config)
 
-    words = make_tokenizer()
-    plain, digest = read("")
-    assert plain == [words.decode(list(chat(i))) for i in range(4)] == read("shop=")[0] == read("gsm8k=", "none")[0]
-    formed, other = read("gsm8k=")
-    assert all("step by step" in text for text in formed) and formed == read("", "gsm8k")[0]
-    assert digest == read("shop=")[1] != other, "another form is another run"
+    plain, digest = formed("")
+    assert plain == [words.decode(chat(i)) for i in range(4)] == formed("shop=")[0] == formed("gsm8k=", "none")[0]
+    shown, other = formed("gsm8k=")
+    assert all("step by step" in text for text in shown) and shown == formed("", "gsm8k")[0]
+    assert digest == formed("shop=")[1] != other, "another form is another run"
 
 
 def test_the_digest_follows_the_contents_of_the_data(config: TrainConfig) -> None:
@@ -174,12 +164,11 @@ def test_the_digest_follows_the_contents_of_the_data(config: TrainConfig) -> Non
 def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longest = len(chat(19))
-    options = DataOptions(held_out=8, max_length=longest + 1)  # ten prompts are a token shorter
+    options = DataOptions(held_out=8, max_length=len(chat(19)) + 1)  # ten prompts are a token shorter
     reading = Reading(replace(config, prompts=options), make_tokenizer(), "the target's context is 30 tokens")
     data = choose_prompts(reading, tmp_path)
-    assert {tuple(prompt.tokens) for prompt in data.held_out} <= {chat(i) for i in range(10)}
-    assert len(data.held_out) == 8
+    held = [tuple(prompt.tokens) for prompt in data.held_out]
+    assert len(held) == 8 and {*held} <= {chat(i) for i in range(10)}
     said = capsys.readouterr().err
     assert "passed over for held-out prompts:" in said and "too long (the target's context is 30 tokens)" in said
 
@@ -187,11 +176,12 @@ def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
 # ---- answers ---------------------------------------------------------------------------------------------------
 
 
-def ask(path: Path, lengths: Sequence[int] = (4, 9, 4, 6, 12, 9, 5)) -> list[list[int]]:
+def ask(path: Path) -> list[list[int]]:
     """A file of chosen prompts, and what they are rendered to."""
-    texts = ["".join(chr(97 + (7 * i + j * j) % 26) for j in range(n)) for i, n in enumerate(lengths)]
+    lengths = enumerate((4, 9, 4, 6, 12, 9, 5))
+    texts = ["".join(chr(97 + (7 * i + j * j) % 26) for j in range(n)) for i, n in lengths]
     turns = [[[{"role": "user", "content": text}]] for text in texts]
-    path.write_text("".join(json.dumps({"index": 10 + i, "id": "", "turns": t}) + "\n" for i, t in enumerate(turns)))
+    write(path, [{"index": 10 + i, "id": "", "turns": t} for i, t in enumerate(turns)])
     return [encode_chat(make_tokenizer(), messages[0]) for messages in turns]
 
 
@@ -217,14 +207,23 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
     return answered(opener(target), path, OPTIONS, 64), path.read_bytes()
 
 
-def test_every_answer_is_the_target_s_greedy_continuation_of_its_prompt(
-    target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
-) -> None:
-    rows, _ = whole
-    assert [row.index for row in rows] == list(range(10, 17))
-    for prompt, row in zip(ask(tmp_path / "p"), rows, strict=True):
-        answer = generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
-        assert (row.tokens, row.prompt_tokens) == (prompt + answer, len(prompt))
+@pytest.mark.parametrize("stops", ["usual", "early", "none"])
+def test_every_answer_is_the_target_s_greedy_continuation_up_to_its_stop_token(stops: str, tmp_path: Path) -> None:
+    target, prompts = make_target(), ask(tmp_path / "asked.jsonl")
+
+    def continued(prompt: list[int]) -> list[int]:
+        return generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
+
+    if stops == "early":  # a token that some answers reach early: batches mix answers of different lengths
+        target.model.generation_config.eos_token_id = [continued(prompts[0])[4], EOS]
+    if stops == "none":
+        for settings in (target.config, target.model.generation_config):
+            settings.pad_token_id = settings.eos_token_id = None
+    rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 64)
+    answers = [continued(prompt) for prompt in prompts]
+    assert rows == [Row(10 + i, len(p), p + answer) for i, (p, answer) in enumerate(zip(prompts, answers, strict=True))]
+    assert not any({*answer[:-1]} & {*target.stop_token_ids} for answer in answers)
+    assert (len({len(answer) for answer in answers}) > 1) == (stops == "early")
 
 
 def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
@@ -237,27 +236,11 @@ def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Tar
         assert len({tuple(row.tokens[row.prompt_tokens :][:5]) for row in both[0]}) > 1
 
 
-def test_an_answer_ends_with_its_stop_token_and_nothing_after_it(tmp_path: Path) -> None:
-    target, prompts = make_target(), ask(tmp_path / "asked.jsonl")
-    plain = [generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens for prompt in prompts]
-    target.model.generation_config.eos_token_id = [plain[0][4], EOS]  # a token that some answers reach early
-    rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 64)
-    lengths = set()
-    for prompt, row in zip(prompts, rows, strict=True):
-        assert row.tokens == prompt + generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
-        answer = row.tokens[row.prompt_tokens :]
-        assert not set(answer[:-1]) & set(target.stop_token_ids)
-        lengths.add(len(answer))
-    assert len(lengths) > 1, "batches mix answers of different lengths"
-
-
 def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_path: Path) -> None:
     prompts = ask(tmp_path / "asked.jsonl")
     rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 12)
     assert max(len(row.tokens) for row in rows) == 12
-    assert [row.index - 10 for row in rows] == [i for i, prompt in enumerate(prompts) if len(prompt) <= 10], (
-        "one without room for an answer is passed over"
-    )
+    assert [row.index - 10 for row in rows] == [i for i, prompt in enumerate(prompts) if len(prompt) <= 10], "room"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.999, 1.0])
@@ -267,36 +250,17 @@ def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
     rows, data = whole
     path = tmp_path / "answers.jsonl"
     path.write_bytes(data[: int(len(data) * share)])
-    assert answered(opener(target), path, OPTIONS, 64) == rows
+    opened = opener(target) if share < 1 else lambda: pytest.fail("nothing is left to answer")
+    assert answered(opened, path, OPTIONS, 64) == rows
     assert path.read_bytes().count(b"\n") == len(rows)
-
-
-def test_complete_answers_are_not_made_again(whole: tuple[list[Row], bytes], tmp_path: Path) -> None:
-    rows, data = whole
-    (tmp_path / "answers.jsonl").write_bytes(data)
-
-    def silent() -> Decoder:
-        raise AssertionError("nothing is left to answer")
-
-    assert answered(silent, tmp_path / "answers.jsonl", OPTIONS, 64) == rows
 
 
 def test_processes_share_the_prompts_and_any_number_goes_on(
     target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
 ) -> None:
-    found = [
-        row for rank in range(3) for row in answered(opener(target), tmp_path / f"{rank}.jsonl", OPTIONS, 64, rank, 3)
-    ]
+    paths = [tmp_path / f"{rank}.jsonl" for rank in range(3)]
+    found = [row for rank in range(3) for row in answered(opener(target), paths[rank], OPTIONS, 64, rank, 3)]
     assert sorted(found, key=lambda row: row.index) == whole[0]
-
-
-def test_a_target_without_pad_and_stop_tokens_still_answers(tmp_path: Path) -> None:
-    target, prompts = make_target(), ask(tmp_path / "asked.jsonl", (4, 9, 4))
-    for settings in (target.config, target.model.generation_config):
-        settings.pad_token_id = settings.eos_token_id = None
-    rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 64)
-    for prompt, row in zip(prompts, rows, strict=True):
-        assert row.tokens == prompt + generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
 
 
 def test_the_data_s_answers_end_with_the_stop_token_and_prompts_without_room_go(

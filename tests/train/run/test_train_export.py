@@ -1,9 +1,11 @@
 """Which drafter a run exports, how a longer run goes on from it, what its clock counts, and how it is saved."""
 
+import contextlib
+import itertools
 import json
-import math
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Clock, make_drafter, make_target
-from test_train_loop import argv, rows
+from programs import Program
+from test_train_loop import rows
 
 from dflash_toolkit import Drafter, Target, UserError, load_drafter
 from train import loop
-from train.cli import main
 from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import open_features
 from train.optim.schedule import joined_factor, learning_rate_factor
@@ -34,24 +36,49 @@ EVEN, MORE, LUCKY = (30, 30, 30, 30), (35, 36, 35, 36), (60, 28, 28, 28)
 
 def config(**optim: Any) -> TrainConfig:
     found = {"optimizer": "adamw", "steps": 8, "batch_size": 4, "learning_rate": 3e-3} | optim
-    run = RunOptions(log_every=1, save_every=2, evaluate_every=2, evaluate_tokens=4)
     return TrainConfig(
-        target="tiny",
-        drafter=DrafterOptions(block_size=4),
-        loss=LossOptions(anchors=4),
-        optim=OptimOptions(**found),
-        run=run,
-    )
+        target="tiny", drafter=DrafterOptions(block_size=4), loss=LossOptions(anchors=4), optim=OptimOptions(**found),
+        run=RunOptions(log_every=1, save_every=2, evaluate_every=2, evaluate_tokens=4),
+    )  # fmt: skip
 
 
-class Exports(dict[str, tuple[Export, dict[str, torch.Tensor]]]):
+Weights = dict[str, torch.Tensor]
+
+
+def served(drafter: Drafter) -> Weights:
+    return {name: p.detach().bfloat16().clone() for name, p in drafter.named_parameters()}
+
+
+class Exports(dict[str, tuple[Export, Weights]]):
     """What a run left behind, by role, with its weights as they are served."""
 
     def __call__(self, trained: Drafter, made: Export) -> None:
-        self[made.role] = made, {n: p.detach().bfloat16().clone() for n, p in trained.named_parameters()}
+        self[made.role] = made, served(trained)
 
     def steps(self) -> dict[str, int]:
         return {role: made.step for role, (made, _) in self.items()}
+
+
+@contextlib.contextmanager
+def interrupted(step: int, written: bool = True) -> Iterator[None]:
+    """A run that is interrupted when it has written the resume point of this step, or would."""
+    real = save.save_state
+
+    def ending(state: ResumePoint, path: Path) -> None:
+        if written or state.step != step:
+            real(state, path)
+        if state.step == step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "save_state", ending)
+        yield
+
+
+def before_steps(patch: pytest.MonkeyPatch, act: Callable[[int], object]) -> None:
+    """Have the n-th step call `act(n)` before it computes."""
+    real, numbers = loop.compute_loss, itertools.count(1)
+    patch.setattr(loop, "compute_loss", lambda *args: (act(next(numbers)), real(*args))[1])
 
 
 def trained(
@@ -82,7 +109,7 @@ def lines(folder: Path, key: str) -> list[Any]:
     ],
     ids=["equal", "earlier", "lucky", "start", "lucky start", "nothing"],
 )
-@pytest.mark.parametrize("killed", [0, 1, 3])
+@pytest.mark.parametrize("killed", [0, 4, 8])
 def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
     killed: int,
     measured: list[tuple[int, ...]],
@@ -91,30 +118,19 @@ def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a kill too: the third save never comes to pass, and the fourth evaluation was made before it."""
-    asked = config()
-    if start:
-        asked = replace(asked, init_from="somewhere")
-    seen: dict[int, dict[str, torch.Tensor]] = {}
+    """After a kill too, before the save of step 4 or 8 and behind the evaluation there."""
+    asked = replace(config(), init_from="somewhere" if start else None)
+    seen: dict[int, Weights] = {}
 
     def evaluated(self: Any, drafter: Drafter, step: int = 0, beside: Any = None) -> Evaluation:
-        seen[step] = {n: p.detach().bfloat16().clone() for n, p in drafter.named_parameters()}
+        seen[step] = served(drafter)
         tokens = start if not step and start else measured[step // 2 - 1]
         return Evaluation(step, tuple("abab"), tokens, tuple(STEPS * (n > 0) for n in tokens))
 
     monkeypatch.setattr(HeldOut, "__call__", evaluated)
     if killed:
-        with monkeypatch.context() as patch:
-            real, saves = save.save_state, iter(range(9))
-
-            def interrupted(state: ResumePoint, path: Path) -> None:
-                if next(saves) == killed:
-                    raise KeyboardInterrupt
-                real(state, path)
-
-            patch.setattr(save, "save_state", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                trained(tmp_path, asked, HELD_OUT)
+        with interrupted(killed, written=False), pytest.raises(KeyboardInterrupt):
+            trained(tmp_path, asked, HELD_OUT)
     outcome, exports = trained(tmp_path, asked, HELD_OUT)
     assert exports.steps() == found and outcome.earlier == (found["exported"] != 8)
     for role, (made, weights) in exports.items():
@@ -139,21 +155,17 @@ def by_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch, first: float, step: 
     """A step takes so long, and the first one of every call of `train` compiles."""
     for module in (budget, save):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    real, make = loop.compute_loss, loop.make_learner
-    compiled = False
+    make = loop.make_learner
+    compiling: list[float] = []
 
-    def compute(*args: Any) -> Any:
-        nonlocal compiled
-        clock.now += step if compiled else first
-        compiled = True
-        return real(*args)
+    def compute(_: int) -> None:
+        clock.now += compiling.pop() if compiling else step
 
     def begin(*args: Any) -> Any:
-        nonlocal compiled
-        compiled = False
+        compiling[:] = [first]
         return make(*args)
 
-    monkeypatch.setattr(loop, "compute_loss", compute)
+    before_steps(monkeypatch, compute)
     monkeypatch.setattr(loop, "make_learner", begin)
 
 
@@ -168,17 +180,8 @@ def test_minutes_are_of_training_and_neither_of_compiling_nor_of_saving(
     assert (outcome.steps, outcome.elapsed_s, outcome.warnings) == (30, 30.0, [])
     assert len(rates) == 30 and max(rates) > 0.95 * 3e-3 and rates[-1] < 3e-3 / 50
 
-    real = save.save_state
-
-    def interrupted(state: ResumePoint, path: Path) -> None:
-        real(state, path)
-        if state.step == 10:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "save_state", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trained(tmp_path / "killed", asked)
+    with interrupted(10), pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "killed", asked)
     state = load_state(tmp_path / "killed/state.pt", {})
     assert state is not None and (state.step, state.elapsed_s) == (10, 10.0)
     outcome, _ = trained(tmp_path / "killed", asked)
@@ -241,69 +244,45 @@ def test_a_rate_is_led_to_the_longer_plan_s_in_a_line() -> None:
 
 @pytest.mark.parametrize(
     ("first", "longer", "less"),
-    [
-        ({"steps": 0, "epochs": 6}, {"steps": 0, "epochs": 9}, {"steps": 0, "epochs": 5}),
-        ({"steps": 24}, {"steps": 36}, {"steps": 23}),
-        ({"steps": 0, "minutes": 0.4}, {"steps": 0, "minutes": 0.6}, {"steps": 0, "minutes": 0.3}),
-    ],
+    [[{"steps": 0, "epochs": n} for n in (6, 9, 5)], [{"steps": n} for n in (24, 36, 23)],
+     [{"steps": 0, "minutes": n} for n in (0.4, 0.6, 0.3)]],
     ids=["epochs", "steps", "minutes"],
-)
+)  # fmt: skip
 def test_a_run_goes_on_where_it_ended_with_the_rate_of_a_longer_one(
-    first: dict[str, Any],
-    longer: dict[str, Any],
-    less: dict[str, Any],
+    first: Any,
+    longer: Any,
+    less: Any,
     clock: Clock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     by_clock(clock, monkeypatch, first=60)
-    warm = {"warmup": 0.1}
-    assert trained(tmp_path, config(**first, **warm))[0].steps == 24
+    first, longer, less = (config(warmup=0.1, **plan) for plan in (first, longer, less))
+    assert trained(tmp_path, first)[0].steps == 24
     capsys.readouterr()
-    real = save.save_state
-
-    def interrupted(state: ResumePoint, path: Path) -> None:
-        real(state, path)
-        if state.step == 30:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "save_state", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trained(tmp_path, config(**longer, **warm))
+    with interrupted(30), pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, longer)
     said = capsys.readouterr().err
     assert "resuming at step 24" in said and ("of 36\n" in said or "of 0.6 minutes" in said)
-    assert trained(tmp_path, config(**longer, **warm))[0].steps == 36
+    assert trained(tmp_path, longer)[0].steps == 36
     rates = [rate / 3e-3 for rate in lines(tmp_path, "learning_rate")]
     assert len(rates) == 36 and rates[23] < 0.02
-    plain = [learning_rate_factor(step, 36, 0.1) for step in range(36)]
-    if "minutes" not in first:  # where no time passes while a process compiles
+    if not longer.optim.minutes:  # where no time passes while a process compiles
+        plain = [learning_rate_factor(step, 36, 0.1) for step in range(36)]
         ramp = [rates[23] + (plain[28] - rates[23]) * (i + 1) / 4 for i in range(4)]
         assert rates[24:28] == pytest.approx(ramp, rel=0.01) and rates[28:] == pytest.approx(plain[28:], abs=1e-3)
     assert max(rates[24:]) > 0.1 and rates[-1] < 0.02
-    capsys.readouterr()
     with pytest.raises(UserError, match=r"optim\.\w+=[\d.]+: the run in .* has done [\d.]+ \w+; give more"):
-        trained(tmp_path, config(**less, **warm))
-    assert trained(tmp_path, config(**longer, **warm))[0].steps == 36, "nothing was lost"
+        trained(tmp_path, less)
+    assert trained(tmp_path, longer)[0].steps == 36, "nothing was lost"
 
 
-def test_the_command_goes_on_with_more_epochs_and_refuses_fewer(
-    target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def asked(epochs: int) -> list[str]:
-        return argv(target_dir, data, tmp_path / "run", "optim.steps=0", f"optim.epochs={epochs}")
-
-    def steps() -> int:
-        return json.loads((tmp_path / "run/run.json").read_text())["result"]["steps"]
-
-    assert main(asked(2)) == 0 and steps() == 8
-    assert main(asked(3)) == 0 and steps() == 12
-    assert "resuming at step 8 of 12" in capsys.readouterr().err
-    assert main(asked(3)) == 0
-    assert "holds this run, finished" in capsys.readouterr().err
-    assert main(asked(2)) == 2
-    assert "optim.epochs=2: the run in" in capsys.readouterr().err.splitlines()[-1] and steps() == 12
+def test_the_command_goes_on_with_more_epochs_and_refuses_fewer(dflash_train: Program, tmp_path: Path) -> None:
+    for epochs, steps, said in ((2, 8, ""), (3, 12, "resuming at step 8 of 12"), (3, 12, "holds this run, finished")):
+        assert said in "\n".join(dflash_train("optim.steps=0", f"optim.epochs={epochs}"))
+        assert dflash_train.record()["result"]["steps"] == steps
+    assert "optim.epochs=2: the run in" in dflash_train.refuses("optim.steps=0", "optim.epochs=2")
     exported, state = load_drafter(str(tmp_path / "run")), torch.load(tmp_path / "run/work/state.pt")
     assert all(torch.equal(p, state["drafter"][name].bfloat16()) for name, p in exported.named_parameters())
 
@@ -316,10 +295,9 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
 ) -> None:
     """By time: ten minutes are over behind step 4, and again while that is still being written."""
     by_clock(clock, monkeypatch, first=150, step=150)
-    real_save, real_copy, real_loss = save.save_state, save.host_copy, loop.compute_loss
+    real_save, real_copy = save.save_state, save.host_copy
     taken: list[Any] = []
     written: list[int] = []
-    begun = 0
     further = threading.Event()
 
     def copied(value: Any, device: torch.device) -> Any:
@@ -327,22 +305,14 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
         return real_copy(value, device)
 
     def saved(state: ResumePoint, path: Path) -> None:
-        if not written:
-            assert further.wait(60), "training did not go on"
+        assert further.wait(60), "training did not go on"
         written.append(state.step)
         assert all(map(torch.equal, state.drafter.values(), taken[len(written) - 1]))
         real_save(state, path)
 
-    def compute(*args: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun == 11:
-            further.set()
-        return real_loss(*args)
-
+    before_steps(monkeypatch, lambda n: n == 11 and further.set())
     monkeypatch.setattr(save, "host_copy", copied)
     monkeypatch.setattr(save, "save_state", saved)
-    monkeypatch.setattr(loop, "compute_loss", compute)
     asked = config(steps=12)
     trained(tmp_path, replace(asked, run=replace(asked.run, save_every=0, save_minutes=10)))
     assert written[0] == 4 and written[-1] == 12 and len(written) <= 3
@@ -355,21 +325,11 @@ def test_the_device_is_waited_for_only_while_steps_are_timed_and_around_what_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anywhere else the host prepares the next step while a GPU computes this one."""
+    begun: list[int] = []
     waited: list[int] = []
-    real, wait = loop.compute_loss, budget.TrainingClock._wait
-    begun = 0
-
-    def compute(*args: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        return real(*args)
-
-    def waits(self: budget.TrainingClock) -> None:
-        waited.append(begun)
-        wait(self)
-
-    monkeypatch.setattr(loop, "compute_loss", compute)
-    monkeypatch.setattr(budget.TrainingClock, "_wait", waits)
+    wait = budget.TrainingClock._wait
+    before_steps(monkeypatch, begun.append)
+    monkeypatch.setattr(budget.TrainingClock, "_wait", lambda self: (waited.append(len(begun)), wait(self)))
     asked = config(steps=24)
     trained(tmp_path, replace(asked, run=replace(asked.run, save_every=9, evaluate_every=10)), HELD_OUT)
     assert waited == [1, 2, 3, 4, 9, 10, 18, 20, 24]
@@ -401,29 +361,23 @@ def test_a_resume_point_is_copied_once_the_one_before_it_is_written(
 def test_what_a_writer_could_not_write_is_told_at_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, real = threading.Event(), loop.compute_loss
-    steps = iter(range(1, 99))
+    done = threading.Event()
+    begun: list[int] = []
 
     def fails(state: ResumePoint, path: Path) -> None:
         done.set()
         raise UserError("no space")
 
-    def compute(*args: Any) -> Any:
-        if next(steps) > 2:  # the first save is behind step 2
-            assert done.wait(60)
-        return real(*args)
+    def waits(n: int) -> None:
+        begun.append(n)
+        assert n <= 2 or done.wait(60)  # the first save is behind step 2
 
     monkeypatch.setattr(save, "save_state", fails)
-    monkeypatch.setattr(loop, "compute_loss", compute)
+    before_steps(monkeypatch, waits)
     with pytest.raises(UserError, match="no space"):
         trained(tmp_path, config(steps=1000))
-    assert next(steps) <= 6
+    assert len(begun) <= 5
     writer = Writer()
     writer.begin(lambda: None)
     writer.wait()
     assert not writer.busy and not writer.failed
-
-
-def test_a_figure_that_cannot_be_had_is_no_number(tmp_path: Path) -> None:
-    nothing = Evaluation(3, ("a",), (0,), (0,))
-    assert math.isnan(nothing.values()["acceptance_length"]) and math.isnan(nothing.standard_error)

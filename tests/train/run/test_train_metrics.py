@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import resource
-import signal
 import struct
 import time
 from pathlib import Path
@@ -14,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import Clock
-from test_train_loop import argv
+from programs import Program
+from test_train_export import interrupted
+from test_train_loop import largest_file
 
 import train.run.metrics
 from dflash_toolkit import UserError
-from train.cli import main
 from train.optim.schedule import learning_rate_factor
-from train.run import save
 from train.run.metrics import MetricsLog, Speed, peak_flops
-from train.run.state import ResumePoint, save_state
 
 
 @pytest.mark.parametrize(
@@ -40,9 +38,8 @@ def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak(
     monkeypatch.setattr(train.run.metrics, "time", SimpleNamespace(perf_counter=clock))
     speed = Speed(torch.device("cpu"))
     clock.now += 1
-    assert speed.take(0.0).keys() == {
-        "tokens_per_second", "sequences_per_second", "data_share", "peak_resident_gb",
-    }  # fmt: skip
+    alone = {"tokens_per_second", "sequences_per_second", "data_share", "peak_resident_gb"}
+    assert speed.take(0.0).keys() == alone
     speed.peak = 1e12
     for _ in range(2):
         speed.count(100, 3)
@@ -80,12 +77,11 @@ def test_wsd_stays_at_the_peak_and_falls_to_zero_in_its_share() -> None:
     assert short == [1.0, 0.0]
 
 
-def test_wsd_goes_by_the_clock_too(timed: Clock, target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_wsd_goes_by_the_clock_too(timed: Clock, dflash_train: Program) -> None:
     wsd = ("optim.schedule=wsd", "optim.decay=0.5", "run.evaluate_every=0", "run.save_every=100")
     clock = ("optim.learning_rate=1e-3", "optim.steps=0", "optim.minutes=0.5")  # a step takes a second
-    assert main(argv(target_dir, data, tmp_path, *wsd, *clock)) == 0
-    lines = map(json.loads, (tmp_path / "work/metrics.jsonl").read_text().splitlines())
-    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    dflash_train(*wsd, *clock)
+    rates = [line["learning_rate"] for line in dflash_train.metrics() if "learning_rate" in line]
     falling = rates[len(rates) - rates[::-1].index(1e-3) :]
     assert 10 <= rates.count(1e-3) <= 20 and 10 <= len(falling) <= 20, "half of some thirty steps"
     assert all(a > b for a, b in itertools.pairwise([1e-3, *falling])) and rates[-1] < 5e-5
@@ -100,15 +96,8 @@ def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
     begun: list[str] = []
     wandb = SimpleNamespace(errors=SimpleNamespace(Error=RuntimeError), init=lambda **given: begun.append(given["id"]))
     monkeypatch.setattr(train.run.metrics, "import_wandb", lambda: wandb)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        with pytest.raises(UserError, match=r"wandb_id: cannot be written .*free some space"):
-            MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+    with largest_file(0), pytest.raises(UserError, match=r"wandb_id: cannot be written .*free some space"):
+        MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing that a resumption would believe"
     for _ in range(2):
         MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
@@ -135,44 +124,29 @@ def wandb_records(run: Path) -> list[Any]:
 
 
 def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_best(
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb").teardown()  # it keeps the settings of its first use in the process
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     often = ("run.wandb=tiny", "optim.steps=6", "run.evaluate_every=2", "run.save_every=2")
-    with monkeypatch.context() as patch:
-
-        def interrupted(state: ResumePoint, path: Path) -> None:
-            save_state(state, path)
-            if state.step == 4:
-                raise KeyboardInterrupt
-
-        patch.setattr(save, "save_state", interrupted)
-        assert main(argv(target_dir, data, tmp_path / "run", *often)) == 130
-    assert main(argv(target_dir, data, tmp_path / "run", *often)) == 0
+    with interrupted(4):
+        dflash_train(*often, code=130)
+    dflash_train(*often)
 
     deadline = time.monotonic() + 120  # wandb's own process may still be writing
-    while True:
-        records = wandb_records(tmp_path / "run")
-        if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:
-            break
+    while sum(record.HasField("exit") for record in wandb_records(tmp_path / "run")) != 2:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
+    records = wandb_records(tmp_path / "run")
     runs = [record.run for record in records if record.HasField("run")]
     assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"tiny"}
     config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
-    record = json.loads((tmp_path / "run/run.json").read_text())
+    record = dflash_train.record()
     assert config["versions"]["git"] == record["versions"]["git"]
     assert config["config"] == record["config"]
     summary = {item.key: json.loads(item.value_json) for r in records for item in r.summary.update}
     assert summary["best_acceptance_length"] == pytest.approx(record["result"]["acceptance_length"])
-    steps = [
-        json.loads(item.value_json)
-        for r in records
-        for item in r.history.item
-        if item.key == "step" or list(item.nested_key) == ["step"]
-    ]
-    assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6], "both halves"
+    items = [item for r in records for item in r.history.item]
+    steps = {json.loads(item.value_json) for item in items if "step" in (item.key, *item.nested_key)}
+    assert steps == {1, 2, 3, 4, 5, 6}, "both halves"

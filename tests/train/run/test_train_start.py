@@ -1,6 +1,5 @@
 """A run that starts from a drafter there is, of either form; averaged weights; a quantized target."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, prompts_of
+from damage import damage
+from programs import Program
 from safetensors.torch import load_file, save_file
-from test_train_loop import argv, weights
+from test_train_export import interrupted
+from test_train_loop import weights
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.evaluation.measure import held_out_acceptance
@@ -17,7 +19,6 @@ from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
-from train.cli import main
 from train.config import DataOptions, TrainConfig
 from train.optim.optimizers import update_average
 from train.responses import backends
@@ -31,24 +32,19 @@ def small_drafter(**changes: Any) -> Drafter:
     return make_drafter(make_target(), **({"taps": 2, "layers": 1, "block_size": 4} | changes))
 
 
-def rename(path: Path, change: Any) -> None:
-    tensors = load_file(path / "model.safetensors")
-    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
-
-
 def write_start(form: str, path: Path, drafter: Drafter) -> Path:
     if form == "z-lab":
         save_drafter(drafter, path)
         return path
     target = make_target()
     save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
-    config = json.loads((path / "config.json").read_text())
-    del config["dflash_toolkit"]  # as that library writes it: the target's depth is not recorded
-    config |= {"emb_dim": 256, "projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
-    (path / "config.json").write_text(json.dumps(config))
+    # as that library writes it: the target's depth is not recorded
+    theirs = {"emb_dim": 256, "projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
+    damage(path / "config.json", theirs | {"dflash_toolkit": None})
     if form == "prefixed":
-        more = {"verifier_norm.weight": torch.ones(32)}
-        rename(path, lambda tensors: {f"model.{name}": value for name, value in (tensors | more).items()})
+        tensors = load_file(path / "model.safetensors") | {"verifier_norm.weight": torch.ones(32)}
+        renamed = {f"model.{name}": value for name, value in tensors.items()}
+        damage(path / "model.safetensors", dict.fromkeys(tensors) | renamed)
     return path
 
 
@@ -58,106 +54,86 @@ YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embedding
 @pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
 @pytest.mark.parametrize("form", ["z-lab", "prefixed"])
 def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
-    form: str,
-    scaling: RopeScaling | None,
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
+    form: str, scaling: RopeScaling | None, target_dir: Path, data: Path, dflash_train: Program, tmp_path: Path
 ) -> None:
     drafter = small_drafter(rope_scaling=scaling)
     start = write_start(form, tmp_path / "start", drafter)
-    assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start), *STILL)) == 0
+    dflash_train("--init-from", start, *STILL)
     exported = load_drafter(str(tmp_path / "run"))
     assert exported.config == drafter.config, "the target's depth too, which the speculators form need not record"
     for (name, ours), theirs in zip(exported.named_parameters(), drafter.parameters(), strict=True):
         assert torch.equal(ours, theirs.bfloat16()), name
 
-    lines = [json.loads(line) for line in (tmp_path / "run/work/metrics.jsonl").read_text().splitlines()]
+    first = dflash_train.metrics()[0]
     target = Target.load(str(target_dir))
     config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataOptions(held_out=2))
     _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
     loaded = load_drafter(str(start), dtype=torch.float32)
     tau = held_out_acceptance(target, loaded, asked, SamplingParams(max_new_tokens=8)).tau_pooled
-    assert (lines[0]["step"], lines[0]["acceptance_length"]) == (0, pytest.approx(tau, abs=1e-5))
+    assert (first["step"], first["acceptance_length"]) == (0, pytest.approx(tau, abs=1e-5))
 
-    record = json.loads((tmp_path / "run/run.json").read_text())
+    record = dflash_train.record()
     assert record["start"] == {"drafter": str(start), "sha256": drafter_digest(drafter)}
     assert record["config"]["drafter"]["intermediate_size"] == 48, "the start's, not the target's"
     assert "scaled_frequencies" not in record["drafter"], "they follow from the rest"
 
 
-def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(dflash_train: Program, tmp_path: Path) -> None:
     drafter = small_drafter()
     for name in ("here", "there"):
         save_drafter(drafter, tmp_path / name)
     with torch.no_grad():
         drafter.fc.weight[0, 0] += 1
     save_drafter(drafter, tmp_path / "other")
-    expected = {"here": (0, "drafter exported"), "there": (0, "finished"), "other": (2, "start: ")}
-    for name, (code, said) in expected.items():
-        capsys.readouterr()
-        assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(tmp_path / name), *STILL)) == code
-        assert said in capsys.readouterr().err
+    for name, code, said in (("here", 0, "drafter exported"), ("there", 0, "finished"), ("other", 2, "start: ")):
+        assert said in "\n".join(dflash_train("--init-from", tmp_path / name, *STILL, code=code))
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "said"),
+    ("changes", "given", "said"),
     [
-        ({}, ["drafter.layers=5"], "drafter.layers is 5, but init_from="),  # given, though it is the default
-        ({}, ["drafter.target_layer_ids=[0,3]"], "drafter.target_layer_ids is [0, 3], but"),
-        ({"block_size": 8}, [], "drafter.block_size is 4, but"),
-        ({"hidden_size": 64}, [], "hidden size is 64, the target's 32"),
-        ({"vocab_size": VOCAB + 4}, [], f"vocabulary is {VOCAB + 4}"),
-        ({"num_target_layers": 12, "target_layer_ids": (1, 9)}, [], "taps layer 9"),
-        ({}, ["--output", "START"], "would overwrite"),
-        ({}, ["--init-from", "/no/such/drafter"], "/no/such/drafter: no such directory"),
+        ({}, ["START", "drafter.layers=5"], "drafter.layers is 5, but init_from="),  # given, though it is the default
+        ({}, ["START", "drafter.target_layer_ids=[0,3]"], "drafter.target_layer_ids is [0, 3], but"),
+        ({"block_size": 8}, ["START"], "drafter.block_size is 4, but"),
+        ({"hidden_size": 64}, ["START"], "hidden size is 64, the target's 32"),
+        ({"vocab_size": VOCAB + 4}, ["START"], f"vocabulary is {VOCAB + 4}"),
+        ({"num_target_layers": 12, "target_layer_ids": (1, 9)}, ["START"], "taps layer 9"),
+        ({}, ["START", "--output", "START"], "would overwrite"),
+        ({}, ["START", "--init-from", "/no/such/drafter"], "/no/such/drafter: no such directory"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_start_that_does_not_fit_is_one_line(
-    changes: dict[str, Any],
-    arguments: list[str],
-    said: str,
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any], given: list[str], said: str, tmp_path: Path, dflash_train: Program
 ) -> None:
     start = write_start("z-lab", tmp_path / "start", small_drafter(**changes))
-    arguments = [str(start) if argument == "START" else argument for argument in arguments]
-    assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start), *arguments)) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and said in errors[0]
+    assert said in dflash_train.refuses("--init-from", *(start if word == "START" else word for word in given))
 
 
-@pytest.mark.parametrize("how", ["maps", "size", "anchor"])
-def test_a_variant_of_the_speculators_form_is_refused_in_one_line(how: str, tmp_path: Path) -> None:
-    path = write_start("speculators", tmp_path, small_drafter())
-    if how == "maps":
-        rename(path, lambda tensors: tensors | {"d2t": torch.zeros(VOCAB, dtype=torch.long)})
-    else:
-        change = {"size": {"draft_vocab_size": 100}, "anchor": {"sample_from_anchor": True}}[how]
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match={"anchor": "not plain DFlash"}.get(how, "reduced vocabulary")) as caught:
-        load_drafter(str(path))
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("model.safetensors", {"d2t": torch.zeros(VOCAB, dtype=torch.long)}, "reduced vocabulary"),
+        ("config.json", {"draft_vocab_size": 100}, "reduced vocabulary"),
+        ("config.json", {"sample_from_anchor": True}, "not plain DFlash"),
+    ],
+    ids=["maps", "size", "anchor"],
+)
+def test_a_variant_of_the_speculators_form_is_refused_in_one_line(
+    file: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    damage(write_start("speculators", tmp_path, small_drafter()) / file, change)
+    with pytest.raises(UserError, match=said) as caught:
+        load_drafter(str(tmp_path))
     assert "\n" not in str(caught.value)
-    assert ("dflash-train --init-from starts from its layers" in str(caught.value)) == (how != "anchor")
+    assert ("dflash-train --init-from starts from its layers" in str(caught.value)) == (said == "reduced vocabulary")
 
 
 # ---- averaged weights ------------------------------------------------------------------------------------------
 
 
 def test_an_average_of_the_weights_is_what_is_measured_exported_and_resumed(
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     averaged = (
         "optim.ema=0.5",
@@ -172,14 +148,11 @@ def test_an_average_of_the_weights_is_what_is_measured_exported_and_resumed(
         states.append({name: value.clone() for name, value in state.drafter.items()})
         save_state(state, path)
 
-    def interrupted(state: ResumePoint, path: Path) -> None:
-        save_state(state, path)
-        if state.step == 2:
-            raise KeyboardInterrupt
-
-    for name, kept, code in (("killed", interrupted, 130), ("killed", save_state, 0), ("whole", seen, 0)):
-        monkeypatch.setattr(save, "save_state", kept)
-        assert main(argv(target_dir, data, tmp_path / name, *averaged)) == code
+    with interrupted(2):
+        dflash_train(*averaged, output="killed", code=130)
+    dflash_train(*averaged, output="killed")
+    monkeypatch.setattr(save, "save_state", seen)
+    dflash_train(*averaged, output="whole")
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
     average = torch.load(tmp_path / "whole/work/state.pt")["average"]
     exported = load_file(tmp_path / "whole/model.safetensors")
@@ -205,9 +178,7 @@ def test_a_young_average_forgets_faster() -> None:
 
 def test_a_quantized_target_whose_library_is_missing_names_it(target_dir: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(target_dir, tmp_path / "target"))
-    config = json.loads((path / "config.json").read_text())
-    quantized = {"quantization_config": {"quant_method": "aqlm"}}
-    (path / "config.json").write_text(json.dumps(config | quantized))
+    damage(path / "config.json", {"quantization_config": {"quant_method": "aqlm"}})
     with pytest.raises(UserError, match=r"cannot load its weights .*aqlm") as caught:
         Target.load(str(path), "cpu")
     assert "\n" not in str(caught.value)
@@ -222,13 +193,7 @@ def test_a_target_with_a_quantized_head_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_run_on_a_target_in_four_bits(
-    device: str,
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_on_a_target_in_four_bits(device: str, target_dir: Path, dflash_train: Program, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -244,12 +209,13 @@ def test_a_run_on_a_target_in_four_bits(
     assert loaded.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
     with pytest.raises(UserError, match="quantized weights are not supported by the runtime"):
         ModelSpec.of_target(loaded.config)
-    assert main(argv(path, data, tmp_path / "run", "optim.steps=2", f"device={device}")) == 0
-    assert "the reference answers" in capsys.readouterr().err, "the engine would answer in other words"
+    dflash_train.target = path
+    said = dflash_train("optim.steps=2", f"device={device}")
+    assert "the reference answers" in "\n".join(said), "the engine would answer in other words"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, dflash_train: Program, tmp_path: Path) -> None:
     """A checkpoint as llm-compressor writes it: e4m3 weights with a scale for each row, activations by the token."""
     pytest.importorskip("compressed_tensors")
     path = Path(shutil.copytree(target_dir, tmp_path / "target"))
@@ -269,8 +235,7 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
         "ignore": ["lm_head"], "config_groups": {"group_0": group},
     }  # fmt: skip
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    damage(path / "config.json", {"quantization_config": quantized})
     loaded = Target.load(str(path), device)
     assert loaded.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn and loaded.device.type == device
     ids = torch.arange(20, device=device)[None]
@@ -278,10 +243,10 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, data: Path, tmp
         target.forward(ids, taps=(1,)).features for target in (loaded, Target.load(str(target_dir), device))
     )
     assert 0 < (rounded - exact).norm() < 0.3 * exact.norm()
-    options = ("optim.steps=2", "drafter.head_dim=16", f"device={device}")  # the least that FlexAttention takes
-    assert main(argv(path, data, tmp_path / "run", *options)) == 0
-    first = ("--init-from", str(tmp_path / "run"), "optim.steps=1", f"device={device}")
-    assert main(argv(path, data, tmp_path / "further", *first)) == 0, "it goes on from a drafter, too"
+    dflash_train.target = path
+    dflash_train("optim.steps=2", "drafter.head_dim=16", f"device={device}")  # the least that FlexAttention takes
+    further = ("--init-from", dflash_train.output, "optim.steps=1", f"device={device}")
+    dflash_train(*further, output="further")  # it goes on from a drafter, too
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB
+from damage import damage
+from programs import Program
 from safetensors.torch import load_file
-from test_train_loop import argv
-from test_train_start import STILL, YARN, rename, small_drafter, write_start
+from test_train_start import STILL, YARN, small_drafter, write_start
 
 from dflash_toolkit import Drafter, load_drafter
 from dflash_toolkit.doctor.cli import main as doctor
 from dflash_toolkit.evaluation.cli import main as evaluate
 from dflash_toolkit.fingerprint import drafter_digest
-from train.cli import main
 
 
 def check_started(run: Path, start: Path, drafter: Drafter) -> Drafter:
@@ -29,37 +29,28 @@ def check_started(run: Path, start: Path, drafter: Drafter) -> Drafter:
     return exported
 
 
-SLIDING = {"layers": 2, "layer_types": ("full_attention", "sliding_attention"), "sliding_window": 8}
+WINDOW = {"layers": 2, "layer_types": ("full_attention", "sliding_attention"), "sliding_window": 8}
+SLIDING, CAUSAL = "a sliding window of 8 tokens", "causal attention inside the block"
 
 
 @pytest.mark.parametrize(
     ("form", "changes", "said"),
     [
-        ("z-lab", {"is_causal": True}, "causal attention inside the block (layers [0])"),
-        ("z-lab", SLIDING, "a sliding window of 8 tokens (layers [1])"),
-        ("speculators", SLIDING, "a sliding window of 8 tokens (layers [1])"),
-        (
-            "z-lab",
-            SLIDING | {"is_causal": None},
-            "a sliding window of 8 tokens (layers [1]) and causal attention inside the block (layers [1])",
-        ),
+        ("z-lab", {"is_causal": True}, f"{CAUSAL} (layers [0])"),
+        ("z-lab", WINDOW, f"{SLIDING} (layers [1])"),
+        ("speculators", WINDOW, f"{SLIDING} (layers [1])"),
+        ("z-lab", WINDOW | {"is_causal": None}, f"{SLIDING} (layers [1]) and {CAUSAL} (layers [1])"),
     ],
     ids=["causal", "sliding", "speculators", "both"],
 )
 def test_layers_that_see_less_are_trained_with_full_attention(
-    form: str,
-    changes: dict[str, Any],
-    said: str,
-    target_dir: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    form: str, changes: dict[str, Any], said: str, dflash_train: Program, tmp_path: Path
 ) -> None:
     drafter = small_drafter(**changes)
     start = write_start(form, tmp_path / "start", drafter)
     layers = f"drafter.layers={drafter.config.num_layers}"
-    assert main(argv(target_dir, data, tmp_path / "run", "--init-from", str(start), layers, *STILL)) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "full attention is trained" in line]
+    found = dflash_train("--init-from", start, layers, *STILL)
+    lines = [line for line in found if "full attention is trained" in line]
     assert lines == [f"drafter {start} has {said}; full attention is trained"]
     exported = check_started(tmp_path / "run", start, drafter)
     full = {"layer_types": (), "sliding_window": None, "is_causal": False}
@@ -68,33 +59,25 @@ def test_layers_that_see_less_are_trained_with_full_attention(
     assert set(values["layer_types"]) == {"full_attention"} and values["is_causal"] is False
 
 
-def reduce_vocabulary(path: Path, rows: int, *, embedding: bool = True, **changes: Any) -> None:
+def reduce_vocabulary(path: Path, rows: int, *, embedding: bool) -> None:
     """Give a checkpoint a head of its own over the first `rows` tokens, and what maps them."""
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": rows} | changes))
-
-    def reduced(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tensors["lm_head.weight"] = torch.randn(rows, 32).bfloat16()
-        tensors |= {"d2t": torch.zeros(rows, dtype=torch.long), "t2d": torch.arange(VOCAB) < rows}
-        if not embedding:
-            tensors.pop("embed_tokens.weight", None)
-        return tensors
-
-    rename(path, reduced)
+    tensors = {"lm_head.weight": torch.randn(rows, 32).bfloat16(), "d2t": torch.zeros(rows, dtype=torch.long)}
+    tensors |= {"t2d": torch.arange(VOCAB) < rows} | ({} if embedding else {"embed_tokens.weight": None})
+    damage(path / "config.json", {"draft_vocab_size": rows})
+    damage(path / "model.safetensors", tensors)
 
 
 @pytest.mark.parametrize(
     ("form", "embedding"), [("speculators", True), ("speculators", False), ("prefixed", True), ("z-lab", False)]
 )
 def test_of_a_reduced_vocabulary_the_layers_are_taken(
-    form: str, embedding: bool, target_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, embedding: bool, dflash_train: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = small_drafter(rope_scaling=YARN)
     start = write_start(form, tmp_path / "start", drafter)
     reduce_vocabulary(start, 100, embedding=embedding)
-    arguments = argv(target_dir, data, tmp_path / "run", "--init-from", str(start), "run.speculators=true")
-    assert main([*arguments, *STILL]) == 0
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "has a reduced" in line)
+    said = dflash_train("--init-from", start, "run.speculators=true", *STILL)
+    (line,) = (line for line in said if "has a reduced" in line)
     assert line == f"drafter {start} has a reduced vocabulary of 100; its layers are taken, the head is the target's"
     exported = check_started(tmp_path / "run", start, drafter)
     assert exported.config == drafter.config and exported.config.vocab_size == VOCAB
@@ -104,7 +87,8 @@ def test_of_a_reduced_vocabulary_the_layers_are_taken(
 
     if form == "z-lab":
         return  # the doctor reports on a drafter of this form that it cannot run
-    for program, more in ((doctor, ["--device", "cpu"]), (evaluate, ["--device", "cpu", "--output", str(tmp_path)])):
-        assert program(["--target", str(target_dir), "--drafter", str(start), "--prompts", f"p={data}", *more]) == 2
+    asked = ["--target", str(dflash_train.target), "--drafter", str(start), "--prompts", f"p={dflash_train.data}"]
+    for program, more in ((doctor, []), (evaluate, ["--output", str(tmp_path)])):
+        assert program([*asked, "--device", "cpu", *more]) == 2
         (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
         assert "a reduced vocabulary, which is not drafted with; dflash-train --init-from" in error
