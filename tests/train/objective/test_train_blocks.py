@@ -1,5 +1,7 @@
 """Anchors, labels and masks. Each silent failure of training has a test here that fails when its rule is broken."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import MASK
@@ -16,9 +18,8 @@ def features(documents: list[list[tuple[int, int]]], length: int) -> Features:
     """Rows of packed documents, each (prompt tokens, answer tokens); token ids are all different."""
     rows = len(documents)
     tokens = torch.arange(rows * length).view(rows, length)
-    supervised = torch.zeros(rows, length, dtype=torch.bool)
-    document = torch.full((rows, length), PADDING)
-    positions = torch.zeros(rows, length, dtype=torch.long)
+    supervised, document = torch.zeros_like(tokens, dtype=torch.bool), torch.full_like(tokens, PADDING)
+    positions = torch.zeros_like(tokens)
     for r, row in enumerate(documents):
         at = 0
         for d, (prompt, answer) in enumerate(row):
@@ -84,8 +85,8 @@ def test_without_a_candidate_no_block_is_valid() -> None:
 
 def test_every_candidate_is_drawn_when_there_is_room_and_the_draw_follows_the_generator() -> None:
     f = features([[(2, 11), (0, 5)]], 20)
-    assert draw(f, 64).anchor[0].tolist() == anchor_candidates(f)[0].nonzero()[:, 0].tolist() == [*range(2, 12), *range(
-        13, 17)]  # fmt: skip
+    candidates = [*range(2, 12), *range(13, 17)]
+    assert draw(f, 64).anchor[0].tolist() == anchor_candidates(f)[0].nonzero()[:, 0].tolist() == candidates
     assert torch.equal(draw(f, 3, seed=1).anchor, draw(f, 3, seed=1).anchor)
     assert len({tuple(draw(f, 3, seed).anchor[0].tolist()) for seed in range(20)}) > 10
 
@@ -97,23 +98,22 @@ def test_anchors_are_drawn_uniformly() -> None:
         counts[draw(f, 3, seed).anchor[0]] += 1
     drawn = counts[anchor_candidates(f)[0]]
     assert len(drawn) == 10 and drawn.sum() == 3600
-    chi_square = ((drawn - 360) ** 2 / 360).sum()
-    assert chi_square < 27.9  # 0.999 quantile of 9 degrees of freedom
+    assert ((drawn - 360) ** 2 / 360).sum() < 27.9  # chi square: 0.999 quantile of 9 degrees of freedom
 
 
 def oracle(f: Features, blocks: Blocks) -> torch.Tensor:
     """The contract's words as a loop."""
     rows, length = f.tokens.shape
     count = blocks.anchor.shape[1]
-    mask = torch.zeros(rows, 1, count * S, length + count * S, dtype=torch.bool)
-    for r in range(rows):
-        for a in range(count):
-            anchor = int(blocks.anchor[r, a])
-            for slot in range(S):
-                for t in range(anchor):
-                    mask[r, 0, a * S + slot, t] = f.document[r, t] == f.document[r, anchor]
-                mask[r, 0, a * S + slot, length + a * S : length + a * S + S] = True
-    return mask
+    mask = torch.zeros(rows, count, S, length + count * S, dtype=torch.bool)
+    for r, a in itertools.product(range(rows), range(count)):
+        anchor = int(blocks.anchor[r, a])
+        # the anchor's own feature does not exist yet at inference; never across documents, never padding
+        for t in range(anchor):
+            mask[r, a, :, t] = f.document[r, t] == f.document[r, anchor]
+        # inside a block attention is bidirectional, and blocks never see one another
+        mask[r, a, :, length + a * S : length + a * S + S] = True
+    return mask.flatten(1, 2)[:, None]
 
 
 PACKED = [[(3, 6), (2, 5)], [(4, 9)]]
@@ -127,13 +127,14 @@ def test_the_dense_mask_is_the_contract_s_rule(documents: list[list[tuple[int, i
     assert torch.equal(dense_mask(f, blocks), oracle(f, blocks))
 
 
-def test_the_flex_mask_is_the_dense_mask() -> None:
+def test_the_flex_mask_and_what_its_attention_sees_are_the_dense_mask() -> None:
     f = features(PACKED, 18)
     blocks = draw(f, 5)
-    mod = flex_mask(f, blocks).mask_mod
-    queries = blocks.anchor.shape[1] * S
-    built = create_mask(mod, 2, 1, queries, 18 + queries, device="cpu")
-    assert torch.equal(built, dense_mask(f, blocks))
+    queries, dense, flex = blocks.anchor.shape[1] * S, dense_mask(f, blocks), flex_mask(f, blocks)
+    assert torch.equal(create_mask(flex.mask_mod, 2, 1, queries, 18 + queries, device="cpu"), dense)
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (queries, 18 + queries, 18 + queries))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    assert torch.allclose(flex_attention(q, k, v, block_mask=flex), expected, atol=1e-5)
 
 
 def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not() -> None:
@@ -164,46 +165,15 @@ def test_no_visible_pair_is_outside_the_listed_tiles_and_whole_tiles_are_all_vis
     seen = dense_mask(f, blocks)[0, 0]
     queries, keys = seen.shape
     listed = torch.zeros(-(-queries // 128), -(-keys // 128), dtype=torch.bool)
-    for count, index, whole in (
-        (mask.kv_num_blocks, mask.kv_indices, False),
-        (mask.full_kv_num_blocks, mask.full_kv_indices, True),
-    ):
-        assert count is not None and index is not None
+    for kind in ("", "full_"):
+        counts, tiles = getattr(mask, f"{kind}kv_num_blocks"), getattr(mask, f"{kind}kv_indices")
         for q in range(len(listed)):
-            for kv in index[0, 0, q, : int(count[0, 0, q])].tolist():
+            for kv in tiles[0, 0, q, : int(counts[0, 0, q])].tolist():
                 assert not listed[q, kv], "a tile is listed once"
                 listed[q, kv] = True
-                assert not whole or seen[128 * q : 128 * (q + 1), 128 * kv : 128 * (kv + 1)].all()
+                assert not kind or seen[128 * q : 128 * (q + 1), 128 * kv : 128 * (kv + 1)].all()
     q, kv = seen.nonzero(as_tuple=True)
     assert listed[q // 128, kv // 128].all()
-
-
-def test_the_mask_in_words() -> None:
-    f = features(PACKED, 18)
-    blocks = draw(f)
-    mask = dense_mask(f, blocks)[:, 0].unflatten(1, (-1, S))  # [B, A, S, T + A*S]
-    for r in range(2):
-        for a in range(blocks.anchor.shape[1]):
-            if not blocks.valid[r, a]:
-                continue
-            anchor = int(blocks.anchor[r, a])
-            seen = mask[r, a]
-            context, own = seen[:, :18], seen[:, 18:].unflatten(1, (-1, S))
-            assert not context[:, anchor:].any(), "the anchor's own feature does not exist yet at inference"
-            assert context[:, anchor - 1].all(), "the token before the anchor is visible"
-            assert own[:, a].all(), "inside a block attention is bidirectional"
-            own[:, a] = False
-            assert not own.any(), "blocks never see one another"
-            assert not context[:, f.document[r] != f.document[r, anchor]].any(), "never across documents, never padding"
-
-
-def test_flex_attention_sees_what_the_dense_mask_allows() -> None:
-    f = features(PACKED, 18)
-    blocks = draw(f, 5)
-    queries = blocks.anchor.shape[1] * S
-    q, k, v = (torch.randn(2, 2, n, 16) for n in (queries, 18 + queries, 18 + queries))
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(f, blocks))
-    assert torch.allclose(flex_attention(q, k, v, block_mask=flex_mask(f, blocks)), dense, atol=1e-5)
 
 
 def test_features_refuse_shapes_that_do_not_belong_together() -> None:
