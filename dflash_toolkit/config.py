@@ -31,6 +31,18 @@ class UserError(Exception):
     """A mistake the user can mend. The message is one line that names the value and the way out."""
 
 
+class UnsupportedModel(UserError):
+    """A target that the engine does not compute, or not on this device; vLLM or SGLang may.
+
+    Attributes:
+        gpus: how many like this one would hold it; 1 where its size is not what is wrong.
+    """
+
+    def __init__(self, message: str, gpus: int = 1) -> None:
+        super().__init__(message)
+        self.gpus = gpus
+
+
 def option(
     default: Any = dataclasses.MISSING,
     help: str = "",

@@ -10,6 +10,7 @@ import os
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = 1000  # of libgomp; libomp sleeps at once
+_added: set[str] = set()  # to the environment
 
 
 def wait_passively() -> None:
@@ -18,7 +19,14 @@ def wait_passively() -> None:
     It is of no effect behind the import of torch: programs call it in their package's `__init__`.
     """
     if not any(name in os.environ for name in WAITING):
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}
+        added = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}
+        os.environ |= added
+        _added.update(added)
+
+
+def given_environment() -> dict[str, str]:
+    """The environment as it was before `wait_passively`, for programs that are not ours."""
+    return {name: value for name, value in os.environ.items() if name not in _added}
 
 
 def check_threads(count: int | None) -> None:

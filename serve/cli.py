@@ -2,13 +2,15 @@
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
+from dflash_toolkit.config import UserError, from_mapping, given_values, option, options, run_command
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
 
+from .external import OWN, ExternalOptions, check_own, offered, split, start
 from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 PROG = "dflash-serve"
@@ -25,7 +27,8 @@ class ServeConfig(ModelOptions):
     drafter: str | None = option(None, "the drafter: Hugging Face id or directory (default: decode plainly)")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    engine: EngineOptions = options(EngineOptions, flat=True)
+    external: ExternalOptions = options(ExternalOptions, flat=True)
+    runtime: EngineOptions = options(EngineOptions, flat=True)
     api_key: str | None = option(None, "clients must send this as their API key (default: none is asked for)")
     sampling_defaults: str = option(
         "model",
@@ -61,7 +64,18 @@ class ServeConfig(ModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(lambda: _run(parse_cli(ServeConfig, argv, PROG, DESCRIPTION)))
+    return run_command(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+
+
+def _dispatch(argv: Sequence[str]) -> None:
+    own, passed = split(argv)
+    given, source = given_values(ServeConfig, own, PROG, DESCRIPTION)
+    config = from_mapping(ServeConfig, given, source)
+    if config.external.engine != OWN:
+        start(config, given, passed)
+    check_own(config, given, passed)
+    with offered(config, given):
+        _run(config)
 
 
 def _run(config: ServeConfig) -> None:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_toolkit.config import UserError, one_line
+from dflash_toolkit.config import UnsupportedModel, UserError, one_line
 from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class EngineProcess:
                     self._ready = True
                     return message
                 if isinstance(message, Lost):
-                    raise UserError(message.reason)
+                    raise UnsupportedModel(message.reason, message.gpus) if message.gpus else UserError(message.reason)
         self._process.join()
         raise UserError(f"the engine ended while it started (exit code {self._process.exitcode}); see above")
 
@@ -103,7 +103,8 @@ def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> N
         said = one_line(error)
         if said is None:
             log.exception("the engine failed")
-        told.send(Lost(said or f"the engine failed: {error!r}"))
+        gpus = error.gpus if isinstance(error, UnsupportedModel) else 0
+        told.send(Lost(said or f"the engine failed: {error!r}", gpus))
         code = 2 if said else 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,7 +120,7 @@ def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
 
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line
-    engine, _ = load_engine(config.target, config.drafter, config.device, config.dtype, config.engine)
+    engine, _ = load_engine(config.target, config.drafter, config.device, config.dtype, config.runtime)
     _capture(engine)
     loop = EngineLoop(engine, path, told.socket)
     told.send(info_of(engine))

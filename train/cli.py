@@ -11,7 +11,8 @@ import transformers
 from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.config import given_values, run_command
 from dflash_toolkit.files import finite, locked, read_json, write_json
-from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, serving_commands
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits
+from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.threads import use_threads

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import UserError
+from ..config import UnsupportedModel, UserError
 from .rope import ROPE_TYPES, scaled_frequencies
 
 if TYPE_CHECKING:
@@ -93,20 +93,22 @@ class ModelSpec:
 
     @classmethod
     def of_target(cls, config: "PreTrainedConfig") -> "ModelSpec":
-        """Read a Hugging Face config. Raises UserError for what the runtime does not compute."""
+        """Read a Hugging Face config. Raises UnsupportedModel for what the runtime does not compute."""
         c: Any = config
         name = c.name_or_path or c.model_type
         if getattr(c, "quantization_config", None):
-            raise UserError(f"target {name}: quantized weights are not supported by the runtime")
+            raise UnsupportedModel(f"target {name}: quantized weights are not supported by the runtime")
         if getattr(c, "use_sliding_window", False) or "sliding_attention" in (getattr(c, "layer_types", None) or ()):
-            raise UserError(f"target {name}: sliding-window attention is not supported by the runtime")
+            raise UnsupportedModel(f"target {name}: sliding-window attention is not supported by the runtime")
         if getattr(c, "mlp_bias", False):
-            raise UserError(f"target {name}: mlp_bias is not supported by the runtime")
+            raise UnsupportedModel(f"target {name}: mlp_bias is not supported by the runtime")
         if getattr(c, "hidden_act", "silu") != "silu":
-            raise UserError(f"target {name}: hidden_act {c.hidden_act!r} is not supported by the runtime; only silu")
+            raise UnsupportedModel(
+                f"target {name}: hidden_act {c.hidden_act!r} is not supported by the runtime; only silu"
+            )
         kind = (c.rope_parameters or {}).get("rope_type", "default")
         if kind not in ROPE_TYPES:
-            raise UserError(
+            raise UnsupportedModel(
                 f"target {name}: rope type {kind!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
             )
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ..config import UserError
+from ..config import UnsupportedModel, UserError
 from ..network import unreachable
 from . import packed
 from .spec import ARCHITECTURES, context_limit
@@ -102,7 +102,7 @@ def load_config(name: str) -> PreTrainedConfig:
             ) from error
         raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
     if config.model_type not in ARCHITECTURES:
-        raise UserError(
+        raise UnsupportedModel(
             f"target {name}: architecture {config.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return config

@@ -1,12 +1,13 @@
 """How many pages the cache gets, and how much scratch the graphs."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..config import UserError
+from ..config import UnsupportedModel, UserError
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from .capture import no_collection
@@ -119,27 +120,29 @@ def _said(error: torch.OutOfMemoryError) -> str:
 
 
 def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UserError if a target's weights are more than the GPU has free."""
+    """Raises UnsupportedModel if a target's weights are more than the GPU has free."""
     if device.type != "cuda":
         return
     weights = TargetWeights.empty(spec, torch.device("meta"), dtype)
     needed = sum(view.nbytes for view in weights.parameter_views().values())
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
-        raise UserError(
+        raise UnsupportedModel(
             f"target {name}: its weights take {needed / GIB:.1f} GiB and the GPU has {free / GIB:.1f} of "
             f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too little; "
-            f"take a smaller target, or serve this one on several GPUs with vLLM or SGLang"
+            f"take a smaller target, or serve this one on several GPUs with vLLM or SGLang",
+            # a power of two divides heads; a quarter of each GPU is left to caches
+            gpus=max(2, int(2 ** math.ceil(math.log2(needed / (0.75 * total))))),
         )
 
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UserError if the kernels do not take attention heads that wide on this GPU."""
+    """Raises UnsupportedModel if the kernels do not take attention heads that wide on this GPU."""
     _, head_dim = spec.kv_heads
     if reason := unsupported_heads(device, head_dim, dtype):
         fits = dtype.itemsize > 2 and not unsupported_heads(device, head_dim, torch.bfloat16)
         smaller = "take dtype bfloat16, or " if fits else ""
-        raise UserError(
+        raise UnsupportedModel(
             f"attention heads of {head_dim} in {str(dtype).removeprefix('torch.')} need {reason}; "
             f"{smaller}serve the target with vLLM or SGLang"
         )
@@ -160,7 +163,7 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
             raise
         heads = probe.target.spec.kv_heads[1]
-        raise UserError(
+        raise UnsupportedModel(
             f"a kernel for heads of {heads} in {str(probe.dtype).removeprefix('torch.')} does not fit this GPU "
             f"({error}); take dtype bfloat16 if that is not it, or serve the target with vLLM or SGLang"
         ) from error

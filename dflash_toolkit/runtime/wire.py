@@ -85,9 +85,14 @@ class Info(msgspec.Struct, tag="info", array_like=True):
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):
-    """The engine serves nothing any more, and why."""
+    """The engine serves nothing any more, and why.
+
+    Attributes:
+        gpus: of a target that it does not compute but others may, on how many; 0 where that is not the reason.
+    """
 
     reason: str
+    gpus: int = 0
 
 
 Message = Ask | Cancel | Ping | Update | Pong | Info | Lost

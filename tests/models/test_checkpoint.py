@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.models.dflash import checkpoint
-from dflash_toolkit.models.dflash.checkpoint import check_fits, config_json, read_config, serving_commands
+from dflash_toolkit.models.dflash.checkpoint import check_fits, config_json, read_config
+from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.rope import RopeScaling
 
 Monkey = pytest.MonkeyPatch

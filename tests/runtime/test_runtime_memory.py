@@ -13,6 +13,7 @@ import torch
 from conftest import make_drafter, make_target
 
 from dflash_toolkit import SamplingParams, Target, UserError
+from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation import decoders as runtimes
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.spec import ModelSpec
@@ -135,6 +136,11 @@ def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatc
             continue
         with refused(r"target T: its weights take .* of 24.0 GiB free.*take a smaller target"):
             check_weights("T", spec, torch.device("cuda"), torch.float32)
+    for total, gpus in ((needed, 2), (needed // 2, 4), (needed // 8, 16)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, total=total: (0, total))
+        with pytest.raises(UnsupportedModel) as caught:
+            check_weights("T", spec, torch.device("cuda"), torch.float32)
+        assert caught.value.gpus == gpus, "with a quarter of each left to caches"
 
 
 # ---- GPUs that cannot run the kernels ----------------------------------------------------------------------------

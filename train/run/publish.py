@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import write_text
-from dflash_toolkit.models.dflash.checkpoint import serving_commands
+from dflash_toolkit.models.dflash.serving import serving_commands
 
 CARD = "README.md"
 UPLOADED = ("config.json", "model.safetensors", CARD)

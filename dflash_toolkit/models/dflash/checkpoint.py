@@ -7,7 +7,6 @@ ever half there, and a first export is complete once it has a config.json.
 
 import json
 import os
-import shlex
 import shutil
 import tempfile
 import time
@@ -363,13 +362,3 @@ def check_fits(drafter: DrafterConfig, target: PreTrainedConfig, embedding_rows:
         raise UserError(f"the drafter's mask id {drafter.mask_token_id} is not a row of the target's {rows}")
     if drafter.vocab_size != target.vocab_size:
         raise UserError(f"the drafter's vocabulary is {drafter.vocab_size}, the target's {target.vocab_size}")
-
-
-def serving_commands(target: str, drafter: str, block_size: int) -> str:
-    """The exact lines that serve this pair with vLLM and SGLang."""
-    speculative = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1})
-    return (
-        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}\n"
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block_size}"
-    )

@@ -22,7 +22,7 @@ from servers import stand_in
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, save_drafter
-from dflash_toolkit.models.dflash.checkpoint import serving_commands
+from dflash_toolkit.models.dflash.serving import serving_commands
 
 START_S = 240
 BLOCK = 8

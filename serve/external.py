@@ -1,0 +1,394 @@
+"""Other engines behind dflash-serve: vLLM and SGLang, started with the flags that our checkpoint needs.
+
+Looked at first, in this process: the package and its release, the drafter, whether it fits the target, options that the
+other engine lacks. Then the process becomes theirs. So their logs, signals and exit code need nobody in between, a
+supervisor sees one process, and nothing of ours stays in memory.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from packaging.version import Version
+
+from dflash_toolkit.config import UnsupportedModel, UserError, option, to_mapping
+from dflash_toolkit.models.dflash.serving import sglang_options, vllm_options
+from dflash_toolkit.network import unreachable
+from dflash_toolkit.threads import given_environment
+
+if TYPE_CHECKING:
+    from .cli import ServeConfig
+
+OWN = "dflash"
+ENGINES = (OWN, "vllm", "sglang")
+SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}  # its types by the names of others
+SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalOptions:
+    """Which engine computes, and on how many GPUs.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    engine: str = option(
+        OWN, "what computes: our own, on one GPU, or vllm or sglang, whose own options follow behind --", ENGINES
+    )
+    engine_python: str | None = option(None, "the Python that has vllm or sglang (default: the one that runs this)")
+    tensor_parallel_size: int = option(1, "GPUs that share the target, with vllm or sglang")
+    data_parallel_size: int = option(1, "copies of the target, with vllm or sglang")
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+
+
+Flags = Callable[[Any], list[str]]
+
+
+def _flag(name: str) -> Flags:
+    return lambda value: [name, str(value)]
+
+
+def _unless(given: Any, *words: str) -> Flags:
+    return lambda value: [] if value == given else list(words)
+
+
+def _named(flag: str, names: Mapping[str, str], *beside: str) -> Flags:
+    """Of a parser, by its name there."""
+
+    def words(value: Any) -> list[str]:
+        if value == "none":
+            return []
+        if value not in names:
+            raise UserError(f"{flag} {value} is of our own engine; the other engine has {', '.join(names)}")
+        return [*beside, flag, names[value]]
+
+    return words
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How another engine is started."""
+
+    name: str  # of its package, too
+    module: tuple[str, ...]  # behind `python -m`; the target follows
+    always: tuple[str, ...]
+    speculation: Callable[[str, int], list[str]]  # of the drafter and tokens of a block
+    releases: Mapping[str, str]  # by architecture of a drafter, the first that computes it
+    speculators: bool  # reads that library's form
+    flags: Mapping[str, Flags]  # for an option of ours
+
+
+COMMON = {
+    "host": _flag("--host"),
+    "port": _flag("--port"),
+    "dtype": _flag("--dtype"),
+    "served_model_name": _flag("--served-model-name"),
+    "tensor_parallel_size": _flag("--tensor-parallel-size"),
+    "data_parallel_size": _flag("--data-parallel-size"),
+}
+VLLM_TOOLS = {name: name for name in ("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "mistral")}
+SGLANG_TOOLS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3", "mistral": "mistral"}
+VLLM = Engine(
+    name="vllm",
+    module=("vllm.entrypoints.cli.main", "serve"),
+    always=(),
+    speculation=vllm_options,
+    releases={"DFlashDraftModel": "0.20.0", SLIDING: "0.28.0", "DFlash2DraftModel": "0.28.0"},
+    speculators=True,
+    flags=COMMON
+    | {
+        "max_num_seqs": _flag("--max-num-seqs"),
+        "max_model_len": _flag("--max-model-len"),
+        "max_num_batched_tokens": _flag("--max-num-batched-tokens"),
+        "gpu_memory_utilization": _flag("--gpu-memory-utilization"),
+        "page_size": _flag("--block-size"),
+        "prefix_cache": lambda value: [f"--{'' if value else 'no-'}enable-prefix-caching"],
+        "sampling_defaults": lambda value: ["--generation-config", "auto" if value == "model" else "vllm"],
+        "tool_call_parser": _named("--tool-call-parser", VLLM_TOOLS, "--enable-auto-tool-choice"),
+        "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek_r1"}),
+        "drain_timeout": lambda value: ["--shutdown-timeout", str(math.ceil(value))],
+    },
+)
+SGLANG = Engine(
+    name="sglang",
+    module=("sglang.launch_server", "--model-path"),
+    always=("--enable-metrics",),  # off by default there, and we have /metrics
+    speculation=sglang_options,
+    releases={"DFlashDraftModel": "0.5.11", SLIDING: "0.5.18", "DFlash2DraftModel": "0.5.19"},
+    speculators=False,
+    flags=COMMON
+    | {
+        "max_num_seqs": _flag("--max-running-requests"),
+        "max_model_len": _flag("--context-length"),
+        "max_num_batched_tokens": _flag("--chunked-prefill-size"),
+        "kv_cache_tokens": _flag("--max-total-tokens"),
+        "page_size": _flag("--page-size"),
+        "prefix_cache": _unless(True, "--disable-radix-cache"),
+        "sampling_defaults": _flag("--sampling-defaults"),
+        "tool_call_parser": _named("--tool-call-parser", SGLANG_TOOLS),
+        "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek-r1"}),
+    },
+)
+BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
+# options that are read here and become no flag of their own
+READ_HERE = {"target", "drafter", "engine", "engine_python", "num_speculative_tokens", "threads", "api_key"}
+ALWAYS = ("host", "port", "tensor_parallel_size", "data_parallel_size")  # their defaults are not ours
+# options of ours at values that ask nothing of another engine
+NOTHING = {"device": ("auto", "cuda"), "draft_dtype": ("auto", "full")}
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line before and behind its first `--`: our words, and the other engine's."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+# ---- what is offered where our own engine refuses ----------------------------------------------------------------
+
+
+def offer(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
+    """The command that serves the same with vLLM, ready to paste; without keys that a log must not show."""
+    words = ["dflash-serve", "--engine", VLLM.name]
+    shown = {"target", "drafter", "num_speculative_tokens", *VLLM.flags} - {"tensor_parallel_size"}
+    for key, value in _values(config, given).items():
+        name = key.replace("_", "-")
+        if key in shown and value is not None:
+            words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    gpus = max(gpus, config.external.tensor_parallel_size)
+    return shlex.join([*words, *(["--tensor-parallel-size", str(gpus)] if gpus > 1 else [])])
+
+
+@contextlib.contextmanager
+def offered(config: "ServeConfig", given: Collection[str]) -> Iterator[None]:
+    """Around the loading of our own engine: a target that it refuses is offered to vLLM."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UserError(f"{error}; with another engine: {offer(config, given, error.gpus)}") from error
+
+
+def check_own(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) -> None:
+    """Raises UserError for what only another engine can be told, where our own is to compute."""
+    external = config.external
+    for name, count in (
+        ("tensor_parallel_size", external.tensor_parallel_size),
+        ("data_parallel_size", external.data_parallel_size),
+    ):
+        if count > 1:
+            raise UserError(f"{name} is {count}, and our own engine is on one GPU; use {offer(config, given)}")
+    if external.engine_python is not None:
+        raise UserError("engine_python is given, but no other engine; add --engine vllm or --engine sglang")
+    if passed:
+        raise UserError(f"{passed[0]!r} stands behind --, where options of vllm and sglang do; add --engine")
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def start(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) -> NoReturn:
+    """Become the other engine's server.
+
+    Args:
+        given: the options that the user gave, by key.
+        passed: the other engine's own options.
+
+    Raises:
+        UserError: no such package, too old a release, a drafter that it does not compute or of another target, an
+            option of ours that it lacks.
+    """
+    engine = BY_NAME[config.external.engine]
+    python = _python(config.external.engine_python)
+    version = installed(python, engine.name)
+    words = command(engine, config, given, version)
+    environment = given_environment() | _variables(engine, config)
+    # kernels are compiled by programs beside that Python, whether or not its environment was activated
+    environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
+    rest = " ..." if passed else ""
+    print(f"dflash-serve: {engine.name} {version}: {shlex.join([python, *words])}{rest}", flush=True)
+    sys.stderr.flush()
+    os.execve(python, [python, *words, *passed], environment)
+
+
+def _python(name: str | None) -> str:
+    found = sys.executable if name is None else shutil.which(name)
+    if not found:
+        raise UserError(f"engine_python is {name}; there is no such program")
+    return str(Path(found).absolute())  # not resolved: the link is what tells the environment
+
+
+def installed(python: str, package: str) -> str:
+    """The release of a package that a Python has. Raises UserError: none."""
+    version: str | None
+    if python == sys.executable:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+        version = None
+    else:
+        code = f"import importlib.metadata as m; print(m.version({package!r}))"
+        try:
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"engine_python is {python}; it is no Python that runs ({error})") from error
+        version = done.stdout.strip() if done.returncode == 0 else None
+    if version:
+        return version
+    least = BY_NAME[package].releases["DFlashDraftModel"]
+    raise UserError(
+        f"{package} is not installed for {python}; install it with: pip install '{package}>={least}' (in an "
+        f"environment of its own, for it pins its torch; then give --engine-python ENVIRONMENT/bin/python)"
+    )
+
+
+def command(engine: Engine, config: "ServeConfig", given: Collection[str], version: str) -> list[str]:
+    """The other engine's command line, behind its Python. Raises UserError, see `start`."""
+    if config.port == 0:
+        raise UserError(f"port is 0; {engine.name} does not say which it took, so give one")
+    words = ["-m", *engine.module, config.target]
+    values = _values(config, {*given, *ALWAYS})
+    for key, value in values.items():
+        if key in READ_HERE or value is None or value in NOTHING.get(key, ()):
+            continue
+        if key not in engine.flags:
+            raise UserError(
+                f"{key} is an option of our own engine; leave it out, and give {engine.name}'s own options behind --"
+            )
+        words += engine.flags[key](value)
+    words += engine.always
+    drafted = config.runtime.num_speculative_tokens
+    target = _read("target", config.target)
+    if config.drafter is None:
+        if drafted:
+            raise UserError(f"num_speculative_tokens is {drafted}; there is no drafter")
+    elif drafted != 0:
+        draft = read_draft(config.drafter)
+        draft.check(engine, version)
+        draft.check_fits(target)
+        _check_heads("drafter", draft.raw, config.external.tensor_parallel_size)
+        if drafted and drafted >= draft.block_size:
+            most = draft.block_size - 1
+            raise UserError(f"num_speculative_tokens is {drafted}; the drafter drafts at most {most} tokens a step")
+        words += engine.speculation(config.drafter, drafted + 1 if drafted else draft.block_size)
+    _check_heads("target", target, config.external.tensor_parallel_size)
+    return words
+
+
+def _values(config: "ServeConfig", given: Collection[str]) -> dict[str, Any]:
+    """The given options in the order of their declaration."""
+    return {key: value for key, value in to_mapping(config).items() if key in given}
+
+
+def _variables(engine: Engine, config: "ServeConfig") -> dict[str, str]:
+    """Of the environment: what has no place on a command line."""
+    found: dict[str, str] = {}
+    if config.threads is not None:
+        found["OMP_NUM_THREADS"] = str(config.threads)
+    if config.api_key is not None:
+        if engine is SGLANG:  # from its command line alone, and its log shows all options
+            raise UserError("sglang shows its API key in its log and to ps; leave it out and put a proxy before it")
+        found["VLLM_API_KEY"] = config.api_key
+    return found
+
+
+# ---- the checkpoint ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter's config.json says, as far as other engines have to know it."""
+
+    name: str
+    architecture: str
+    speculators: bool  # in that library's form
+    block_size: int
+    raw: Mapping[str, Any]  # the body: hidden_size and the like
+
+    def check(self, engine: Engine, version: str) -> None:
+        """Raises UserError unless this release computes it."""
+        if self.architecture not in engine.releases:
+            known = ", ".join(name for name in engine.releases if name != SLIDING)
+            raise UserError(
+                f"drafter {self.name}: architecture {self.architecture!r}; {engine.name} is started here with {known}"
+            )
+        if self.speculators and not engine.speculators:
+            raise UserError(
+                f"drafter {self.name}: {engine.name} does not read the speculators form; write it as DFlash: python -c "
+                f"\"from dflash_toolkit import *; save_drafter(load_drafter('{self.name}'), 'OUT')\""
+            )
+        for what in (self.architecture, *([SLIDING] if self._sliding else [])):
+            if Version(version) < Version(least := engine.releases[what]):
+                raise UserError(
+                    f"drafter {self.name}: {engine.name} {version} does not know {what}; "
+                    f"install a release that does: pip install '{engine.name}>={least}'"
+                )
+
+    @property
+    def _sliding(self) -> bool:
+        nested = self.raw.get("dflash_config") or {}
+        causal = self.raw.get("is_causal") is True or nested.get("causal") is True
+        return causal or "sliding_attention" in (self.raw.get("layer_types") or ())
+
+    def check_fits(self, target: Mapping[str, Any]) -> None:
+        """Raises UserError for a drafter that was made for another target."""
+        for key, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+            ours, theirs = self.raw.get(key), target.get(key)
+            if None not in (ours, theirs) and ours != theirs:
+                raise UserError(
+                    f"the drafter's {what} is {ours}, the target's {theirs}: this drafter was made for another target"
+                )
+        made_for, layers = self.raw.get("num_target_layers"), target.get("num_hidden_layers")
+        if None not in (made_for, layers) and made_for != layers:
+            raise UserError(f"the drafter was made for a target of {made_for} layers; this one has {layers}")
+
+
+def read_draft(name: str) -> Draft:
+    """Read a drafter's config.json, of any architecture. Raises UserError: there is none, or it has no block size."""
+    raw = _read("drafter", name)
+    nested, kind = raw.get("dflash_config") or {}, raw.get("speculators_model_type")
+    architecture = SPECULATORS.get(str(kind), str(kind)) if kind else next(iter(raw.get("architectures") or ()), "none")
+    size = next((group["block_size"] for group in (nested, raw) if group.get("block_size") is not None), 16)
+    if not isinstance(size, int) or size < 2:
+        raise UserError(f"drafter {name}: config.json: 'block_size' is {size!r}; expected a whole number above 1")
+    return Draft(name, architecture, bool(kind), size, raw.get("transformer_layer_config") or raw)
+
+
+def _read(what: str, name: str) -> dict[str, Any]:
+    """A config.json of a directory or of the hub; of a target with more than text, the part on text."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        here = os.path.isdir(name)
+        if not here and name.count("/") != 1:
+            raise UserError(f"{what} {name}: no such directory")
+        path = os.path.join(name, "config.json") if here else hf_hub_download(name, "config.json")
+        found = json.loads(Path(path).read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        if unreachable(error):
+            said = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"
+            raise UserError(said) from error
+        raise UserError(f"{what} {name}: cannot read its config.json ({' '.join(str(error).split())})") from error
+    return found.get("text_config") or found
+
+
+def _check_heads(what: str, raw: Mapping[str, Any], gpus: int) -> None:
+    """Raises UserError for attention heads that so many GPUs cannot share."""
+    heads = raw.get("num_attention_heads")
+    if isinstance(heads, int) and heads % gpus:
+        raise UserError(f"tensor_parallel_size is {gpus}, which does not divide the {what}'s {heads} attention heads")

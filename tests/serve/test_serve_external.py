@@ -1,0 +1,371 @@
+"""Other engines behind `dflash-serve`: their command lines, what is refused before they start, and what is offered.
+
+Their own argument parsers read these command lines in `tests/serve/test_serve_peers.py`.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+from dflash_toolkit.config import UserError, from_mapping, given_values
+from serve import cli, external
+from serve.external import SGLANG, VLLM
+
+NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23"}
+TARGET = {
+    "model_type": "qwen3_5_moe",  # not one of ours
+    "text_config": {"hidden_size": 64, "num_hidden_layers": 40, "vocab_size": 512, "num_attention_heads": 12},
+}
+DFLASH = {
+    "architectures": ["DFlashDraftModel"], "hidden_size": 64, "vocab_size": 512, "num_target_layers": 40,
+    "num_attention_heads": 8, "layer_types": ["full_attention"], "is_causal": False, "block_size": 16,
+    "dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 500, "block_size": 16},
+}  # fmt: skip
+SLIDING = DFLASH | {"layer_types": ["sliding_attention"]}
+DFLASH2 = DFLASH | {"architectures": ["DFlash2DraftModel"], "dflash_config": {"block_size": 8, "selector_rank": 256}}
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8, "mask_token_id": 500,
+    "aux_hidden_state_layer_ids": [2, 6], "transformer_layer_config": {"hidden_size": 64, "vocab_size": 512},
+}  # fmt: skip
+
+
+def folder(path: Path, values: dict[str, Any]) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(values))
+    return str(path)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return folder(tmp_path / "the target", TARGET)
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> str:
+    return folder(tmp_path / "drafter", DFLASH)
+
+
+def parse(*argv: str) -> tuple[cli.ServeConfig, Any]:
+    given, source = given_values(cli.ServeConfig, argv, "dflash-serve", "")
+    return from_mapping(cli.ServeConfig, given, source), given
+
+
+def command(*argv: str, version: str | None = None) -> list[str]:
+    """Of the other engine that the options name, behind its Python."""
+    config, given = parse(*argv)
+    engine = external.BY_NAME[config.external.engine]
+    return external.command(engine, config, given, version or NEWEST[engine.name])
+
+
+def after(words: Sequence[str], flag: str) -> str:
+    assert words.count(flag) == 1, words
+    return words[words.index(flag) + 1]
+
+
+# ---- command lines -----------------------------------------------------------------------------------------------
+
+
+def test_vllm_counts_the_drafted_tokens(target: str, drafter: str) -> None:
+    words = command("--engine", "vllm", "--target", target, "--drafter", drafter, "--tensor-parallel-size", "4")
+    assert words[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", target]
+    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": 15}
+    assert json.loads(after(words, "--speculative-config")) == speculative
+    assert after(words, "--tensor-parallel-size") == "4" and after(words, "--data-parallel-size") == "1"
+    assert (after(words, "--host"), after(words, "--port")) == ("127.0.0.1", "8000"), "its own default is every host"
+
+
+def test_sglang_counts_the_anchor_too(target: str, drafter: str) -> None:
+    words = command("--engine", "sglang", "--target", target, "--drafter", drafter, "--data-parallel-size", "2")
+    assert words[:4] == ["-m", "sglang.launch_server", "--model-path", target]
+    assert after(words, "--speculative-algorithm") == "DFLASH"
+    assert after(words, "--speculative-draft-model-path") == drafter
+    assert after(words, "--speculative-num-draft-tokens") == "16"
+    assert after(words, "--data-parallel-size") == "2" and "--enable-metrics" in words
+    assert after(words, "--port") == "8000", "its own default is 30000"
+
+
+@pytest.mark.parametrize(("asked", "vllm", "sglang"), [("7", 7, "8"), ("15", 15, "16")])
+def test_fewer_tokens_are_drafted_where_asked(asked: str, vllm: int, sglang: str, target: str, drafter: str) -> None:
+    common = ("--target", target, "--drafter", drafter, "--num-speculative-tokens", asked)
+    speculative = json.loads(after(command("--engine", "vllm", *common), "--speculative-config"))
+    assert speculative["num_speculative_tokens"] == vllm
+    assert after(command("--engine", "sglang", *common), "--speculative-num-draft-tokens") == sglang
+
+
+@pytest.mark.parametrize("engine", NEWEST)
+def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: str) -> None:
+    none = command("--engine", engine, "--target", target)
+    zero = command("--engine", engine, "--target", target, "--drafter", drafter, "--num-speculative-tokens", "0")
+    assert none == zero and "speculative" not in " ".join(none)
+
+
+@pytest.mark.parametrize(
+    ("option", "vllm", "sglang"),
+    [
+        (["--host", "0.0.0.0"], ["--host", "0.0.0.0"], ["--host", "0.0.0.0"]),
+        (["--dtype", "bfloat16"], ["--dtype", "bfloat16"], ["--dtype", "bfloat16"]),
+        (["--served-model-name", "m"], ["--served-model-name", "m"], ["--served-model-name", "m"]),
+        (["--max-num-seqs", "9"], ["--max-num-seqs", "9"], ["--max-running-requests", "9"]),
+        (["--max-model-len", "99"], ["--max-model-len", "99"], ["--context-length", "99"]),
+        (["--max-num-batched-tokens", "99"], ["--max-num-batched-tokens", "99"], ["--chunked-prefill-size", "99"]),
+        (["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization", "0.9"], None),
+        (["--kv-cache-tokens", "99"], None, ["--max-total-tokens", "99"]),
+        (["--page-size", "32"], ["--block-size", "32"], ["--page-size", "32"]),
+        (["--no-prefix-cache"], ["--no-enable-prefix-caching"], ["--disable-radix-cache"]),
+        (["--prefix-cache"], ["--enable-prefix-caching"], []),
+        (["--sampling-defaults", "openai"], ["--generation-config", "vllm"], ["--sampling-defaults", "openai"]),
+        (["--sampling-defaults", "model"], ["--generation-config", "auto"], ["--sampling-defaults", "model"]),
+        (["--tool-call-parser", "hermes"], ["--tool-call-parser", "hermes"], ["--tool-call-parser", "hermes"]),
+        (["--tool-call-parser", "llama3_json"], ["--enable-auto-tool-choice"], ["--tool-call-parser", "llama3"]),
+        (["--tool-call-parser", "none"], [], []),
+        (["--tool-call-parser", "auto"], None, None),
+        (["--reasoning-parser", "deepseek_r1"], ["--reasoning-parser", "deepseek_r1"], ["deepseek-r1"]),
+        (["--drain-timeout", "2.5"], ["--shutdown-timeout", "3"], None),
+        (["--draft-dtype", "full"], [], []),
+        (["--draft-dtype", "fp8"], None, None),
+        (["--device", "cuda"], [], []),
+        (["--device", "cuda:1"], None, None),
+        (["--device", "cpu"], None, None),
+    ],
+    ids=lambda value: value[0].lstrip("-") if value else "",
+)
+def test_an_option_is_said_in_their_words_or_refused(
+    option: list[str], vllm: list[str] | None, sglang: list[str] | None, target: str
+) -> None:
+    for engine, expected in (("vllm", vllm), ("sglang", sglang)):
+        argv = ("--engine", engine, "--target", target, *option)
+        if expected is None:
+            with pytest.raises(
+                UserError, match=f"of our own engine; .*({engine}'s own options behind --|the other engine has)"
+            ):
+                command(*argv)
+            continue
+        words = " ".join(command(*argv))
+        assert " ".join(expected) in words
+        if not expected:
+            assert words == " ".join(command("--engine", engine, "--target", target))
+
+
+def test_every_option_of_ours_is_known_to_be_theirs_or_not() -> None:
+    """An option that comes later is refused with another engine, and never ignored."""
+    config, _ = parse("--target", "t")
+    every = external._values(config, external.to_mapping(config))
+    for engine in (VLLM, SGLANG):
+        assert engine.flags.keys() <= every.keys()
+    assert every.keys() >= external.READ_HERE | external.NOTHING.keys() | set(external.ALWAYS)
+
+
+def test_words_behind_two_dashes_are_theirs() -> None:
+    assert external.split(["--a", "1", "--", "--b", "--", "c"]) == (["--a", "1"], ["--b", "--", "c"])
+    assert external.split(["--a"]) == (["--a"], [])
+
+
+# ---- what is looked at first -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "values", "too_old", "first"),
+    [
+        ("vllm", DFLASH, "0.19.1", "0.20.0"),
+        ("vllm", SLIDING, "0.27.1", "0.28.0"),
+        ("vllm", DFLASH | {"is_causal": True}, "0.27.1", "0.28.0"),
+        ("vllm", DFLASH2, "0.27.1", "0.28.0"),
+        ("vllm", SPECULATORS, "0.19.1", "0.20.0"),
+        ("sglang", DFLASH, "0.5.10.post1", "0.5.11"),
+        ("sglang", SLIDING, "0.5.17", "0.5.18"),
+        ("sglang", DFLASH2, "0.5.18", "0.5.19"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_release_before_the_first_that_knows_the_drafter_is_refused(
+    engine: str, values: dict[str, Any], too_old: str, first: str, target: str, tmp_path: Path
+) -> None:
+    argv = ("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values))
+    with pytest.raises(UserError, match=rf"{engine} {too_old} does not know .*pip install '{engine}>={first}'"):
+        command(*argv, version=too_old)
+    assert command(*argv, version=first)
+    assert command(*argv, version=f"{first}.post1+cu130")
+
+
+@pytest.mark.parametrize(
+    ("engine", "values", "more", "expected"),
+    [
+        ("vllm", DFLASH | {"hidden_size": 32}, [], "hidden size is 32, the target's 64"),
+        ("vllm", DFLASH | {"vocab_size": 500}, [], "vocabulary is 500, the target's 512"),
+        ("sglang", DFLASH | {"num_target_layers": 36}, [], "made for a target of 36 layers; this one has 40"),
+        ("vllm", DFLASH | {"architectures": ["EagleModel"]}, [], "'EagleModel'; vllm is started here with DFlashDraft"),
+        ("vllm", {}, [], "architecture 'none'"),
+        ("sglang", SPECULATORS, [], "sglang does not read the speculators form"),
+        ("vllm", DFLASH | {"block_size": 1, "dflash_config": {}}, [], "'block_size' is 1; expected"),
+        ("vllm", DFLASH, ["--num-speculative-tokens", "16"], "is 16; the drafter drafts at most 15"),
+        ("vllm", DFLASH, ["--tensor-parallel-size", "3"], "is 3, which does not divide the drafter's 8"),
+        ("vllm", DFLASH, ["--tensor-parallel-size", "8"], "is 8, which does not divide the target's 12"),
+        ("sglang", DFLASH, ["--port", "0"], "port is 0; sglang does not say"),
+    ],
+)
+def test_a_drafter_that_cannot_be_served_is_refused(
+    engine: str, values: dict[str, Any], more: list[str], expected: str, target: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        command("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values), *more)
+
+
+def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(
+    target_dir: Path, drafter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conftest import make_drafter, make_target
+
+    from dflash_toolkit.models.dflash.speculators import save_speculators
+
+    tiny = make_target()
+    save_speculators(make_drafter(tiny), tmp_path / "theirs", tiny.config, tiny.embedding.weight, tiny.head_weight)
+    monkeypatch.chdir(tmp_path)
+    argv = ("--engine", "sglang", "--target", str(target_dir), "--drafter")
+    with pytest.raises(UserError) as refused:
+        command(*argv, "theirs")
+    words = shlex.split(str(refused.value).partition("write it as DFlash: ")[2])
+    assert words[:2] == ["python", "-c"]
+    subprocess.run([sys.executable, *words[1:]], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert after(command(*argv, "OUT"), "--speculative-num-draft-tokens") == "8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--engine", "vllm", "--target", "/no/where"], "target /no/where: no such directory"),
+        (["--engine", "tgi", "--target", "t"], "'tgi' is not one of dflash, vllm, sglang"),
+        (["--tensor-parallel-size", "0", "--target", "t"], "tensor_parallel_size is 0; it must be >= 1"),
+        (["--engine-python", "python3", "--target", "t"], "add --engine vllm or --engine sglang"),
+        (["--target", "t", "--", "--enforce-eager"], "'--enforce-eager' stands behind --"),
+        (["--engine", "vllm", "--engine-python", "./none", "--target", "t"], "engine_python is ./none; there is no"),
+        (["--engine", "vllm", "--engine-python", "false", "--target", "t"], "vllm is not installed for "),
+        (
+            ["--data-parallel-size", "2", "--target", "my model"],
+            "dflash-serve --engine vllm --target 'my model' --data-parallel-size 2",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(external, "installed", _installed(external.installed))
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and expected in err, err
+
+
+def _installed(real: Any) -> Any:
+    """Of this Python every package is there; of another it is asked."""
+    return lambda python, package: NEWEST[package] if python == sys.executable else real(python, package)
+
+
+@pytest.mark.parametrize(("engine", "least"), [("vllm", "0.20.0"), ("sglang", "0.5.11")])
+def test_a_missing_package_says_what_to_install(engine: str, least: str) -> None:
+    with pytest.raises(UserError, match=f"^{engine} is not installed for .*: pip install '{engine}>={least}' "):
+        external.installed(sys.executable, engine)
+
+
+def test_sglang_is_given_no_key_that_its_log_would_show(target: str) -> None:
+    config, _ = parse("--engine", "sglang", "--target", target, "--api-key", "secret")
+    with pytest.raises(UserError, match="sglang shows its API key") as refused:
+        external._variables(SGLANG, config)
+    assert "secret" not in str(refused.value)
+
+
+# ---- what our own engine offers ----------------------------------------------------------------------------------
+
+
+def test_a_target_that_we_do_not_compute_is_offered_to_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = folder(tmp_path / "other one", {"model_type": "gpt2", "vocab_size": 100, "n_embd": 8})
+    argv = ["--target", target, "--drafter", "d/d", "--max-num-seqs", "4", "--no-prefix-cache", "--draft-dtype", "fp8"]
+    assert cli.main([*argv, "--port", "0", "--api-key", "secret"]) == 2
+    err = capsys.readouterr().err
+    said, _, line = err.partition("; with another engine: ")
+    assert "architecture 'gpt2' is not supported" in said and "secret" not in err and err.count("\n") == 1
+    program, *words = shlex.split(line)
+    config, given = parse(*words)
+    assert program == "dflash-serve" and config.external.engine == "vllm"
+    assert (config.target, config.drafter, config.runtime.max_num_seqs) == (target, "d/d", 4)
+    assert config.runtime.prefix_cache is False and "draft_dtype" not in given, "what vllm lacks is left out"
+
+
+def test_what_the_engine_refuses_in_its_own_process_is_offered_too(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "t"
+    shutil.copytree(target_dir, target)
+    values = json.loads((target / "config.json").read_text()) | {"mlp_bias": True}
+    (target / "config.json").write_text(json.dumps(values))
+    assert cli.main(["--target", str(target), "--port", "0", "--device", "cpu"]) == 2
+    said = (
+        f"mlp_bias is not supported by the runtime; with another engine: dflash-serve --engine vllm --target {target}"
+    )
+    assert said in capsys.readouterr().err
+
+
+# ---- the process -------------------------------------------------------------------------------------------------
+
+STAND_IN = """
+import json, os, signal, sys
+def ended(*_):
+    print("ended", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, ended)
+shown = ("VLLM_API_KEY", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PATH")
+print("a line of its log", file=sys.stderr, flush=True)
+print(json.dumps([os.getpid(), sys.argv[1:], {k: os.environ.get(k) for k in shown}]), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("python", [None, "another"])
+def test_the_process_becomes_theirs(python: str | None, target: str, drafter: str, tmp_path: Path) -> None:
+    """What stands in for vllm here says what it was given: the package itself needs a GPU."""
+    site = tmp_path / "site"
+    package = site / "vllm/entrypoints/cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(STAND_IN)
+    (site / "vllm-0.33.0.dist-info").mkdir()
+    (site / "vllm-0.33.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
+    more = []
+    if python:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/python").symlink_to(sys.executable)
+        more = ["--engine-python", str(tmp_path / "bin/python")]
+    command = [
+        sys.executable, "-m", "serve.cli", "--engine", "vllm", "--target", target, "--drafter", drafter, *more,
+        "--api-key", "secret", "--threads", "3", "--", "--enforce-eager", "--nnodes", "2",
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{site}"
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            assert line.startswith("dflash-serve: vllm 0.33.0: ") and line.endswith(" ...\n"), process.stderr.read()
+            pid, argv, variables = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (pid, process.returncode, out, err) == (process.pid, 7, "ended\n", "a line of its log\n")
+    assert argv[:2] == ["serve", target] and argv[-3:] == ["--enforce-eager", "--nnodes", "2"]
+    runs = more[-1] if more else sys.executable
+    assert shlex.split(line)[3:] == [runs, "-m", "vllm.entrypoints.cli.main", *argv[:-3], "..."]
+    assert "secret" not in line and not any("secret" in word for word in argv)
+    assert variables["VLLM_API_KEY"] == "secret" and variables["OMP_NUM_THREADS"] == "3"
+    assert variables["OMP_WAIT_POLICY"] is variables["GOMP_SPINCOUNT"] is None, "how our own threads wait is not theirs"
+    beside = tmp_path / "bin" if python else Path(sys.executable).parent
+    assert variables["PATH"].split(os.pathsep)[0] == str(beside)
