@@ -58,11 +58,16 @@ bench: $(READY)  ## time of a training step and of decoding on this machine's de
 	$(BIN)/python scripts/bench/hf_path.py
 
 # z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
-test-peers: $(READY) ## the demo's checkpoint in z-lab's own client must decode the same (run `make demo` first)
+# vLLM and SGLang read the command lines of `dflash-serve --engine`: the packages without what computes, 400 MB
+PEERS_SITE := .venv-peers/site
+PARSERS := vllm==0.33.0 sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal attrs cachetools cbor2 cloudpickle frozenlist \
+    ipython llguidance multidict openai_harmony orjson partial_json_parser pillow propcache pybase64 pyzmq traitlets yarl
+test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (run `make demo` first); vLLM's and SGLang's parsers
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
 	.venv-peers/bin/python -m pip install --quiet 'dflash[local]==0.1.0'
-	DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
+	test -d $(PEERS_SITE)/sglang || $(BIN)/python -m pip install --quiet --no-deps --target $(PEERS_SITE) $(PARSERS)
+	DFLASH_PEERS_SITE=$(PEERS_SITE) DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) .venv-peers demo out site build dist *.egg-info

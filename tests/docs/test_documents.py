@@ -15,6 +15,7 @@ from dflash_toolkit.config import given_values, parse_cli
 from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation.cli import EvalConfig
 from serve.cli import ServeConfig
+from serve.external import split
 from train.config import TrainConfig, configure
 from train.data_cli import DataConfig
 
@@ -24,7 +25,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "dflash-train": lambda words: configure(*given_values(TrainConfig, words, "dflash-train", "")),
     "dflash-data": lambda words: parse_cli(DataConfig, words, "dflash-data", ""),
     "dflash-eval": lambda words: parse_cli(EvalConfig, words, "dflash-eval", ""),
-    "dflash-serve": lambda words: parse_cli(ServeConfig, words, "dflash-serve", ""),
+    "dflash-serve": lambda words: parse_cli(ServeConfig, split(words)[0], "dflash-serve", ""),
     "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),
 }
 
