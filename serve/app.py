@@ -1,7 +1,6 @@
 """The HTTP side: routes, who may use them, and every error in OpenAI's form."""
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -10,22 +9,28 @@ from itertools import zip_longest
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import PromptError
-from dflash_toolkit.runtime import EngineClient, EngineClosedError
+from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 from dflash_toolkit.runtime.client import Asked
 from dflash_toolkit.sampling import BiasError
 
+from .access import Access
 from .answer import Answer, Piece, usage
+from .keys import matching
 from .logprobs import TokenStrings
 from .metrics import CONTENT_TYPE, Metrics
 from .parsing import OutputParser, Parsers
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
+from .state import ServerState
 
+ENGINE_TIMEOUT_S = 30.0  # an engine that says nothing for so long is taken for hung
+MAX_QUEUE = 1024  # answers
 MAX_BODY = 4 * 1024 * 1024  # bytes
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for an answer that nobody waits for
 T = TypeVar("T")
@@ -36,21 +41,33 @@ log = logging.getLogger("dflash_toolkit.serve")
 def create_app(
     engine: EngineClient,
     model: str,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     defaults: Mapping[str, float] | None = None,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
+    *,
+    state: ServerState | None = None,
+    max_queue: int = MAX_QUEUE,
+    request_timeout_s: float | None = None,
+    root_path: str = "",
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The application that serves `engine` as `model`.
 
     Args:
-        api_key: every route but /health asks for it.
+        api_keys: every route but /health asks for one of them.
         defaults: of sampling, where a request names none (`defaults.py`).
         tool_call_parser, reasoning_parser: as the options of `dflash-serve`.
+        state: shared with the server.
+        max_queue: answers that may wait for a place in the batch; more are refused (429).
+        request_timeout_s: after so many seconds an answer is given up.
+        root_path: where a proxy shows the routes.
+        allowed_origins: pages of other sites that browsers may let ask.
     """
     metrics = Metrics()
+    shared = state or ServerState()
     parsers = Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser)
-    service = _Service(engine, model, metrics, defaults or {})
+    service = _Service(engine, model, metrics, defaults or {}, max_queue, request_timeout_s)
     card = {
         "id": model,
         "object": "model",
@@ -61,17 +78,27 @@ def create_app(
 
     def authorise(request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if api_key is not None and not hmac.compare_digest(given, api_key.encode()):
+        number = matching(api_keys, key.strip() if scheme.lower() == "bearer" else "")
+        if api_keys and number is None:
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+        request.state.key = "" if number is None else str(number)
 
     open_routes, routes = APIRouter(), APIRouter(dependencies=[Depends(authorise)])
 
     @open_routes.get("/health")
     async def health() -> Response:
-        if engine.broken is not None:
-            return _error_response(_as_api_error(EngineClosedError(failed=True)))
+        try:
+            await engine.check(ENGINE_TIMEOUT_S)
+        except EngineClosedError as error:
+            if error.code == "engine_failed":
+                return _error_response(_as_api_error(error))
         return Response()
+
+    @open_routes.get("/ready")
+    async def ready() -> Response:
+        if shared.draining:
+            return _error_response(_as_api_error(EngineClosedError()))
+        return await health()
 
     @routes.get("/metrics")
     async def render_metrics() -> Response:
@@ -97,7 +124,7 @@ def create_app(
             ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking, tools))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        requests = service.requests(body, [ids], "messages")
+        requests = service.requests(body, [ids], "messages", request.state.key)
         replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
         parallel = body.parallel_tool_calls is not False
         parse = [parsers.of_answer(engine.tokenizer, ids, tools, parallel) for _ in requests]
@@ -109,7 +136,7 @@ def create_app(
         service.check_model(body.model)
         encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
         prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
-        requests = service.requests(body, prompts, "prompt")
+        requests = service.requests(body, prompts, "prompt", request.state.key)
         strings = service.strings_for(body)
         lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if strings else [0]
         replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
@@ -133,23 +160,38 @@ def create_app(
         return _error_response(_as_api_error(error))
 
     # no schema routes, so that every path that is not listed above is a 404 in OpenAI's form
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app = FastAPI(openapi_url=None, redirect_slashes=False, root_path=root_path)
     app.include_router(open_routes)
     app.include_router(routes)
     app.add_exception_handler(ApiError, refuse)
     app.add_exception_handler(404, no_such_route)
     app.add_exception_handler(405, wrong_method)
-    app.add_exception_handler(EngineClosedError, failed)
+    for known in (EngineClosedError, LateError, RequestFailedError):
+        app.add_exception_handler(known, failed)
     app.add_exception_handler(UserError, failed)
     app.add_exception_handler(Exception, failed)  # starlette raises it again, so the traceback is logged
+    if allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Access, state=shared)
     return app
 
 
 class _Service:
     """What both endpoints do once they have token ids."""
 
-    def __init__(self, engine: EngineClient, model: str, metrics: Metrics, defaults: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: str,
+        metrics: Metrics,
+        defaults: Mapping[str, float],
+        max_queue: int,
+        request_timeout_s: float | None,
+    ) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
+        self._most_open = engine.info.max_num_seqs + max_queue
+        self._timeout_s = request_timeout_s
+        self._open = 0  # answers, running or queued
         self._strings = TokenStrings(engine.tokenizer)
         self._encoding = asyncio.Lock()
 
@@ -164,18 +206,24 @@ class _Service:
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def requests(self, body: GenerationRequest, prompts: Sequence[list[int]], param: str) -> list[Asked]:
+    def requests(self, body: GenerationRequest, prompts: Sequence[list[int]], param: str, key: str) -> list[Asked]:
         """Every prompt once for each of its answers, of which each has a seed of its own.
 
+        Args:
+            param: what the client calls the prompt.
+            key: whose request it is.
+
         Raises:
-            ApiError: (400) it cannot be decoded; `param` is what the client calls the prompt.
+            ApiError: (400) it cannot be decoded; (429) too many answers wait already.
         """
+        if self._open + len(prompts) * body.answers > self._most_open:
+            raise ApiError(429, f"{self._open} answers are under way or wait; try again later", code="queue_full")
         limit = self._engine.info.capacity.context_limit
         params = body.sampling(limit, self._defaults, self._engine.tokenizer.eos_token_id)
         found = []
         for ids in prompts:
             try:
-                first = self._engine.request(ids, params)  # before a stream begins, whose status would be sent
+                first = self._engine.request(ids, params, key)  # before a stream begins, whose status would be sent
             except UserError as error:
                 at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
@@ -227,8 +275,12 @@ class _Service:
         """The answers as they come, counted however they end."""
         outcome = "disconnected"
         self._metrics.waiting.inc(len(answers))
+        self._open += len(answers)
+        late = None
         try:
             with self._engine.decode(asked) as responses:
+                if self._timeout_s is not None:
+                    late = asyncio.get_running_loop().call_later(self._timeout_s, responses.put, LateError())
                 waiting: dict[int, list[Piece]] = {}  # what came while the client or this process lagged goes as one
                 async for index, progress in responses:
                     answer = answers[index]
@@ -247,6 +299,9 @@ class _Service:
             outcome = "error"
             raise
         finally:
+            if late is not None:
+                late.cancel()
+            self._open -= len(answers)
             self._metrics.waiting.dec(len(answers))
             for answer in answers:
                 self._metrics.ended(answer, answer.finish_reason or outcome)
@@ -266,9 +321,13 @@ class _Service:
                 yield event(chunk)
             yield DONE
         except Exception as error:  # the status has been sent, so the error can only be an event
-            if not isinstance(error, EngineClosedError | UserError):
+            if not isinstance(error, EngineClosedError | LateError | RequestFailedError | UserError):
                 log.exception("a streamed answer failed")
             yield event(_as_api_error(error).body())
+
+
+class LateError(Exception):
+    """An answer took longer than the server allows."""
 
 
 class EventResponse(StreamingResponse):
@@ -330,6 +389,12 @@ async def _disconnected(request: Request) -> None:
 
 
 def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LateError):
+        return ApiError(504, "the answer took longer than this server allows", code="deadline_exceeded")
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), code=error.code)
     if isinstance(error, UserError):  # a request that this engine cannot hold or compute
@@ -339,6 +404,8 @@ def _as_api_error(error: Exception) -> ApiError:
 
 def _error_response(error: ApiError) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status == 429:
+        headers["Retry-After"] = "1"
     if error.code == "internal_error":  # starlette raises it again, whereupon uvicorn closes the connection
         headers["Connection"] = "close"
     return JSONResponse(error.body(), error.status, headers)

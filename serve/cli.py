@@ -2,9 +2,13 @@
 
 import contextlib
 import importlib.util
+import math
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dflash_toolkit.config import UserError, from_mapping, given_values, option, options, run_command
 from dflash_toolkit.options import ModelOptions
@@ -17,7 +21,8 @@ PROG = "dflash-serve"
 DESCRIPTION = """\
 Serve a target over OpenAI's API, with a drafter that makes it faster and changes nothing else. Without a drafter
 the same server decodes plainly. Requests are decoded together and come and go at every step."""
-EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "msgspec")  # what `dflash-toolkit[serve]` installs
+MOST_CONNECTIONS = 4096
+EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # what `dflash-toolkit[serve]` installs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +34,22 @@ class ServeConfig(ModelOptions):
     port: int = option(8000, "port to listen on; 0 takes a free one")
     external: ExternalOptions = options(ExternalOptions, flat=True)
     runtime: EngineOptions = options(EngineOptions, flat=True)
-    api_key: str | None = option(None, "clients must send this as their API key (default: none is asked for)")
+    uds: str | None = option(None, "listen on a Unix socket at this path instead")
+    ssl_keyfile: str | None = option(None, "serve https with this key")
+    ssl_certfile: str | None = option(None, "and this certificate chain")
+    root_path: str = option("", "the path under which a proxy shows this server")
+    allowed_origins: tuple[str, ...] = option((), "sites whose pages may ask from a browser; * is every site")
+    api_key_file: str | None = option(
+        None,
+        "clients must send one of its lines as their API key; so with those in $DFLASH_API_KEY, separated by commas",
+    )
+    max_queue: int = option(1024, "answers that may wait for a place in the batch; more are refused with a 429")
+    request_timeout: float | None = option(None, "seconds after which an answer is given up (default: never)")
+    client_timeout: float = option(30.0, "seconds that a client has to send a header, and behind it a body")
+    max_connections: int | None = option(None, "clients connected at a time (default: what the system's limit leaves)")
+    log_json: bool = option(False, "write the log as JSON, one object a line")
+    access_log: bool = option(True, "write a line for every request")
+    restart: bool = option(False, "start the engine again when it has ended by itself")
     sampling_defaults: str = option(
         "model",
         "where a request does not say: model has what the target's generation_config.json says, openai temperature 1",
@@ -52,9 +72,17 @@ class ServeConfig(ModelOptions):
         ModelOptions.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
-        for name in ("host", "api_key", "served_model_name"):
+        for name in ("host", "uds", "api_key_file", "served_model_name"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("https needs both ssl_keyfile and ssl_certfile")
+        for name, least in (("max_queue", 0), ("max_connections", 1), ("drain_timeout", 0)):
+            if (value := getattr(self, name)) is not None and not value >= least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        for name in ("request_timeout", "client_timeout"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be more than 0 seconds")
 
     @property
     def model(self) -> str:
@@ -68,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> None:
+    if any(re.match(r"(--api-key|api_key)(=|$)", word) for word in argv):
+        raise UserError(
+            "api_key: whoever lists this machine's processes would see it; put it into a file (--api-key-file) or into "
+            "the environment ($DFLASH_API_KEY)"
+        )
     own, passed = split(argv)
     given, source = given_values(ServeConfig, own, PROG, DESCRIPTION)
     config = from_mapping(ServeConfig, given, source)
@@ -80,10 +113,18 @@ def _dispatch(argv: Sequence[str]) -> None:
 
 def _run(config: ServeConfig) -> None:
     _require_extra()
+    from .access import set_up_logs
+    from .keys import read_keys
     from .processes import EngineProcess
-    from .server import Server, bind, url_of
+    from .server import Connection, Server, bind, bind_path, raise_open_files, url_of
+    from .state import ServerState
 
-    with bind(config.host, config.port) as bound, contextlib.closing(EngineProcess(config)) as process:
+    keys = read_keys(config.api_key_file)
+    set_up_logs(config.log_json, config.access_log)
+    Connection.limit = min(config.max_connections or MOST_CONNECTIONS, raise_open_files())
+    Connection.client_timeout_s = config.client_timeout
+    bound = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
+    with bound, contextlib.closing(EngineProcess(config)) as process:
         process.start()
         # not above: this imports torch and transformers, seconds in which the engine's process does the same
         import transformers
@@ -99,15 +140,43 @@ def _run(config: ServeConfig) -> None:
         defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
         tokenizer = load_tokenizer(config.target)
         info = process.ready()
-        engine = EngineClient(process.path, info, tokenizer)
+        process.watch(config.restart)
+        engine, state = EngineClient(process.path, info, tokenizer, again=config.restart), ServerState()
+        app = create_app(
+            engine,
+            config.model,
+            keys,
+            defaults,
+            config.tool_call_parser,
+            config.reasoning_parser,
+            state=state,
+            max_queue=config.max_queue,
+            request_timeout_s=config.request_timeout,
+            root_path=config.root_path,
+            allowed_origins=config.allowed_origins,
+        )
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
-        line = f"{PROG}: {url_of(bound)}/v1 serves {config.model} ({drafting}, {info.place})"
-        parsers = (config.tool_call_parser, config.reasoning_parser)
-        app = create_app(engine, config.model, config.api_key, defaults, *parsers)
-        server = Server(app, ready=lambda: print(line, flush=True), stop=engine.close, drain_s=config.drain_timeout)
-        # Ctrl-C is how a server is stopped; uvicorn ends open answers first and then raises it again
+        address = url_of(bound, https=config.ssl_certfile is not None)
+        line = f"{PROG}: {address}/v1 serves {config.model} ({drafting}, {info.place})"
+
+        def drain() -> None:
+            state.draining = True
+
+        server = Server(
+            app,
+            ready=lambda: print(line, flush=True),
+            stop=engine.close,
+            drain=drain,
+            drain_s=config.drain_timeout,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+        )
+        # these are how a server is stopped; uvicorn ends open answers first and then raises them again
+        signal.signal(signal.SIGTERM, lambda *_: None)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[bound])
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
 
 
 def _require_extra() -> None:

@@ -26,6 +26,8 @@ from dflash_toolkit.models.dflash.serving import sglang_options, vllm_options
 from dflash_toolkit.network import unreachable
 from dflash_toolkit.threads import given_environment
 
+from .keys import read_keys
+
 if TYPE_CHECKING:
     from .cli import ServeConfig
 
@@ -122,6 +124,10 @@ VLLM = Engine(
         "tool_call_parser": _named("--tool-call-parser", VLLM_TOOLS, "--enable-auto-tool-choice"),
         "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek_r1"}),
         "drain_timeout": lambda value: ["--shutdown-timeout", str(math.ceil(value))],
+        "uds": _flag("--uds"),
+        "ssl_keyfile": _flag("--ssl-keyfile"),
+        "ssl_certfile": _flag("--ssl-certfile"),
+        "root_path": _flag("--root-path"),
     },
 )
 SGLANG = Engine(
@@ -146,7 +152,7 @@ SGLANG = Engine(
 )
 BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
 # options that are read here and become no flag of their own
-READ_HERE = {"target", "drafter", "engine", "engine_python", "num_speculative_tokens", "threads", "api_key"}
+READ_HERE = {"target", "drafter", "engine", "engine_python", "num_speculative_tokens", "threads", "api_key_file"}
 ALWAYS = ("host", "port", "tensor_parallel_size", "data_parallel_size")  # their defaults are not ours
 # options of ours at values that ask nothing of another engine
 NOTHING = {"device": ("auto", "cuda"), "draft_dtype": ("auto", "full")}
@@ -298,10 +304,12 @@ def _variables(engine: Engine, config: "ServeConfig") -> dict[str, str]:
     found: dict[str, str] = {}
     if config.threads is not None:
         found["OMP_NUM_THREADS"] = str(config.threads)
-    if config.api_key is not None:
+    if keys := read_keys(config.api_key_file):
         if engine is SGLANG:  # from its command line alone, and its log shows all options
             raise UserError("sglang shows its API key in its log and to ps; leave it out and put a proxy before it")
-        found["VLLM_API_KEY"] = config.api_key
+        if len(keys) > 1:
+            raise UserError(f"{len(keys)} API keys are given, and vllm takes one from the environment")
+        found["VLLM_API_KEY"] = keys[0]
     return found
 
 

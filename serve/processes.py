@@ -8,6 +8,8 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dflash_toolkit.serve")
 END_S = 5.0  # seconds that the engine gets to end by itself
+STEADY_S = 60.0  # an engine that ran for so long starts again after a second, others after twice what it was last
+LONGEST_WAIT_S = 60.0
 
 
 class EngineProcess:
@@ -39,10 +43,12 @@ class EngineProcess:
         self.path = Path(self._folder.name) / "engine"
         self._process: Any = None
         self._control: socket.socket | None = None
-        self._ready = False
+        self._ready = self._closing = False
+        self._starting = threading.Lock()  # held while a process is started
 
     def start(self) -> None:
         """Start a process, which `ready` waits for."""
+        self._ready = False
         self.path.unlink(missing_ok=True)
         self._control, control = socket.socketpair()
         context = multiprocessing.get_context("spawn")
@@ -69,17 +75,43 @@ class EngineProcess:
         self._process.join()
         raise UserError(f"the engine ended while it started (exit code {self._process.exitcode}); see above")
 
-    def wait(self) -> int:
-        """Wait until the process ends; its exit code."""
-        self._process.join()
-        return int(self._process.exitcode)
-
     @property
     def pid(self) -> int:
         return int(self._process.pid)
 
+    def watch(self, restart: bool) -> None:
+        """Say so when the process ends by itself and, if asked, start another; returns at once."""
+        threading.Thread(target=self._watch, args=(restart,), name="watch", daemon=True).start()
+
+    def _watch(self, restart: bool) -> None:
+        wait_s = 1.0
+        while True:
+            began = time.monotonic()
+            self._process.join()
+            if self._closing:
+                return
+            end = f"the engine ended by itself (exit code {self._process.exitcode})"
+            if not restart:
+                log.error("%s; requests are refused until the server is started again, see --restart", end)
+                return
+            wait_s = 1.0 if time.monotonic() - began > STEADY_S else min(2 * wait_s, LONGEST_WAIT_S)
+            log.error("%s; another one starts in %.0f s", end, wait_s)
+            time.sleep(wait_s)
+            with self._starting:
+                if self._closing:
+                    return
+                self.start()
+            try:
+                self.ready()
+            except UserError as error:
+                log.error("%s", error)
+            else:
+                log.warning("the engine takes requests again")
+
     def close(self) -> None:
         """End it: by itself, if it can, after the step under way."""
+        with self._starting:
+            self._closing = True
         loading = not self._ready
         if self._control is not None:
             self._control.close()

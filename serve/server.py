@@ -2,14 +2,20 @@
 
 import asyncio
 import math
+import os
+import resource
 import socket
+import stat
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dflash_toolkit.config import UserError
 
+MOST_FILES = 65536
+SPARE_FILES = 64  # for what is no client's connection
 GRACE_S = 5  # seconds that open answers get to say that they are cut off
 
 
@@ -34,10 +40,94 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def bind_path(path: str) -> socket.socket:
+    """A Unix socket at a path; one that an ended server left there is replaced. Raises UserError."""
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            try:
+                bound.connect(path)
+            except OSError:
+                os.unlink(path)
+            else:
+                raise OSError("another server listens there")
+            bound.close()
+            bound = socket.socket(socket.AF_UNIX)
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise UserError(f"uds {path}: cannot listen there ({error.strerror or error}); give another path") from error
+    return bound
+
+
+def url_of(bound: socket.socket, https: bool = False) -> str:
     """The address clients use, e.g. http://127.0.0.1:8000."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
+    shown = f"[{host}]" if bound.family == socket.AF_INET6 else host
+    return f"{'https' if https else 'http'}://{shown}:{port}"
+
+
+def raise_open_files() -> int:
+    """Let this process open as many files as it may; how many connections that leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(1, max(soft, most) - SPARE_FILES)
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection: it has a limited time to send a request, and there is a limited number of them.
+
+    Without limits connections that send nothing take every file that the process may open, and `/health` with them.
+    """
+
+    limit = 1 << 30  # of open connections
+    client_timeout_s = 30.0  # to send a header, and behind it a body
+    _open = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._late: asyncio.TimerHandle | None = None
+        Connection._open += 1
+        if Connection._open > self.limit:
+            self._refuse(b"503 Service Unavailable")
+        else:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        Connection._open -= 1
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._wait()  # the next request of an open connection
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._wait()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_waiting()
+        super().on_message_complete()
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._late = self.loop.call_later(self.client_timeout_s, self._refuse, b"408 Request Timeout")
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse(self, status: bytes) -> None:
+        if not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+                self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -49,6 +139,7 @@ class Server(uvicorn.Server):
         ready: called once requests are accepted.
         drain: called when it is told to stop.
         stop: called when the open answers must end.
+        options: more of uvicorn's.
     """
 
     def __init__(
@@ -58,14 +149,18 @@ class Server(uvicorn.Server):
         stop: Callable[[], None],
         drain: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
+        **options: Any,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                log_level="warning",
+                http=Connection,
+                log_config=None,
                 access_log=False,
+                server_header=False,
                 lifespan="off",
                 timeout_graceful_shutdown=math.ceil(drain_s) + GRACE_S,
+                **options,
             )
         )
         self._ready, self._drain, self._stop, self._drain_s = ready, drain, stop, drain_s

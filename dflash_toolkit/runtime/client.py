@@ -10,7 +10,6 @@ import itertools
 import socket
 import tempfile
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -254,15 +253,15 @@ class EngineClient:
         path: of the socket.
         info: what the engine said when it was ready.
         tokenizer: the target's, for whoever has text.
+        again: another engine may come to listen on the path, when this one has failed.
 
     Attributes:
-        broken: why no request can be served any more, if so.
-        alive_s: when the engine last answered `ping`, by time.monotonic.
+        broken: why no request can be served now, if so.
     """
 
-    def __init__(self, path: Path, info: Info, tokenizer: Any = None) -> None:
+    def __init__(self, path: Path, info: Info, tokenizer: Any = None, again: bool = False) -> None:
         self.path, self.info, self.tokenizer = path, info, tokenizer
-        self.alive_s = time.monotonic()
+        self._again = again
         self._broken: Exception | None = None
         self._closing = False
         self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]
@@ -303,11 +302,17 @@ class EngineClient:
         try:
             stats: Stats = await pong
         except asyncio.CancelledError:
-            if self.broken is not None or self._closing:
+            if connection.channel.gone or self._closing:
                 raise self._closed_error() from None
             raise
-        self.alive_s = time.monotonic()
         return stats
+
+    async def check(self, timeout_s: float) -> None:
+        """Raises EngineClosedError unless requests are served and the engine answers within `timeout_s` seconds."""
+        try:
+            await asyncio.wait_for(self.ping(), timeout_s)
+        except TimeoutError:
+            raise EngineClosedError(failed=True) from None
 
     def close(self) -> None:
         """End every answer with EngineClosedError; later requests are refused. From any thread."""
@@ -316,11 +321,10 @@ class EngineClient:
             for responses in {id(r): r for r, _ in connection.waiting.values()}.values():
                 responses.put_from_elsewhere(self._closed_error())
 
-    def renew(self, info: Info) -> None:
-        """Another engine listens on the same path."""
-        self.info, self._broken, self.alive_s = info, None, time.monotonic()
-
     def _check(self) -> None:
+        if self._again and not self._closing and self._broken is not None:
+            self._broken = None  # `_connection` sees whether somebody listens again
+            self._connection()
         if self._closing or self.broken is not None:
             raise self._closed_error()
 

@@ -80,6 +80,7 @@ class Info(msgspec.Struct, tag="info", array_like=True):
     """The engine takes requests."""
 
     capacity: Capacity
+    max_num_seqs: int  # requests decoded together
     block_size: int  # of the longest draft, its anchor included
     place: str  # what it computes in and on
 

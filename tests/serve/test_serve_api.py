@@ -369,7 +369,7 @@ def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, caplog:
 
 
 def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
-    with serving(make_engine(target, None), api_key="sécret") as url:
+    with serving(make_engine(target, None), api_keys=["sécret"]) as url:
         for given in ("Bearer wrong", "Bearer sécre", "Bearer", "Basic sécret"):
             headers = {"Authorization": given.encode()}
             for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):
@@ -393,9 +393,8 @@ def test_a_failure_inside_is_an_error_the_client_can_read(
             chat(client, n=3, extra_body=LONG)
         assert caught.value.status_code == 500
         assert "secret" not in str(error_of(caught.value.response))
-        assert caught.value.response.headers["connection"] == "close", "uvicorn closes it"
         for ask, more in ((chat, {}), (complete, {"prompt": ["a", "b"]})):
-            with pytest.raises(APIError, match="internal error"):
+            with pytest.raises(APIError, match="the step failed"):
                 joined(ask(client, stream=True, extra_body=LONG, **more))
     assert complete(client, n=2, max_tokens=1, extra_body=LONG).usage.completion_tokens == 2, "the next is served"
     assert counters(url)["dflash_requests_open"] == 0

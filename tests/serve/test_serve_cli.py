@@ -35,7 +35,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "./nowhere"], "./nowhere: no such directory"),
         (["--target", "x", "--port", "70000"], "port is 70000; it must be in 0..65535"),
         (["--target", "x", "--port", "http"], "port: expected int"),
-        (["--target", "x", "--api-key", ""], "api_key is empty"),
+        (["--target", "x", "--api-key", "secret"], "put it into a file (--api-key-file) or into the environment"),
+        (["--target", "x", "--api-key-file", "nowhere"], "api_key_file nowhere: cannot be read"),
+        (["--target", "x", "--ssl-keyfile", "k"], "https needs both ssl_keyfile and ssl_certfile"),
+        (["--target", "x", "--max-queue", "-1"], "max_queue is -1; it must be at least 0"),
+        (["--target", "x", "--uds", "/no/such/folder/s"], "uds /no/such/folder/s: cannot listen there"),
         (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
         (["--target", "x", "--draft-dtype", "int4"], "draft_dtype: 'int4' is not one of auto, fp8, full"),
@@ -91,7 +95,7 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
     command = [
         sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--drafter", str(drafter_dir),
         "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "1",
-        "--drain-timeout", "0.2",
+        "--drain-timeout", "0.2", "--no-access-log",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

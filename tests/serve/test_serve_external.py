@@ -20,6 +20,7 @@ from paths import ROOT
 from dflash_toolkit.config import UserError, from_mapping, given_values
 from serve import cli, external
 from serve.external import SGLANG, VLLM
+from serve.keys import VARIABLE
 
 NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23"}
 TARGET = {
@@ -275,8 +276,9 @@ def test_a_missing_package_says_what_to_install(engine: str, least: str) -> None
         external.installed(sys.executable, engine)
 
 
-def test_sglang_is_given_no_key_that_its_log_would_show(target: str) -> None:
-    config, _ = parse("--engine", "sglang", "--target", target, "--api-key", "secret")
+def test_sglang_is_given_no_key_that_its_log_would_show(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "secret")
+    config, _ = parse("--engine", "sglang", "--target", target)
     with pytest.raises(UserError, match="sglang shows its API key") as refused:
         external._variables(SGLANG, config)
     assert "secret" not in str(refused.value)
@@ -285,10 +287,13 @@ def test_sglang_is_given_no_key_that_its_log_would_show(target: str) -> None:
 # ---- what our own engine offers ----------------------------------------------------------------------------------
 
 
-def test_a_target_that_we_do_not_compute_is_offered_to_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "secret")
     target = folder(tmp_path / "other one", {"model_type": "gpt2", "vocab_size": 100, "n_embd": 8})
     argv = ["--target", target, "--drafter", "d/d", "--max-num-seqs", "4", "--no-prefix-cache", "--draft-dtype", "fp8"]
-    assert cli.main([*argv, "--port", "0", "--api-key", "secret"]) == 2
+    assert cli.main([*argv, "--port", "0"]) == 2
     err = capsys.readouterr().err
     said, _, line = err.partition("; with another engine: ")
     assert "architecture 'gpt2' is not supported" in said and "secret" not in err and err.count("\n") == 1
@@ -344,10 +349,10 @@ def test_the_process_becomes_theirs(python: str | None, target: str, drafter: st
         more = ["--engine-python", str(tmp_path / "bin/python")]
     command = [
         sys.executable, "-m", "serve.cli", "--engine", "vllm", "--target", target, "--drafter", drafter, *more,
-        "--api-key", "secret", "--threads", "3", "--", "--enforce-eager", "--nnodes", "2",
+        "--threads", "3", "--", "--enforce-eager", "--nnodes", "2",
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{site}"
+    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", VARIABLE: "secret"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

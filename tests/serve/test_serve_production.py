@@ -1,0 +1,238 @@
+"""What keeps a server up: limits, keys, draining, an engine that dies."""
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from paths import ROOT
+from test_serve_api import error_of, serving
+from test_serve_engine import LATE_S, gated, make_engine, wait_until
+
+from dflash_toolkit import Target, UserError
+from serve import access
+from serve.keys import VARIABLE, matching, read_keys
+from serve.server import Connection, raise_open_files
+
+LONG = {"model": "org/tiny", "prompt": [1], "max_tokens": 50, "ignore_eos": True, "temperature": 0}
+
+
+def test_a_client_that_sends_nothing_or_half_a_request_is_sent_away(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "client_timeout_s", 0.3)
+    starts = [
+        b"",
+        b"GET /health HTTP/1.1\r\nHost",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
+    ]
+    with serving(make_engine(target, None)) as url:
+        address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
+        for start in starts:
+            with socket.create_connection(address, LATE_S) as client:
+                client.sendall(start)
+                assert client.makefile("rb").read().startswith(b"HTTP/1.1 408")
+
+
+def test_connections_beyond_the_limit_are_refused_and_leave_room_again(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_engine(target, None)) as url:
+        address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
+        monkeypatch.setattr(Connection, "limit", Connection._open + 2)
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(socket.create_connection(address, LATE_S))
+            wait_until(lambda: Connection._open >= Connection.limit)
+            with socket.create_connection(address, LATE_S) as third:
+                assert third.makefile("rb").read().startswith(b"HTTP/1.1 503")
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200)
+
+
+def test_open_files_are_raised_and_leave_some_for_the_server() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+        most = raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_again(target: Target) -> None:
+    engine = make_engine(target, None, max_num_seqs=1)
+    with gated(engine, 1) as gate, serving(engine, max_queue=1) as url:
+        post = lambda body: httpx.post(f"{url}/v1/completions", json=body, timeout=LATE_S)  # noqa: E731
+        kept: list[Any] = []
+        thread = threading.Thread(target=lambda: kept.append(post(LONG | {"n": 2})))
+        thread.start()
+        gate.wait()
+        refused = post(LONG)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert error_of(refused)["code"] == "queue_full"
+        gate.open()
+        thread.join(LATE_S)
+        assert kept[0].status_code == 200 and post(LONG).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_beyond_its_time_is_given_up_and_its_pages_are_back(target: Target, streamed: bool) -> None:
+    engine = make_engine(target, None)
+    with gated(engine, 2) as gate, serving(engine, request_timeout_s=0.2) as url:
+        reply = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": streamed}, timeout=LATE_S)
+        assert reply.status_code == (200 if streamed else 504) and "deadline_exceeded" in reply.text
+        gate.wait_idle()
+        assert engine.engine.pool.used == 0
+
+
+def test_turns_are_fair_over_keys(target: Target) -> None:
+    engine = make_engine(target, None)
+    keys = []
+    real = engine.request
+    engine.request = lambda ids, params, key="", *more: keys.append(key) or real(ids, params, key, *more)  # type: ignore
+    with serving(engine, api_keys=["one", "two"]) as url:
+        for key in ("two", "one", "two"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.post(f"{url}/v1/completions", json=LONG, headers=headers, timeout=LATE_S).status_code == 200
+    assert keys == ["1", "0", "1"], "which key, and never the key itself"
+
+
+def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    file = tmp_path / "keys"
+    file.write_text("# team a\none \n\ntwo\n")
+    assert read_keys(None) == () and read_keys(str(file)) == ("one", "two")
+    monkeypatch.setenv(VARIABLE, "three, four")
+    assert read_keys(str(file)) == ("one", "two", "three", "four")
+    assert [matching(("one", "two"), given) for given in ("two", "tw", "", "twoo")] == [1, None, None, None]
+    for text in ("", "# nothing\n", "a b\n", "schlüssel\n"):
+        file.write_text(text)
+        with pytest.raises(UserError):
+            read_keys(str(file))
+    monkeypatch.setenv(VARIABLE, "a,,b")
+    with pytest.raises(UserError, match="empty key"):
+        read_keys(None)
+
+
+def test_every_response_has_a_request_id_and_a_line_without_anybodys_words(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, access.log.name)
+    with serving(make_engine(target, None)) as url:
+        own = httpx.get(f"{url}/health?secret=1", headers={"X-Request-Id": "mine-1", "Authorization": "Bearer abc"})
+        assert own.headers["x-request-id"] == "mine-1"
+        wild = httpx.get(f"{url}/nowhere", headers={"X-Request-Id": "a\tb"})
+        assert wild.headers["x-request-id"] not in ("", "a\tb")
+    lines = [json.loads(access.JsonLines().format(record)) for record in caplog.records]
+    assert [(line["path"], line["status"], line["request_id"]) for line in lines] == [
+        ("/health", 200, "mine-1"),
+        ("/nowhere", 404, wild.headers["x-request-id"]),
+    ]
+    assert not any(word in access.PlainLines().format(r) for r in caplog.records for word in ("secret", "abc"))
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(target: Target) -> None:
+    answered = 0
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        loggers = [logging.getLogger(name) for name in ("dflash_toolkit", "uvicorn", "asyncio", access.log.name)]
+        kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+        try:
+            access.set_up_logs(as_json=False, access=True)
+            with serving(make_engine(target, None)) as url:
+                for _ in range(3):
+                    answered += httpx.post(f"{url}/v1/completions", json=LONG, timeout=LATE_S).status_code == 200
+        finally:
+            for logger, handlers, propagate, level in kept:
+                logger.handlers[:], logger.propagate = handlers, propagate
+                logger.setLevel(level)
+    assert answered == 3
+
+
+# ---- the whole command ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def command(target_dir: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `dflash-serve` and its first line."""
+    argv = [sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--port", "0", "--device", "cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    with subprocess.Popen(
+        [*argv, "--served-model-name", "org/tiny", *options],
+        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            yield process, line
+        finally:
+            process.kill()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that run Python for another."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (
+                f"PPid:\t{pid}\n" in (folder / "status").read_text()
+                and b"spawn_main" in (folder / "cmdline").read_bytes()
+            ):
+                found.append(int(folder.name))
+    return found
+
+
+def test_an_engine_that_is_killed_is_noticed_and_started_again(target_dir: Path) -> None:
+    with command(target_dir, "--restart", "--log-json") as (process, line):
+        url = line.split()[1].removesuffix("/v1")
+        ask = lambda: httpx.post(f"{url}/v1/completions", json=LONG, timeout=LATE_S)  # noqa: E731
+        before = ask().json()["choices"][0]["text"]
+        (engine,) = children(process.pid)
+        os.kill(engine, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_until(lambda: httpx.get(f"{url}/ready", timeout=LATE_S).status_code == 503)
+        assert time.monotonic() - killed < LATE_S and ask().status_code == 503
+        wait_until(lambda: httpx.get(f"{url}/ready", timeout=LATE_S).status_code == 200)
+        assert ask().json()["choices"][0]["text"] == before
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LATE_S)
+    assert process.returncode == 0
+    said = [json.loads(line) for line in err.splitlines()]
+    assert any("ended by itself (exit code -9)" in line["message"] for line in said)
+    assert not children(process.pid)
+
+
+def test_told_to_stop_it_finishes_what_it_has_and_refuses_more(target_dir: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with command(target_dir, "--uds", path, DFLASH_API_KEY="k") as (process, line):
+        assert f"unix:{path}" in line
+        transport = httpx.HTTPTransport(uds=path)
+        with httpx.Client(
+            transport=transport, base_url="http://x", timeout=LATE_S, headers={"Authorization": "Bearer k"}
+        ) as c:
+            assert c.get("/ready").status_code == 200
+            with c.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as reply:
+                events = reply.iter_lines()
+                next(events)
+                process.send_signal(signal.SIGTERM)
+                lines = [line for line in events if line]
+            assert lines[-1] == "data: [DONE]" and "length" in lines[-2], "the answer is whole"
+        assert process.wait(LATE_S) == 0
+        assert not os.path.exists(path)
+        with pytest.raises((OSError, http.client.HTTPException)), socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
