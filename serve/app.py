@@ -18,6 +18,7 @@ from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 from dflash_toolkit.runtime.client import Asked
 from dflash_toolkit.sampling import BiasError
+from dflash_toolkit.version import __version__
 
 from .access import Access
 from .answer import Answer, Piece, usage
@@ -28,6 +29,7 @@ from .parsing import OutputParser, Parsers
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
 from .state import ServerState
+from .tokenizing import tokenizing
 
 ENGINE_TIMEOUT_S = 30.0  # an engine that says nothing for so long is taken for hung
 MAX_QUEUE = 1024  # answers
@@ -100,6 +102,10 @@ def create_app(
             return _error_response(_as_api_error(EngineClosedError()))
         return await health()
 
+    @open_routes.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
     @routes.get("/metrics")
     async def render_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
@@ -141,6 +147,8 @@ def create_app(
         lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if strings else [0]
         replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
         return await service.respond(request, body, requests, replies)
+
+    routes.include_router(tokenizing(engine, service.check_model, read_body, service.in_thread))
 
     async def refuse(request: Request, error: Any) -> Response:
         metrics.refused()

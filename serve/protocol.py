@@ -240,7 +240,7 @@ class GenerationRequest(_Strict):
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
-            raise _describe(error) from error
+            raise describe(error) from error
         for name, harmless in cls.unsupported.items():
             value = (request.model_extra or {}).get(name)
             # by type too: for Python 1 is True
@@ -418,7 +418,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-def _describe(error: ValidationError) -> ApiError:
+def describe(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, with the parameter's place in OpenAI's notation."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
