@@ -1,9 +1,8 @@
-"""vLLM's own server, started by the line that training prints: it loads the drafter, and dflash-data asks it."""
+"""vLLM's own server, started by dflash-serve: it loads the drafter, and dflash-data asks it."""
 
 import contextlib
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -17,12 +16,12 @@ import httpx
 import pytest
 import torch
 from conftest import EOS, MASK, PAD, VOCAB, make_tokenizer
+from paths import ROOT
 from programs import Program, assistant, user, write
 from servers import stand_in
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import Drafter, DrafterConfig, save_drafter
-from dflash_toolkit.models.dflash.serving import serving_commands
 
 START_S = 240
 BLOCK = 8
@@ -60,20 +59,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of `vllm serve`."""
+    """The address of vLLM's server, which dflash-serve starts."""
     for name in ("vllm", "uvloop", "prometheus_fastapi_instrumentator"):
         pytest.importorskip(name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program, *words = shlex.split(serving_commands(str(pair[0]), str(pair[1]), BLOCK).splitlines()[0])
-    assert program == "vllm"
-    more = ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
-            "--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(1 << 28)]  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "serve.cli", "--engine", "vllm", "--target", str(pair[0]), "--drafter", str(pair[1])),
+        *("--port", str(port), "--max-model-len", "512", "--max-num-seqs", "4", "--no-prefix-cache"),
+        *("--", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
+    ]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with open(log, "w") as out:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, *more]
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + START_S
