@@ -102,6 +102,8 @@ COMMON = {
     "served_model_name": _flag("--served-model-name"),
     "tensor_parallel_size": _flag("--tensor-parallel-size"),
     "data_parallel_size": _flag("--data-parallel-size"),
+    "ssl_keyfile": _flag("--ssl-keyfile"),
+    "ssl_certfile": _flag("--ssl-certfile"),
 }
 VLLM_TOOLS = {name: name for name in ("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "mistral")}
 SGLANG_TOOLS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3", "mistral": "mistral"}
@@ -125,9 +127,9 @@ VLLM = Engine(
         "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek_r1"}),
         "drain_timeout": lambda value: ["--shutdown-timeout", str(math.ceil(value))],
         "uds": _flag("--uds"),
-        "ssl_keyfile": _flag("--ssl-keyfile"),
-        "ssl_certfile": _flag("--ssl-certfile"),
         "root_path": _flag("--root-path"),
+        "allowed_origins": lambda value: ["--allowed-origins", json.dumps(value)],
+        "access_log": _unless(True, "--disable-uvicorn-access-log"),
     },
 )
 SGLANG = Engine(
@@ -146,6 +148,7 @@ SGLANG = Engine(
         "page_size": _flag("--page-size"),
         "prefix_cache": _unless(True, "--disable-radix-cache"),
         "sampling_defaults": _flag("--sampling-defaults"),
+        "root_path": _flag("--fastapi-root-path"),
         "tool_call_parser": _named("--tool-call-parser", SGLANG_TOOLS),
         "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek-r1"}),
     },
@@ -153,7 +156,8 @@ SGLANG = Engine(
 BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
 # options that are read here and become no flag of their own
 READ_HERE = {"target", "drafter", "engine", "engine_python", "num_speculative_tokens", "threads", "api_key_file"}
-ALWAYS = ("host", "port", "tensor_parallel_size", "data_parallel_size")  # their defaults are not ours
+# their defaults are not ours
+ALWAYS = {"host", "port", "tensor_parallel_size", "data_parallel_size", "allowed_origins"}
 # options of ours at values that ask nothing of another engine
 NOTHING = {"device": ("auto", "cuda"), "draft_dtype": ("auto", "full")}
 
@@ -175,7 +179,10 @@ def offer(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
     for key, value in _values(config, given).items():
         name = key.replace("_", "-")
         if key in shown and value is not None:
-            words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+            if isinstance(value, bool):
+                words += [f"--{'' if value else 'no-'}{name}"]
+            else:
+                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     gpus = max(gpus, config.external.tensor_parallel_size)
     return shlex.join([*words, *(["--tensor-parallel-size", str(gpus)] if gpus > 1 else [])])
 
@@ -266,7 +273,7 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
     if config.port == 0:
         raise UserError(f"port is 0; {engine.name} does not say which it took, so give one")
     words = ["-m", *engine.module, config.target]
-    values = _values(config, {*given, *ALWAYS})
+    values = _values(config, {*given} | ALWAYS & engine.flags.keys())
     for key, value in values.items():
         if key in READ_HERE or value is None or value in NOTHING.get(key, ()):
             continue

@@ -83,6 +83,7 @@ def test_vllm_counts_the_drafted_tokens(target: str, drafter: str) -> None:
     assert json.loads(after(words, "--speculative-config")) == speculative
     assert after(words, "--tensor-parallel-size") == "4" and after(words, "--data-parallel-size") == "1"
     assert (after(words, "--host"), after(words, "--port")) == ("127.0.0.1", "8000"), "its own default is every host"
+    assert after(words, "--allowed-origins") == "[]", "every site is the default of older releases"
 
 
 def test_sglang_counts_the_anchor_too(target: str, drafter: str) -> None:
@@ -132,6 +133,13 @@ def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: st
         (["--tool-call-parser", "auto"], None, None),
         (["--reasoning-parser", "deepseek_r1"], ["--reasoning-parser", "deepseek_r1"], ["deepseek-r1"]),
         (["--drain-timeout", "2.5"], ["--shutdown-timeout", "3"], None),
+        (["--ssl-keyfile", "k", "--ssl-certfile", "c"], *[["--ssl-keyfile k", "--ssl-certfile c"]] * 2),
+        (["--root-path", "/a"], ["--root-path /a"], ["--fastapi-root-path /a"]),
+        (["--allowed-origins", "http://a", "http://b"], ['--allowed-origins ["http://a", "http://b"]'], None),
+        (["--uds", "s"], ["--uds s"], None),
+        (["--no-access-log"], ["--disable-uvicorn-access-log"], None),
+        (["--max-queue", "3"], None, None),
+        (["--restart"], None, None),
         (["--draft-dtype", "full"], [], []),
         (["--draft-dtype", "fp8"], None, None),
         (["--device", "cuda"], [], []),
@@ -163,7 +171,7 @@ def test_every_option_of_ours_is_known_to_be_theirs_or_not() -> None:
     every = external._values(config, external.to_mapping(config))
     for engine in (VLLM, SGLANG):
         assert engine.flags.keys() <= every.keys()
-    assert every.keys() >= external.READ_HERE | external.NOTHING.keys() | set(external.ALWAYS)
+    assert every.keys() >= external.READ_HERE | external.NOTHING.keys() | external.ALWAYS
 
 
 def test_words_behind_two_dashes_are_theirs() -> None:
@@ -293,7 +301,7 @@ def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
     monkeypatch.setenv(VARIABLE, "secret")
     target = folder(tmp_path / "other one", {"model_type": "gpt2", "vocab_size": 100, "n_embd": 8})
     argv = ["--target", target, "--drafter", "d/d", "--max-num-seqs", "4", "--no-prefix-cache", "--draft-dtype", "fp8"]
-    assert cli.main([*argv, "--port", "0"]) == 2
+    assert cli.main([*argv, "--port", "0", "--allowed-origins", "http://a", "http://b"]) == 2
     err = capsys.readouterr().err
     said, _, line = err.partition("; with another engine: ")
     assert "architecture 'gpt2' is not supported" in said and "secret" not in err and err.count("\n") == 1
@@ -301,6 +309,7 @@ def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
     config, given = parse(*words)
     assert program == "dflash-serve" and config.external.engine == "vllm"
     assert (config.target, config.drafter, config.runtime.max_num_seqs) == (target, "d/d", 4)
+    assert config.allowed_origins == ("http://a", "http://b")
     assert config.runtime.prefix_cache is False and "draft_dtype" not in given, "what vllm lacks is left out"
 
 

@@ -47,6 +47,8 @@ SHARED: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["--max-model-len", "512"], {"max_model_len": 512}, {"context_length": 512}),
     (["--max-num-batched-tokens", "1024"], {"max_num_batched_tokens": 1024}, {"chunked_prefill_size": 1024}),
     (["--page-size", "32"], {"block_size": 32}, {"page_size": 32}),
+    (["--ssl-keyfile", "k", "--ssl-certfile", "c"], *[{"ssl_keyfile": "k", "ssl_certfile": "c"}] * 2),
+    (["--root-path", "/a"], {"root_path": "/a"}, {"fastapi_root_path": "/a"}),
     (["--no-prefix-cache"], {"enable_prefix_caching": False}, {"disable_radix_cache": True}),
     (["--prefix-cache"], {"enable_prefix_caching": True}, {"disable_radix_cache": False}),
     (["--sampling-defaults", "openai"], {"generation_config": "vllm"}, {"sampling_defaults": "openai"}),
@@ -71,6 +73,10 @@ SHARED: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 ALONE = {
     "vllm": [
         (["--gpu-memory-utilization", "0.8"], {"gpu_memory_utilization": 0.8}),
+        (["--uds", "/tmp/s"], {"uds": "/tmp/s"}),
+        (["--allowed-origins", "http://a", "http://b"], {"allowed_origins": ["http://a", "http://b"]}),
+        (["--no-access-log"], {"disable_uvicorn_access_log": True}),
+        (["--served-model-name", "m"], {"allowed_origins": []}),
         (["--drain-timeout", "20"], {"shutdown_timeout": 20}),
         (["--tool-call-parser", "qwen3_xml"], {"tool_call_parser": "qwen3_xml"}),
         (["--tool-call-parser", "llama4_json"], {"tool_call_parser": "llama4_json"}),
