@@ -82,7 +82,8 @@ def room_for_cache(
         way_out = f"lower max_model_len or max_num_seqs, or raise gpu_memory_utilization (now {now})"
         if wanted is not None:
             what, way_out = f"a cache of {options.kv_cache_tokens} tokens", "lower kv_cache_tokens or max_num_seqs"
-        raise UserError(f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}")
+        said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}"
+        raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
     # behind the last even a prefix cache has little use for more
     return Room(1 + (wanted or min(pages, probe.max_batch * least * 4)), scratch)
 

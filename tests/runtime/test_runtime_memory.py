@@ -83,6 +83,7 @@ def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
     with refused(r"short of one request of 50000 tokens; lower max_model_len .*gpu_memory_utilization") as caught:
         pages_of(OPTIONS, context=50000)
     assert float(str(caught.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
+    assert isinstance(caught.value, UnsupportedModel) and caught.value.gpus == 2, "more GPUs would hold it"
 
 
 @pytest.mark.usefixtures("gpu")
