@@ -1,6 +1,7 @@
 """examples/deploy: what compose starts, what Prometheus asks, and that the dashboard shows metrics that there are."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -83,12 +84,26 @@ def exposed() -> set[str]:
     }
 
 
+def asked() -> set[str]:
+    return {name for query in queries() for name in re.findall(r"\b(?:vllm|dflash):?\w+", query)}
+
+
 def test_every_metric_that_is_shown_is_one_of_the_server() -> None:
-    asked = {name for query in queries() for name in re.findall(r"\b(?:vllm|dflash):?\w+", query)}
-    assert len(asked) >= 15
+    assert len(asked()) >= 15
     if not any(name.startswith("vllm:") for name in exposed()):
         pytest.skip("the server's metrics have other names yet; the dashboard shows vllm's")
-    assert asked - exposed() == set()
+    assert asked() - exposed() == set()
+
+
+@pytest.mark.peers
+def test_every_metric_that_is_shown_is_one_of_vllm() -> None:
+    site = os.environ.get("DFLASH_PEERS_SITE")
+    if not site:
+        pytest.skip("DFLASH_PEERS_SITE is not set: run `make test-peers`")
+    source = "".join(path.read_text() for path in sorted((ROOT / site / "vllm/v1").rglob("metrics/*.py")))
+    source += (ROOT / site / "vllm/v1/spec_decode/metrics.py").read_text()
+    known = set(re.findall(r'name="(vllm:\w+)"', source)) | set(re.findall(r'"(vllm:spec_decode_\w+)"', source))
+    assert {re.sub("_(total|bucket)$", "", name) for name in asked()} - known == set()
 
 
 def test_panels_are_complete_and_lie_beside_each_other() -> None:
