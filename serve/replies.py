@@ -1,11 +1,12 @@
 """What a client receives: the JSON of an answer, whole or in chunks, for both endpoints."""
 
-import json
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from .answer import Piece
 from .logprobs import AnswerToken, TokenStrings, chat_logprobs, text_logprobs
@@ -16,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)

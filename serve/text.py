@@ -1,10 +1,46 @@
 """Tokens to text as they arrive: whole characters only, and nothing that may yet turn out to be a stop string."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
 LONGEST = 4  # bytes of a character, and so tokens: what stands before so many is decided
+
+
+class Vocabulary:
+    """What detokenizers of one tokenizer share.
+
+    Args:
+        shown: special tokens whose text is returned like others'.
+    """
+
+    def __init__(self, tokenizer: Any, shown: frozenset[str]) -> None:
+        self._tokenizer = tokenizer
+        self.silent = silent_tokens(tokenizer, shown)
+        self._text: dict[int, bool] = {}
+        self._skip = not shown  # the decoder may not skip them; others never get there
+        # what `tokenizer.decode` comes down to, without the half of its time that it takes to look at its arguments
+        plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+        self._backend = tokenizer.backend_tokenizer if plain else None
+
+    def has_text(self, token: int) -> bool:
+        """Whether anything of an answer's text is of this token."""
+        if token not in self._text:
+            found = token not in self.silent and self._tokenizer.convert_ids_to_tokens(token) is not None
+            self._text[token] = found
+        return self._text[token]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(tokens, skip_special_tokens=self._skip))
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+vocabulary = functools.lru_cache(maxsize=16)(Vocabulary)
 
 
 def silent_tokens(tokenizer: Any, shown: Collection[str] = ()) -> set[int]:
@@ -25,9 +61,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), shown: Collection[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._silent = silent_tokens(tokenizer, shown)
-        self._skip = not shown  # the decoder may not skip them; others never get there
+        self._vocabulary = vocabulary(tokenizer, frozenset(shown))
+        self._decode = self._vocabulary.decode
         # the tokens of the last piece and those after it; with the last piece in front, decoders that treat the
         # start of a text differently (SentencePiece drops its space) do not see a start in the middle
         self._window: list[int] = list(before)
@@ -37,7 +72,7 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; an unfinished character waits for the next call."""
-        visible = [token for token in tokens if self._has_text(token)]
+        visible = [token for token in tokens if self._vocabulary.has_text(token)]
         text = self._decode([*self._window, *visible])
         if text.endswith(REPLACEMENT):
             return "".join(map(self._add, visible))
@@ -81,14 +116,8 @@ class Detokenizer:
             self._sent = end - middle
         return piece
 
-    def _has_text(self, token: int) -> bool:
-        return token not in self._silent and self._tokenizer.convert_ids_to_tokens(token) is not None
-
     def _piece(self, text: str) -> str:
         return text[len(self._decode(self._window[: self._sent])) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
 
 class StopScanner:
