@@ -66,6 +66,7 @@ class SamplingParams:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
+    drafting: bool = True  # False: while it runs, nobody of its batch is drafted for
     grammar: Grammar | None = None  # only tokens that it allows are chosen, the end where it is complete
 
     def __post_init__(self) -> None:

@@ -14,12 +14,23 @@ from .text import Detokenizer, StopScanner
 
 
 @dataclass(frozen=True, slots=True)
+class StepText:
+    """What one step brought, for those who show the drafter at work."""
+
+    drafted: int
+    accepted: int
+    tokens: int
+    text: tuple[str, str]  # of the accepted drafts, and of the target's own token behind them
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What may be sent at once."""
 
     text: str
     tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
     deltas: tuple[Delta, ...] | None = None  # what the text is, if it is parsed
+    steps: tuple[StepText, ...] = ()  # where the text is from, if that was asked for
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
@@ -27,11 +38,12 @@ class Piece:
         tokens = tuple(token for piece in pieces for token in piece.tokens)
         deltas = tuple(delta for piece in pieces for delta in piece.deltas or ())
         parsed = any(piece.deltas is not None for piece in pieces)
-        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None)
+        steps = tuple(step for piece in pieces for step in piece.steps)
+        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None, steps)
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self.tokens or (self.text if self.deltas is None else self.deltas))
+        return bool(self.tokens or self.steps or (self.text if self.deltas is None else self.deltas))
 
 
 class Answer:
@@ -43,6 +55,7 @@ class Answer:
     Args:
         strings: of a request for log-probabilities; the progress must then hold them.
         parser: of the text, which ends before a stop string; it sees the special tokens in `shown`.
+        follow: pieces say where their text is from.
     """
 
     def __init__(
@@ -54,7 +67,9 @@ class Answer:
         before: Sequence[int] = (),
         parser: OutputParser | None = None,
         shown: Collection[str] = (),
+        follow: bool = False,
     ) -> None:
+        self._follow = follow
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
@@ -73,13 +88,28 @@ class Answer:
 
     def add(self, progress: Progress) -> Piece:
         """What may be sent now; sets `finish_reason` when it is the last."""
-        piece = self._add(progress)
+        piece = self._followed(progress) if self._follow else self._add(progress)
         if self._parser is None:
             return piece
         deltas = self._parser.feed(piece.text)
         if self.finish_reason is not None:
             deltas += self._parser.finish()
         return replace(piece, deltas=tuple(deltas))
+
+    def _followed(self, progress: Progress) -> Piece:
+        """Its text in two parts: of what the drafter proposed, and of the target's own token."""
+        step, tokens = progress.step, progress.tokens
+        taken = min(step.accepted, len(tokens) - 1) if step else 0  # with a stop token the target has the last word
+        parts = [Piece("")]
+        if taken:
+            parts = [self._add(Progress(tokens[:taken], step, None, progress.logprobs[:taken]))]
+        if self.finish_reason is None:
+            rest = replace(progress, tokens=tokens[taken:], logprobs=progress.logprobs[taken:])
+            parts.append(self._add(replace(rest, step=None) if taken else rest))
+        piece = Piece.joined(parts)
+        texts = (parts[0].text, parts[-1].text if len(parts) > 1 else "")
+        drafted, accepted = (step.drafted, step.accepted) if step else (0, 0)
+        return replace(piece, steps=(StepText(drafted, accepted, len(tokens), texts),))
 
     def _add(self, progress: Progress) -> Piece:
         if progress.step is not None:

@@ -25,6 +25,7 @@ from .answer import Answer, Piece, usage
 from .keys import matching
 from .logprobs import TokenStrings
 from .metrics import CONTENT_TYPE, Metrics
+from .page import page
 from .parsing import OutputParser, Parsers
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from .replies import DONE, Replies, event
@@ -169,6 +170,7 @@ def create_app(
 
     # no schema routes, so that every path that is not listed above is a 404 in OpenAI's form
     app = FastAPI(openapi_url=None, redirect_slashes=False, root_path=root_path)
+    app.include_router(page())
     app.include_router(open_routes)
     app.include_router(routes)
     app.add_exception_handler(ApiError, refuse)
@@ -263,6 +265,7 @@ class _Service:
                 before,
                 parser,
                 shown if parser else (),
+                body.follow,
             )
             for one, parser in zip_longest(asked, parse)
         ]

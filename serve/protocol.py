@@ -45,6 +45,14 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = False
+    include_dflash: bool | None = False  # chunks say which text was drafted, step by step
+
+
+class Speculative(_Strict):
+    """How a request is drafted for."""
+
+    model_config = ConfigDict(extra="forbid")
+    num_speculative_tokens: Literal[0] | None = None  # 0 turns the drafter off; other lengths the server chooses
 
 
 class TextPart(_Strict):
@@ -200,6 +208,7 @@ class GenerationRequest(_Strict):
     logit_bias: dict[str, float] | None = None  # token id, as JSON keys are strings, -> what is added to its logit
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
+    speculative: Speculative | None = None
     stop: list[str] | None = Field(None, max_length=4)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
@@ -258,6 +267,11 @@ class GenerationRequest(_Strict):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def follow(self) -> bool:
+        """Whether chunks say where their text is from."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_dflash)
+
     def length(self, most: int) -> int:
         """The most tokens of an answer, where there may be `most`."""
         return min(self.max_tokens or most, most)
@@ -295,6 +309,7 @@ class GenerationRequest(_Strict):
             max_new_tokens=self.length(most),
             stop_token_ids=tuple(ends),
             ignore_eos=bool(self.ignore_eos),
+            drafting=self.speculative is None or self.speculative.num_speculative_tokens is None,
         )
 
 

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -57,7 +57,10 @@ class Replies:
             contents = [{"delta": {"content": piece.text}}]
         else:  # tokens whose text is held back go without it
             contents = [{"delta": _delta(delta)} for delta in piece.deltas] or [{"delta": {}}]
-        return [self._chunk(index, each, () if i else piece.tokens, None) for i, each in enumerate(contents)]
+        chunks = [self._chunk(index, each, () if i else piece.tokens, None) for i, each in enumerate(contents)]
+        if piece.steps:
+            chunks[0]["choices"][0]["dflash"] = [asdict(step) for step in piece.steps]
+        return chunks
 
     def ended(self, index: int, finish_reason: str | None) -> dict[str, Any]:
         """The chunk after the last text of an answer."""

@@ -179,7 +179,9 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
 @pytest.mark.parametrize("name", sorted(OPTIONAL - {"triton"}))
 def test_an_optional_dependency_is_imported_by_one_file_at_most(name: str) -> None:
     programs = [path for path in SOURCES if path.parts[:2] != ("scripts", "peers")]  # run where that project is
-    users = [str(path) for path in programs if name in third_party(path)]
+    users = {str(path) for path in programs if name in third_party(path)}
+    if name == "fastapi":  # the framework of all routes, which stand in files of their own
+        users = {user.partition("/")[0] for user in users}
     assert len(users) <= 1, users
 
 

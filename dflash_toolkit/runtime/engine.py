@@ -244,7 +244,7 @@ class Engine:
 
         A shape that is captured when a batch first has it makes that batch wait.
         """
-        return self.runner.prepare(self._sizes)
+        return self.runner.prepare(sorted({1, *self._sizes}))
 
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats
@@ -285,6 +285,10 @@ class Engine:
         return [request.generation for request in requests]
 
     def _chooser(self) -> Callable[[Sequence[Request]], int]:
+        choose = self._choose_drafted()
+        return lambda requests: choose(requests) if all(r.params.drafting for r in requests) else 1
+
+    def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
         sizes, runner, max_batch = self._sizes, self.runner, self.runner.max_batch
         if len(sizes) == 1:
             return lambda requests: sizes[0]

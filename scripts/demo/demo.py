@@ -46,7 +46,9 @@ def server() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = command("dflash-serve", "--target", "demo/target", "--drafter", "demo/drafter", "--port", str(port))
+    line = command(
+        "dflash-serve", "--target", "demo/target", "--drafter", "demo/drafter", "--port", str(port), "--no-access-log"
+    )
     print(f"\n== serve\n$ {shlex.join([Path(line[0]).name, *line[1:]])}", flush=True)
     process = subprocess.Popen(line, cwd=ROOT)
     try:
@@ -104,6 +106,9 @@ def main() -> None:
     print(f"\ndone in {time.perf_counter() - started:.0f} s")
     for what, path in (("target", "target"), ("drafter", "drafter"), ("report", "report/report.html")):
         print(f"  {what:<8} demo/{path}")
+    print("to chat and see the drafter at work, start")
+    print("  .venv/bin/dflash-serve --target demo/target --drafter demo/drafter")
+    print("and open http://127.0.0.1:8000/")
 
 
 if __name__ == "__main__":
