@@ -5,7 +5,6 @@ next is a bit mask of the vocabulary, 32 tokens to an int32, the lowest bit firs
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +111,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, frozenset(eos)
         self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()  # that used last is last
+        self._vocabularies: dict[bool, _Vocabulary] = {}  # without special tokens, and with them
         self._lock, self._first = threading.Lock(), threading.Lock()
 
     def ready(self, grammar: Grammar) -> bool:
@@ -142,7 +142,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Any:
         read_grammar = read(grammar)
         with _said_in_one_line(grammar):
-            return self._compiler[0].compile_grammar(read_grammar)
+            return self._vocabulary_for(grammar).compiler.compile_grammar(read_grammar)
 
     def _forget(self, new: Grammar) -> None:
         """Those that failed, and those that were not used for longest where they are too many."""
@@ -162,7 +162,7 @@ class Grammars:
             GrammarError: see `compile`; or it allows no answer, or there is no token to end one with.
         """
         compiled = self.compile(grammar)
-        _, text = self._compiler
+        text = self._vocabulary_for(grammar).text
         ends = [token for token in stop_ids if token not in text]
         if not ends:
             raise GrammarError(
@@ -174,37 +174,43 @@ class Grammars:
             raise GrammarError(f"the {grammar.name} allows no answer in this target's tokens")
         return matcher
 
-    @functools.cached_property
-    def _compiler(self) -> tuple[Any, frozenset[int]]:
-        """xgrammar's, and the tokens that are text."""
+    def _vocabulary_for(self, grammar: Grammar) -> "_Vocabulary":
+        """The vocabulary that a grammar speaks of, made when it is first asked for."""
         with self._first:
-            if "_compiler" in self.__dict__:
-                return self.__dict__["_compiler"]
-            xgrammar = _xgrammar()
-            if self._tokenizer is None:
-                raise GrammarError("structured answers need the target's tokenizer, and there is none")
-            try:
-                found = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocabulary)
-            except ValueError as error:
-                raise GrammarError(f"structured answers do not know this kind of tokenizer ({error})") from error
-            pieces = found.decoded_vocab
-            # special tokens are no text: an answer's text has nothing of them
-            added = self._tokenizer.added_tokens_decoder.items()
-            special = {*self._tokenizer.all_special_ids, *(i for i, token in added if token.special), *self._eos}
-            for token in special:
-                if token < len(pieces):
-                    pieces[token] = b""
-            info = xgrammar.TokenizerInfo(
-                pieces,
-                xgrammar.VocabType.RAW,
-                vocab_size=self._vocabulary,
-                stop_token_ids=[],  # every matcher names its own
-                add_prefix_space=found.add_prefix_space,
-            )
-            threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-            compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
-            self.__dict__["_compiler"] = compiler, frozenset(i for i, piece in enumerate(pieces) if piece)
-            return self.__dict__["_compiler"]
+            marked = grammar.kind == "structural_tag"
+            if marked not in self._vocabularies:
+                self._vocabularies[marked] = self._new_vocabulary(marked)
+            return self._vocabularies[marked]
+
+    def _new_vocabulary(self, marked: bool) -> "_Vocabulary":
+        xgrammar, tokenizer = _xgrammar(), self._tokenizer
+        if tokenizer is None:
+            raise GrammarError("structured answers need the target's tokenizer, and there is none")
+        try:
+            found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocabulary)
+        except ValueError as error:
+            raise GrammarError(f"structured answers do not know this kind of tokenizer ({error})") from error
+        # special tokens are no text: an answer's text has nothing of them; but tags may be written with them
+        silent = {*self._eos, tokenizer.eos_token_id}
+        if not marked:
+            added = tokenizer.added_tokens_decoder.items()
+            silent |= {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+        pieces = [b"" if i in silent else piece for i, piece in enumerate(found.decoded_vocab)]
+        info = xgrammar.TokenizerInfo(
+            pieces,
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocabulary,
+            stop_token_ids=[],  # every matcher names its own
+            add_prefix_space=found.add_prefix_space,
+        )
+        threads = max(1, min(8, (os.cpu_count() or 1) // 2))
+        compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+        return _Vocabulary(compiler, frozenset(i for i, piece in enumerate(pieces) if piece))
+
+
+class _Vocabulary(NamedTuple):
+    compiler: Any  # xgrammar's
+    text: frozenset[int]  # the tokens that are
 
 
 def read(grammar: Grammar) -> Any:
@@ -217,25 +223,37 @@ def read(grammar: Grammar) -> Any:
         raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; at most {LONGEST} are read")
     if "\0" in grammar.text:
         raise GrammarError(f"the {grammar.name} holds a NUL character")
-    if grammar.kind == "json":
+    if grammar.kind in ("json", "structural_tag"):
         try:
-            schema = json.loads(grammar.text)
+            asked = json.loads(grammar.text)
         except RecursionError as error:
             raise GrammarError(f"the {grammar.name} is more than {DEEPEST} levels deep") from error
         except ValueError as error:
             raise GrammarError(f"the {grammar.name} is no JSON ({error})") from error
-        if reason := _not_supported(schema, "", 0):
-            raise GrammarError(f"the {grammar.name} cannot be used: {reason}")
+        for schema in [asked] if grammar.kind == "json" else _schemas_of(asked):
+            if reason := _not_supported(schema, "", 0):
+                raise GrammarError(f"the {grammar.name} cannot be used: {reason}")
     reader = _xgrammar().Grammar
     with _said_in_one_line(grammar):
         if grammar.kind == "json":
             return _mended(reader.from_json_schema(grammar.text))
+        if grammar.kind == "structural_tag":
+            return _mended(reader.from_structural_tag(grammar.text))
         if grammar.kind == "regex":
             return reader.from_regex(grammar.text)
         if grammar.kind == "choice":
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text))
             return reader.from_ebnf("root ::= " + " | ".join(choices))
         return (reader.from_ebnf if "::=" in grammar.text else reader.from_lark)(grammar.text)
+
+
+def _schemas_of(tag: Any) -> Iterator[Any]:
+    """The JSON schemas in a structural tag."""
+    for key, value in tag.items() if isinstance(tag, dict) else enumerate(tag) if isinstance(tag, list) else ():
+        if key == "json_schema":
+            yield value
+        else:
+            yield from _schemas_of(value)
 
 
 def _not_supported(schema: Any, place: str, depth: int) -> str | None:

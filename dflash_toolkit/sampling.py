@@ -7,7 +7,13 @@ from typing import Literal
 from .config import UserError
 
 MAX_LOGPROBS = 20  # what OpenAI's API allows
-GRAMMARS = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+GRAMMARS = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+}
 # what fp32 can divide and multiply logits by
 COLDEST, HOTTEST, LEAST_TOP_P, LEAST_PENALTY, MOST_PENALTY = 1e-5, 100.0, 1e-6, 0.01, 100.0
 
@@ -31,8 +37,9 @@ class Grammar:
         ValueError: an empty text or a kind that is not known.
     """
 
-    kind: Literal["json", "regex", "choice", "grammar"]
-    text: str  # a JSON schema; a regular expression; a JSON list of strings; a grammar in EBNF (GBNF) or Lark
+    kind: Literal["json", "regex", "choice", "grammar", "structural_tag"]
+    # a JSON schema; a regular expression; a JSON list of strings; a grammar in EBNF (GBNF) or Lark; xgrammar's JSON
+    text: str
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMARS:

@@ -17,7 +17,7 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 from dflash_toolkit.runtime.client import Asked
-from dflash_toolkit.sampling import BiasError
+from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
 from dflash_toolkit.version import __version__
 
 from .access import Access
@@ -27,7 +27,7 @@ from .logprobs import TokenStrings
 from .metrics import CONTENT_TYPE, Metrics
 from .page import page
 from .parsing import OutputParser, Parsers
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ignores_its_end
 from .replies import DONE, Replies, event
 from .state import ServerState
 from .tokenizing import tokenizing
@@ -131,7 +131,8 @@ def create_app(
             ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking, tools))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        requests = service.requests(body, [ids], "messages", request.state.key)
+        grammar = body.grammar_for(parsers.tool_calls, parsers.start_of(engine.tokenizer, ids))
+        requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
         replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
         parallel = body.parallel_tool_calls is not False
         parse = [parsers.of_answer(engine.tokenizer, ids, tools, parallel) for _ in requests]
@@ -143,7 +144,7 @@ def create_app(
         service.check_model(body.model)
         encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
         prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
-        requests = service.requests(body, prompts, "prompt", request.state.key)
+        requests = await service.requests(body, prompts, "prompt", request.state.key, body.grammar())
         strings = service.strings_for(body)
         lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if strings else [0]
         replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
@@ -216,20 +217,30 @@ class _Service:
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def requests(self, body: GenerationRequest, prompts: Sequence[list[int]], param: str, key: str) -> list[Asked]:
+    async def requests(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[list[int]],
+        param: str,
+        key: str,
+        grammar: tuple[str, Grammar] | None,
+    ) -> list[Asked]:
         """Every prompt once for each of its answers, of which each has a seed of its own.
 
         Args:
             param: what the client calls the prompt.
             key: whose request it is.
+            grammar: what asks for one, and the grammar.
 
         Raises:
             ApiError: (400) it cannot be decoded; (429) too many answers wait already.
         """
         if self._open + len(prompts) * body.answers > self._most_open:
             raise ApiError(429, f"{self._open} answers are under way or wait; try again later", code="queue_full")
-        limit = self._engine.info.capacity.context_limit
-        params = body.sampling(limit, self._defaults, self._engine.tokenizer.eos_token_id)
+        if grammar and body.ignore_eos:
+            raise ignores_its_end(grammar[0])
+        limit, eos = self._engine.info.capacity.context_limit, self._engine.tokenizer.eos_token_id
+        params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
         found = []
         for ids in prompts:
             try:
@@ -239,6 +250,10 @@ class _Service:
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
             seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # in 64 bits
             found += [first, *map(first.with_seed, seeds)]
+        try:
+            await self._engine.compile(params)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=grammar and grammar[0], code="invalid_grammar") from error
         return found
 
     def strings_for(self, body: GenerationRequest) -> TokenStrings | None:

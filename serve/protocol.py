@@ -18,8 +18,13 @@ from dflash_toolkit.sampling import (
     LEAST_TOP_P,
     MAX_LOGPROBS,
     MOST_PENALTY,
+    Grammar,
     SamplingParams,
 )
+
+from .parsing import after_reasoning, structural_tag
+from .parsing.output import Start
+from .structured import Structured
 
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
 COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
@@ -157,7 +162,7 @@ class TemplateOptions(_Strict):
     enable_thinking: bool | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Structured, _Strict):
     """What both endpoints share. `null` means the default, as it does for OpenAI."""
 
     model_config = ConfigDict(extra="allow")  # what is not declared is looked up in `unsupported`
@@ -165,15 +170,8 @@ class GenerationRequest(_Strict):
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "min_tokens": (0,),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
         "stop_regex": (),
         "bad_words": ([],),
         "allowed_token_ids": (),
@@ -256,6 +254,10 @@ class GenerationRequest(_Strict):
             if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
                 message = f"`{name}` is not supported by this server; leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
+        try:
+            request.grammar()
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
         return request
 
     @property
@@ -280,13 +282,16 @@ class GenerationRequest(_Strict):
         """How many to report beside each token; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    def sampling(self, most: int, defaults: Mapping[str, float], eos: int | None) -> SamplingParams:
+    def sampling(
+        self, most: int, defaults: Mapping[str, float], eos: int | None, grammar: Grammar | None = None
+    ) -> SamplingParams:
         """How to decode; without a seed a random one is taken.
 
         Args:
             most: tokens that an answer may have.
             defaults: what holds where the request names no value; without one it is OpenAI's.
             eos: the tokenizer's own end of a turn, which a checkpoint's configurations need not name.
+            grammar: what the answer is to be.
         """
 
         def asked(name: str, otherwise: float) -> float:
@@ -310,6 +315,7 @@ class GenerationRequest(_Strict):
             stop_token_ids=tuple(ends),
             ignore_eos=bool(self.ignore_eos),
             drafting=self.speculative is None or self.speculative.num_speculative_tokens is None,
+            grammar=grammar,
         )
 
 
@@ -387,10 +393,30 @@ class ChatRequest(GenerationRequest):
         if form is None:
             message = "`tools`: it is not known how this target writes tool calls; start with --tool-call-parser"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        if self.tool_choice not in (None, "auto"):
-            message = "`tool_choice`: a call cannot be forced by this server; use auto or none"
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
         return [tool.plain() for tool in self.tools]
+
+    def grammar_for(self, form: str | None, start: Start) -> tuple[str, Grammar] | None:
+        """What the answer is to be, a tool's call too, and the parameter that says so.
+
+        Args:
+            form: the server's parser of tool calls, if it has one.
+            start: what the answer begins with.
+
+        Raises:
+            ApiError: (400) a call is to come and something else too.
+        """
+        asked = self.grammar()
+        if form is not None and self.tools and self.tool_choice != "none":
+            named = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
+            tools = [tool.model_dump() for tool in self.tools]
+            required, parallel = self.tool_choice == "required", self.parallel_tool_calls is not False
+            tag = structural_tag(form, tools, required=required, named=named, parallel=parallel, start=start)
+            if tag is not None:
+                if asked is not None:
+                    message = f"`{asked[0]}`: a tool call has a form of its own; leave it out"
+                    raise ApiError(400, message, param=asked[0])
+                return ("tool_choice" if required or named else "tools"), Grammar("structural_tag", json.dumps(tag))
+        return asked and (asked[0], after_reasoning(asked[1], start))
 
     def length(self, most: int) -> int:
         return min(self.max_completion_tokens or self.max_tokens or most, most)
@@ -431,6 +457,10 @@ class CompletionRequest(GenerationRequest):
 
     def best_tokens(self) -> int | None:
         return self.logprobs
+
+
+def ignores_its_end(name: str) -> ApiError:
+    return ApiError(400, f"`ignore_eos`: what `{name}` asks for ends with an end-of-sequence token", param="ignore_eos")
 
 
 def describe(error: ValidationError) -> ApiError:

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..generation import FinishReason, Step, TokenLogprobs
-from ..sampling import SamplingParams
-from .wire import Ask, Cancel, Channel, Info, Item, Lost, Ping, Pong, Stats, Update
+from ..sampling import GrammarError, SamplingParams
+from .wire import Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+COMPILE_S = 60.0
 
 
 class EngineClosedError(Exception):
@@ -145,6 +148,7 @@ class _Connection:
         self.channel = Channel(connected)
         self.waiting: dict[int, tuple[Responses, int]] = {}
         self.pongs: list[asyncio.Future[Stats]] = []
+        self.compiling: dict[int, asyncio.Future[str | None]] = {}
         self._next = itertools.count()
         self._writing = False
         self.loop.add_reader(connected, self._read)
@@ -168,6 +172,13 @@ class _Connection:
                 )
             )
         return numbers[0]
+
+    def compile(self, params: SamplingParams) -> "asyncio.Future[str | None]":
+        """Have a grammar read; why it cannot be used, or None."""
+        number = next(self._next)
+        found = self.compiling[number] = self.loop.create_future()
+        self.tell(Compile(number, params))
+        return found
 
     def cancel(self, numbers: list[int]) -> None:
         mine = [number for number in numbers if self.waiting.pop(number, None) is not None]
@@ -215,6 +226,10 @@ class _Connection:
                         if not pong.done():
                             pong.set_result(stats)
                     self.pongs.clear()
+                case Compiled(number=number, error=why):
+                    compiled = self.compiling.pop(number, None)
+                    if compiled is not None and not compiled.done():
+                        compiled.set_result(why)
                 case Lost(reason=reason):
                     self._end(reason)
         if self.channel.gone:
@@ -244,6 +259,8 @@ class _Connection:
             responses.put(error)
         for pong in self.pongs:
             pong.cancel()
+        for compiled in self.compiling.values():
+            compiled.cancel()
 
 
 class EngineClient:
@@ -291,6 +308,29 @@ class EngineClient:
         """
         self._check()
         return Responses(self._connection(), requests)
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Have the engine read the grammar of requests to come, so that `decode` waits for nothing.
+
+        Raises:
+            EngineClosedError: it has failed or ended.
+            GrammarError: the grammar cannot be used, or takes longer than COMPILE_S.
+        """
+        if params.grammar is None:
+            return
+        self._check()
+        asked = self._connection().compile(params)
+        try:
+            error = await asyncio.wait_for(asked, COMPILE_S)
+        except TimeoutError as late:
+            name = params.grammar.name
+            raise GrammarError(f"the {name} takes more than {COMPILE_S:.0f} s to compile; ask for less") from late
+        except asyncio.CancelledError:
+            if asked.cancelled() and (self.broken is not None or self._closing):
+                raise self._closed_error() from None
+            raise
+        if error is not None:
+            raise GrammarError(error)
 
     async def ping(self) -> Stats:
         """What the engine says of itself between two steps. Raises EngineClosedError."""

@@ -4,11 +4,14 @@ It runs in a process of its own (`serve/processes.py`), so that nothing else has
 a thread (`client.AsyncEngine`).
 """
 
+import contextlib
 import functools
 import logging
 import os
+import queue
 import selectors
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,9 @@ from ..config import UserError
 from ..generation import Step
 from .engine import Engine
 from .request import Request
-from .wire import Ask, Cancel, Channel, Info, Item, Lost, Ping, Pong, Stats, Update
+from .wire import CHUNK, Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
 
+COMPILERS = 4  # grammars that are compiled at the same time
 log = logging.getLogger(__name__)
 
 
@@ -64,6 +68,12 @@ class EngineLoop:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(control, selectors.EVENT_READ, None)
         self._fronts: dict[int, _Front] = {}  # by file descriptor
+        self._compilers = ThreadPoolExecutor(COMPILERS, "grammars")
+        self._done: queue.SimpleQueue[tuple[_Front, Future[Compiled]]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()  # readable when something is done
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._closed = False
 
     def run(self) -> None:
@@ -80,8 +90,9 @@ class EngineLoop:
         finally:
             for front in list(self._fronts.values()):
                 self._forget(front)
-            self._listener.close()
-            self._control.close()
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            for end in (self._listener, self._control, self._woken, self._waker):
+                end.close()
             self._selector.close()
 
     # ---- what comes in -----------------------------------------------------------------------------------
@@ -93,6 +104,8 @@ class EngineLoop:
                 connected, _ = self._listener.accept()
                 front = self._fronts[connected.fileno()] = _Front(connected)
                 self._selector.register(connected, selectors.EVENT_READ, front)
+            elif key.fileobj is self._woken:
+                self._tell_compiled()
             elif key.fileobj is self._control:
                 self._closed = self._closed or not self._control.recv(1)
             else:
@@ -105,6 +118,8 @@ class EngineLoop:
                     self._ask(front, message)
                 case Cancel(numbers=numbers):
                     self._cancel([front.requests.pop(n) for n in numbers if n in front.requests])
+                case Compile():
+                    self._compile(front, message)
                 case Ping():
                     self._tell(front, Pong(self.stats()))
         if front.channel.gone:
@@ -123,6 +138,35 @@ class EngineLoop:
                 continue
             front.requests[number] = request
             self.engine.scheduler.add(request)
+
+    def _compile(self, front: _Front, asked: Compile) -> None:
+        """In a thread: it may take seconds, and nobody's step waits."""
+
+        def compiled() -> Compiled:
+            try:
+                self.engine.matcher(asked.params)
+            except UserError as error:
+                return Compiled(asked.number, str(error))
+            except Exception:
+                log.exception("a grammar could not be compiled")
+                return Compiled(asked.number, "the grammar could not be compiled; see the server's log")
+            return Compiled(asked.number, None)
+
+        def done(future: Future[Compiled]) -> None:
+            self._done.put((front, future))
+            with contextlib.suppress(OSError):  # the loop has ended
+                self._waker.send(b"x")
+
+        self._compilers.submit(compiled).add_done_callback(done)
+
+    def _tell_compiled(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(CHUNK)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                front, future = self._done.get_nowait()
+                if front.channel.fileno() in self._fronts:
+                    self._tell(front, future.result())
 
     def _forget(self, front: _Front) -> None:
         """It has gone: nobody waits for its answers."""

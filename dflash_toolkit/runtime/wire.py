@@ -39,6 +39,20 @@ class Ping(msgspec.Struct, tag="ping", array_like=True):
     """Asks for a `Pong`, which comes between two steps."""
 
 
+class Compile(msgspec.Struct, tag="compile", array_like=True):
+    """Asks for the grammar of requests to come to be read, and for a `Compiled`."""
+
+    number: int
+    params: SamplingParams
+
+
+class Compiled(msgspec.Struct, tag="compiled", array_like=True):
+    """A grammar is ready."""
+
+    number: int
+    error: str | None  # or cannot be used, and why
+
+
 class Item(msgspec.Struct, array_like=True):
     """What one step added to one answer."""
 
@@ -96,7 +110,7 @@ class Lost(msgspec.Struct, tag="lost", array_like=True):
     gpus: int = 0
 
 
-Message = Ask | Cancel | Ping | Update | Pong | Info | Lost
+Message = Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiled
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -57,15 +57,18 @@ class Parsers:
             tools: those that may be called; none leaves calls in the content.
             parallel: whether several may be called.
         """
-        start: Start = "content"
-        if self.reasoning is not None:
-            tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
-            if opened := OPENED.search(tail):
-                start = "reasoning" if opened[1] == THINK else "content"
-            else:
-                start = "reasoning" if self.reasoning == "deepseek_r1" else "either"
+        start = self.start_of(tokenizer, prompt)
         form = self.tool_calls if tools else None
         return None if start == "content" and form is None else OutputParser(start, form, tools, parallel)
+
+    def start_of(self, tokenizer: Any, prompt: Sequence[int]) -> Start:
+        """What an answer to a chat's prompt begins with."""
+        if self.reasoning is None:
+            return "content"
+        tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
+        if opened := OPENED.search(tail):
+            return "reasoning" if opened[1] == THINK else "content"
+        return "reasoning" if self.reasoning == "deepseek_r1" else "either"
 
     def markers(self, with_tools: bool) -> Collection[str]:
         """What a parser must see, even where it is one special token."""

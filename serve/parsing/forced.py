@@ -1,7 +1,10 @@
 """Tool calls that must come, and arguments that must follow their schema, as a grammar of the whole answer."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
+
+from dflash_toolkit.sampling import Grammar
 
 from .forms import TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
 from .output import THINK, THINK_END, Start
@@ -64,13 +67,35 @@ def structural_tag(
     if not required and named is None:
         tags = [calls] if form == "mistral" else tags
         calls = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel}
+    return {"type": "structural_tag", "format": _after_thoughts(calls, start)}
+
+
+def after_reasoning(grammar: Grammar, start: Start) -> Grammar:
+    """The grammar of an answer that may think first: what it says of the answer it says of the part behind that."""
+    if start == "content":
+        return grammar
+    try:
+        asked = {} if grammar.kind in ("regex", "grammar") else json.loads(grammar.text)
+    except (ValueError, RecursionError):
+        return grammar  # as it is: who reads it says so
+    element: Any = {
+        "json": {"type": "json_schema", "json_schema": asked},
+        "regex": {"type": "regex", "pattern": grammar.text},
+        "grammar": {"type": "grammar", "grammar": grammar.text},
+        "choice": {"type": "or", "elements": [{"type": "const_string", "value": one} for one in asked]},
+        "structural_tag": asked.get("format") if isinstance(asked, dict) else None,
+    }[grammar.kind]
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": _after_thoughts(element, start)}))
+
+
+def _after_thoughts(element: dict[str, Any], start: Start) -> dict[str, Any]:
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_END}
     space = {"type": "regex", "pattern": r"\n{0,2}"}
     if start == "reasoning":
-        calls = _sequence(thought, space, calls)
-    elif start == "either":
-        calls = _sequence({"type": "optional", "content": _sequence(thought | {"begin": THINK}, space)}, calls)
-    return {"type": "structural_tag", "format": calls}
+        return _sequence(thought, space, element)
+    if start == "either":
+        return _sequence({"type": "optional", "content": _sequence(thought | {"begin": THINK}, space)}, element)
+    return element
 
 
 def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:

@@ -286,12 +286,12 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
     "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5], "min_p": [2], "seed": [2**64],
     "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
     "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}], "max_tokens": [0, "5", True],
-    "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["a*"], "truncate_prompt_tokens": [3],
+    "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
     "tools": [[{"type": "function", "function": {"name": "f"}}]],  # of a target whose template has none
     "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, {"type": "function"}],
-    "response_format": [{"type": "json_object"}], "chat_template_kwargs.x": [{"x": 1}], 
+    "response_format.type": [{"type": "yaml"}, {}], "chat_template_kwargs.x": [{"x": 1}], 
     "messages[0].role": [[{"role": "function", "content": "x"}]],
     "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "tool"}]],
     "messages[0].content[0].type": [[{"role": "user", "content": [{"type": "image_url"}]}]],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import EOS, PAD, make_drafter, make_tokenizer
 from openai import OpenAI
+from test_grammar import NO_SPACE
 from test_serve_api import chat, client_of, refusal, serving
 from test_serve_engine import make_engine
 from tokenizers import AddedToken
@@ -268,8 +269,6 @@ def test_a_conversation_with_calls_goes_through_the_template(engine: AsyncEngine
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
@@ -349,3 +348,57 @@ def test_special_tokens_that_a_parser_must_see_are_text() -> None:
         return "".join(detokenizer.add([token]) for token in ids) + detokenizer.finish()
 
     assert (text_of(()), text_of(("<|user|>",))) == ("ébc", "é<|user|>bc")
+
+
+# ---- what the answer must be -----------------------------------------------------------------------------------
+
+ZONE: Any = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"],
+             "additionalProperties": False}  # fmt: skip
+CLOCKS: list[Any] = [
+    {"type": "function", "function": {"name": "clock", "parameters": ZONE}},
+    {"type": "function", "function": {"name": "alarm", "parameters": ZONE}},
+]
+TIGHT = {"logit_bias": {str(token): bias for token, bias in NO_SPACE}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "alarm"}}])
+@pytest.mark.parametrize("head", ["a", "</think>"])
+def test_a_call_that_is_asked_for_comes(client: OpenAI, choice: Any, head: str, streamed: bool) -> None:
+    """Of a target that would greet."""
+    asked: dict[str, Any] = {"tools": CLOCKS, "tool_choice": choice, "parallel_tool_calls": False} | TIGHT
+    if head != "a":
+        asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    if streamed:
+        messages = [{"role": "user", "content": "Please: a"}]
+        chunks = list(chat(client, messages=messages, max_tokens=400, stream=True, **asked))
+        deltas = [call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or ()]
+        name, arguments = deltas[0].function.name, "".join(delta.function.arguments or "" for delta in deltas)
+        reason = [c.finish_reason for chunk in chunks for c in chunk.choices][-1]
+    else:
+        answer = say(client, "a", **asked)
+        (call,) = answer.message.tool_calls
+        name, arguments, reason = call.function.name, call.function.arguments, answer.finish_reason
+    assert name == "alarm" if isinstance(choice, dict) else name in ("clock", "alarm")
+    assert json.loads(arguments)["zone"] in ("utc", "cet") and reason in ("tool_calls", "stop")
+
+
+def test_a_strict_tool_is_called_by_its_schema_and_the_answer_is_free_otherwise(client: OpenAI) -> None:
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    assert say(client, "a", tools=strict).message.content == SAYS["a"]
+
+
+def test_a_form_is_that_of_what_stands_behind_the_thoughts(client: OpenAI) -> None:
+    for thinking, thoughts in ((True, "well, well"), (False, None)):
+        body = {"regex": "[0-9]{3}", "chat_template_kwargs": {"enable_thinking": thinking}}
+        message = say(client, "a", tools=[], extra_body=body).message
+        assert len(message.content.strip()) == 3 and message.content.strip().isdigit()
+        assert (getattr(message, "reasoning_content", None) or "").strip() == (thoughts or "")
+
+
+def test_a_forced_call_and_a_form_do_not_go_together(client: OpenAI) -> None:
+    asked = {"tools": CLOCKS, "tool_choice": "required", "extra_body": {"regex": "a"}}
+    error = refusal(say, client, "a", **asked)
+    assert (error.status_code, error.param) == (400, "regex")
+    error = refusal(say, client, "a", tools=CLOCKS, tool_choice="required", extra_body={"ignore_eos": True})
+    assert (error.status_code, error.param) == (400, "ignore_eos")

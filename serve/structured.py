@@ -1,0 +1,128 @@
+"""What a client may ask the form of its answer to be: OpenAI's `response_format`, and the names of vLLM and SGLang."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from dflash_toolkit.sampling import Grammar
+
+OBJECT = '{"type": "object"}'
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_empty)]
+Schema = Text | dict[str, Any]
+Choices = Annotated[list[str], Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid")
+
+
+class NamedSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # every schema is followed to the letter
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: NamedSchema | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for name, wanted in (("json_schema", "json_schema"), ("format", "structural_tag")):
+            if (getattr(self, name) is not None) != (self.type == wanted):
+                raise ValueError(f"`{name}` goes with the type {wanted!r}, and only with it")
+        return self
+
+    def grammar(self) -> Grammar | None:
+        match self.type:
+            case "json_object":
+                return Grammar("json", OBJECT)
+            case "json_schema":
+                assert self.json_schema is not None
+                return _of_schema(self.json_schema.schema_)
+            case "structural_tag":
+                return Grammar("structural_tag", json.dumps({"type": self.type, "format": self.format}))
+        return None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's `structured_outputs`."""
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    structural_tag: Schema | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self.asked()) != 1:
+            raise ValueError("must have exactly one of json, json_object, regex, choice, grammar and structural_tag")
+        return self
+
+    def asked(self) -> list[Grammar]:
+        found = [
+            self.json_ is not None and _of_schema(self.json_),
+            self.json_object and Grammar("json", OBJECT),
+            self.regex is not None and Grammar("regex", self.regex),
+            self.choice is not None and _of_choices(self.choice),
+            self.grammar is not None and Grammar("grammar", self.grammar),
+            self.structural_tag is not None and Grammar("structural_tag", _text(self.structural_tag)),
+        ]
+        return [one for one in found if one]
+
+
+class Structured(BaseModel):
+    """The fields of a request that say what its answer is to be; at most one is set."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None  # vLLM's older names
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    json_schema: Text | None = None  # SGLang's names
+    regex: Text | None = None
+    ebnf: Text | None = None
+
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """The field that asks for a grammar, and the grammar. Raises ValueError if several do."""
+        found: dict[str, Grammar | None] = {
+            "response_format": self.response_format.grammar() if self.response_format else None,
+            "structured_outputs": self.structured_outputs.asked()[0] if self.structured_outputs else None,
+            "guided_json": _of_schema(self.guided_json) if self.guided_json is not None else None,
+            "guided_regex": Grammar("regex", self.guided_regex) if self.guided_regex else None,
+            "guided_choice": _of_choices(self.guided_choice) if self.guided_choice else None,
+            "guided_grammar": Grammar("grammar", self.guided_grammar) if self.guided_grammar else None,
+            "json_schema": Grammar("json", self.json_schema) if self.json_schema else None,
+            "regex": Grammar("regex", self.regex) if self.regex else None,
+            "ebnf": Grammar("grammar", self.ebnf) if self.ebnf else None,
+        }
+        asked = [(name, grammar) for name, grammar in found.items() if grammar is not None]
+        if len(asked) > 1:
+            raise ValueError(f"`{asked[0][0]}` and `{asked[1][0]}` both say what the answer is to be; give one of them")
+        return asked[0] if asked else None
+
+
+def _of_schema(schema: str | dict[str, Any]) -> Grammar:
+    return Grammar("json", _text(schema))
+
+
+def _text(given: str | dict[str, Any]) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _of_choices(choices: list[str]) -> Grammar:
+    return Grammar("choice", json.dumps(choices, ensure_ascii=False))
