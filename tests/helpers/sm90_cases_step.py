@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import accept, attention, norm, rope, sample
+from dflash_toolkit.kernels.triton import accept, attention, mask, norm, rope, sample
 
 SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions", "paired")
 INTS = dict.fromkeys(SIZES, "i32")
@@ -96,6 +96,13 @@ CASES = {
         {"BLOCK": 16, "FORCED": False, "PDL": True},
         1,
         ragged=("S", "stride_draft"),
+    ),
+    "mask_logits_": Case(
+        mask._mask_kernel,
+        {"logits_p": "*bf16", "masks_p": "*i32", "at_p": "*i32", "V": "i32", "WORDS": "i32"},
+        {"BLOCK": mask.BLOCK, "PDL": True},
+        4,
+        ragged=("V", "WORDS"),
     ),
     "sample bf16": sample_case("*bf16"),
     "sample fp32": sample_case("*fp32"),

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from conftest import make_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
 from dflash_toolkit.kernels.weight import RowScaledFp8
@@ -27,6 +29,7 @@ from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.stack import Stack
 from dflash_toolkit.runtime.weights import DrafterWeights
+from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
 VOCAB, LIMIT = 4096, 1024
@@ -211,6 +214,36 @@ def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pyte
         assert [requests[i].tokens for i in range(8)] == alone
         changes = set(itertools.pairwise(buckets))
         assert changes >= {(1, 2), (2, 4), (4, 8), (8, 4), (4, 2), (2, 1)}
+
+
+def test_grammars_are_followed_in_every_kind_of_batch() -> None:
+    """With drafts and without the same, beside rows that have none, and these as they are alone."""
+    target, drafter = pair()
+    regexes = ["[a-f]{40}", "[0-9]{3}(,[0-9]{3}){5}", "(yes|no)( maybe){3}", "[^a]{20}"]
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}, {"logprobs": 3}, {"presence_penalty": 0.5}]
+    plain = [SamplingParams(max_new_tokens=30, **way) for way in ways]
+    bound = [
+        SamplingParams(max_new_tokens=90, grammar=Grammar("regex", regex), stop_token_ids=(256,), **way)
+        for regex, way in zip(regexes, ways, strict=True)
+    ]
+    prompts, params = prompts_of(8), [one for both in zip(plain, bound, strict=True) for one in both]
+    engine = make_engine(target, drafter)
+    drafted = engine.generate(prompts, params)
+    assert [a.tokens for a in drafted] == [a.tokens for a in make_engine(target, None).generate(prompts, params)]
+    assert [a.tokens for a in drafted[::2]] == [a.tokens for a in engine.generate(prompts[::2], plain)]
+    for answer, regex in zip(drafted[1::2], regexes, strict=True):
+        letters = "".join(target.tokenizer.convert_ids_to_tokens(answer.tokens[:-1]))
+        text = bytes(bytes_of()[letter] for letter in letters).decode("utf-8", "surrogatepass")
+        assert answer.finish_reason == "stop" and re.fullmatch(regex, text)
+    while engine.prepare():
+        pass
+    there = set(engine.runner._graphs)
+    assert [a.tokens for a in engine.generate(prompts, params)] == [a.tokens for a in drafted]
+    assert set(engine.runner._graphs) == there, "once a grammar was seen, its parts are captured in advance too"
+
+
+def bytes_of() -> dict[str, int]:
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def test_launching_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
