@@ -29,8 +29,8 @@ class Access:
     header or text of anybody.
     """
 
-    def __init__(self, app: App, state: ServerState) -> None:
-        self._app, self._state = app, state
+    def __init__(self, app: App, state: ServerState, responded: Callable[[int], None] = lambda status: None) -> None:
+        self._app, self._state, self._responded = app, state, responded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,6 +56,7 @@ class Access:
             else:
                 await self._app(scope, receive, sending)
         finally:
+            self._responded(status or 499)  # nobody was there to answer any more
             if log.isEnabledFor(logging.INFO):
                 client = scope.get("client")
                 log.info(

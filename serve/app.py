@@ -1,6 +1,7 @@
 """The HTTP side: routes, who may use them, and every error in OpenAI's form."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from .access import Access
 from .answer import Answer, Piece, usage
 from .keys import matching
 from .logprobs import TokenStrings
-from .metrics import CONTENT_TYPE, Metrics
+from .metrics import CONTENT_TYPE, Clock, Metrics
 from .page import page
 from .parsing import OutputParser, Parsers
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ignores_its_end
@@ -32,6 +33,7 @@ from .replies import DONE, Replies, event
 from .state import ServerState
 from .tokenizing import tokenizing
 
+STATS_S = 5.0
 ENGINE_TIMEOUT_S = 30.0  # an engine that says nothing for so long is taken for hung
 MAX_QUEUE = 1024  # answers
 MAX_BODY = 4 * 1024 * 1024  # bytes
@@ -67,7 +69,7 @@ def create_app(
         root_path: where a proxy shows the routes.
         allowed_origins: pages of other sites that browsers may let ask.
     """
-    metrics = Metrics()
+    metrics = Metrics(model)
     shared = state or ServerState()
     parsers = Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser)
     service = _Service(engine, model, metrics, defaults or {}, max_queue, request_timeout_s)
@@ -109,7 +111,10 @@ def create_app(
 
     @routes.get("/metrics")
     async def render_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+        stats = None  # of an engine that does not answer the last ones are shown
+        with contextlib.suppress(EngineClosedError, TimeoutError):
+            stats = await asyncio.wait_for(engine.ping(), STATS_S)
+        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
     @routes.get("/v1/models")
     async def models() -> Response:
@@ -153,7 +158,7 @@ def create_app(
     routes.include_router(tokenizing(engine, service.check_model, read_body, service.in_thread))
 
     async def refuse(request: Request, error: Any) -> Response:
-        metrics.refused()
+        metrics.refused(error.status)
         return _error_response(error)
 
     async def no_such_route(request: Request, error: Any) -> Response:
@@ -183,7 +188,7 @@ def create_app(
     app.add_exception_handler(Exception, failed)  # starlette raises it again, so the traceback is logged
     if allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Access, state=shared)
+    app.add_middleware(Access, state=shared, responded=metrics.responded)
     return app
 
 
@@ -300,6 +305,7 @@ class _Service:
     async def _pieces(self, asked: list[Asked], answers: list[Answer]) -> Pieces:
         """The answers as they come, counted however they end."""
         outcome = "disconnected"
+        clocks, prompts = [Clock() for _ in asked], set[int]()
         self._metrics.waiting.inc(len(answers))
         self._open += len(answers)
         late = None
@@ -310,7 +316,12 @@ class _Service:
                 waiting: dict[int, list[Piece]] = {}  # what came while the client or this process lagged goes as one
                 async for index, progress in responses:
                     answer = answers[index]
+                    if id(asked[index].prompt_ids) not in prompts:  # one list for all answers to it
+                        prompts.add(id(asked[index].prompt_ids))
+                        self._metrics.prompt(answer.prompt_tokens)
+                    before = answer.completion_tokens
                     waiting.setdefault(index, []).append(answer.add(progress))
+                    self._metrics.progress(clocks[index], progress.step, answer.completion_tokens - before)
                     if answer.finish_reason is not None and progress.finish_reason is None:  # a stop string
                         responses.cancel(index)
                     if responses.ready:
@@ -329,8 +340,8 @@ class _Service:
                 late.cancel()
             self._open -= len(answers)
             self._metrics.waiting.dec(len(answers))
-            for answer in answers:
-                self._metrics.ended(answer, answer.finish_reason or outcome)
+            for answer, clock in zip(answers, clocks, strict=True):
+                self._metrics.ended(clock, answer.finish_reason or outcome)
 
     async def _events(self, pieces: Pieces, answers: list[Answer], replies: Replies) -> AsyncGenerator[bytes]:
         try:

@@ -39,6 +39,7 @@ class EngineStats:
     drafted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that drafted at least k tokens
     accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] of them, those that accepted k or more
     preemptions: int = 0
+    draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of the batch, by tokens drafted a row
 
     def add(self, step: Step) -> None:
         self.steps += 1
@@ -285,8 +286,14 @@ class Engine:
         return [request.generation for request in requests]
 
     def _chooser(self) -> Callable[[Sequence[Request]], int]:
-        choose = self._choose_drafted()
-        return lambda requests: choose(requests) if all(r.params.drafting for r in requests) else 1
+        choose, counts = self._choose_drafted(), self.stats.draft_lengths
+
+        def chosen(requests: Sequence[Request]) -> int:
+            block = choose(requests) if all(request.params.drafting for request in requests) else 1
+            counts[block - 1] = counts.get(block - 1, 0) + 1
+            return block
+
+        return chosen
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
         sizes, runner, max_batch = self._sizes, self.runner, self.runner.max_batch

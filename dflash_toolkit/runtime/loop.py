@@ -226,6 +226,7 @@ class EngineLoop:
             prefix_queries=engine.stats.prompt_tokens,
             prefix_hits=engine.stats.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
+            draft_lengths=dict(engine.stats.draft_lengths),
         )
 
     # ---- what fails --------------------------------------------------------------------------------------

@@ -359,6 +359,9 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
             committed += usage["dflash"]["acceptance_length"] * usage["dflash"]["verify_steps"]
     text = client.get("/metrics").text
     counted = {name: float(value) for name, value in (x.split() for x in text.splitlines() if not x.startswith("#"))}
+    of_model = '{model_name="org/tiny"}'
     assert counted["dflash_verify_steps_total"] == steps
-    assert counted["dflash_accepted_tokens_total"] == accepted > committed - steps, "no stop token was a draft"
+    assert counted["vllm:spec_decode_num_accepted_tokens_total" + of_model] == accepted > committed - steps, (
+        "no stop token was a draft"
+    )
     assert counted["dflash_committed_tokens_total"] == pytest.approx(committed)
