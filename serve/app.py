@@ -248,6 +248,14 @@ class _Service:
         params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
         found = []
         for ids in prompts:
+            if (asked := body.asked_tokens) is not None and len(ids) < limit < len(ids) + asked:
+                raise ApiError(
+                    400,
+                    f"{asked} tokens are asked for, and the prompt leaves {limit - len(ids)} of a context of {limit}; "
+                    f"ask for fewer or shorten the prompt",
+                    param="max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens",
+                    code="context_length_exceeded",
+                )
             try:
                 first = self._engine.request(ids, params, key)  # before a stream begins, whose status would be sent
             except UserError as error:

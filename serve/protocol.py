@@ -4,6 +4,7 @@ Types are strict (`"max_tokens": "5"` is an error). A parameter that would chang
 does not implement is refused by name; one that would not (`user`, `metadata`, ...) is ignored.
 """
 
+import difflib
 import json
 import secrets
 from collections.abc import Mapping
@@ -29,7 +30,15 @@ from .structured import Structured
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
 COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
 MOST_OF_A_PROMPT = 128  # answers, OpenAI's limit
+MOST_BIASED = 1024  # tokens; they are added for every answer
 MOST_ANSWERS = 1024  # of one request, to all of its prompts
+
+
+# of OpenAI's parameters, those that change nothing of an answer
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "request_id", "verbosity",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -170,6 +179,11 @@ class GenerationRequest(Structured, _Strict):
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "min_tokens": (0,),
+        "priority": (0,),
+        "cache_salt": (),
+        "reasoning_effort": (),
+        "reasoning": (),
+        "include_reasoning": (True,),
         "guided_decoding_backend": (),
         "guided_whitespace_pattern": (),
         "stop_regex": (),
@@ -227,9 +241,12 @@ class GenerationRequest(Structured, _Strict):
     @field_validator("logit_bias")
     @classmethod
     def _of_tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias and len(bias) > MOST_BIASED:
+            raise ValueError(f"names {len(bias)} tokens; at most {MOST_BIASED} may be biased")
         for token, value in (bias or {}).items():
-            if not (token.isascii() and token.isdigit() and len(token) < 16):  # int() refuses thousands of digits
-                raise ValueError(f"{token!r} is not a token id")
+            # int() refuses thousands of digits; "01" would be another name for "1"
+            if not (token.isascii() and token.isdigit() and len(token) < 16 and str(int(token)) == token):
+                raise ValueError(f"{token[:20]!r} is not a token id")
             if not -100.0 <= value <= 100.0:
                 raise ValueError(f"the bias of token {token} must be in -100..100")
         return bias
@@ -248,8 +265,19 @@ class GenerationRequest(Structured, _Strict):
             request = cls.model_validate_json(body)
         except ValidationError as error:
             raise describe(error) from error
+        extra = request.model_extra or {}
+        for name in extra:
+            if name not in cls.unsupported and name not in IGNORED:
+                near = difflib.get_close_matches(name, cls.model_fields, 1)
+                hint = f"; did you mean `{near[0]}`?" if near else ""
+                raise ApiError(
+                    400,
+                    f"`{name[:100]}` is no parameter of this server{hint}",
+                    param=name[:100],
+                    code="unknown_parameter",
+                )
         for name, harmless in cls.unsupported.items():
-            value = (request.model_extra or {}).get(name)
+            value = extra.get(name)
             # by type too: for Python 1 is True
             if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
                 message = f"`{name}` is not supported by this server; leave it out"
@@ -274,9 +302,14 @@ class GenerationRequest(Structured, _Strict):
         """Whether chunks say where their text is from."""
         return bool(self.stream and self.stream_options and self.stream_options.include_dflash)
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """The longest answer, as the client asked for it."""
+        return self.max_tokens
+
     def length(self, most: int) -> int:
         """The most tokens of an answer, where there may be `most`."""
-        return min(self.max_tokens or most, most)
+        return min(self.asked_tokens or most, most)
 
     def best_tokens(self) -> int | None:
         """How many to report beside each token; None: no log-probabilities at all."""
@@ -418,8 +451,9 @@ class ChatRequest(GenerationRequest):
                 return ("tool_choice" if required or named else "tools"), Grammar("structural_tag", json.dumps(tag))
         return asked and (asked[0], after_reasoning(asked[1], start))
 
-    def length(self, most: int) -> int:
-        return min(self.max_completion_tokens or self.max_tokens or most, most)
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     def best_tokens(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -186,7 +186,7 @@ def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
 def test_ignore_eos_and_the_two_names_of_the_limit(client: OpenAI) -> None:
     answer = chat(client, max_tokens=3, max_completion_tokens=60, extra_body=LONG)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (60, "length")
-    whole_context = complete(client, prompt="a" * 480, max_tokens=10**6, extra_body=LONG)
+    whole_context = complete(client, prompt="a" * 480, max_tokens=32, extra_body=LONG)
     assert whole_context.usage.total_tokens == 512
 
 
@@ -298,7 +298,8 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is named
     "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5], "min_p": [2], "seed": [2**64],
     "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
-    "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}], "max_tokens": [0, "5", True],
+    "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}, {"01": 1},
+                   dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
     "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
@@ -345,7 +346,17 @@ def test_a_prompt_longer_than_the_context_is_refused(client: OpenAI) -> None:
     for error in (refusal(complete, client, prompt="a" * 512), refusal(chat, client, messages=long, stream=True)):
         assert (error.status_code, error.code) == (400, "context_length_exceeded")
         assert error.param == ("messages" if "chat" in str(error.request.url) else "prompt")
-    assert complete(client, prompt="a" * 511, max_tokens=5, extra_body=LONG).usage.completion_tokens == 1
+    assert complete(client, prompt="a" * 511, max_tokens=1, extra_body=LONG).usage.completion_tokens == 1
+    more = refusal(complete, client, prompt="a" * 511, max_tokens=2)
+    assert (more.status_code, more.code, more.param) == (400, "context_length_exceeded", "max_tokens")
+
+
+def test_a_parameter_that_nobody_knows_is_refused_and_the_one_that_was_meant_named(client: OpenAI) -> None:
+    for name, said in (("temprature", "did you mean `temperature`?"), ("reasoning_effort", "not supported"),
+                       ("cache_salt", "not supported"), ("x" * 5000, "is no parameter")):  # fmt: skip
+        error = refusal(chat, client, extra_body={name: "a"})
+        assert error.status_code == 400 and said in error_of(error.response)["message"]
+        assert len(error_of(error.response)["message"]) < 300
 
 
 def test_a_model_that_is_not_served_is_a_404(client: OpenAI) -> None:
