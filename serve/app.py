@@ -28,7 +28,7 @@ from .logprobs import TokenStrings
 from .metrics import CONTENT_TYPE, Clock, Metrics
 from .page import page
 from .parsing import OutputParser, Parsers
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ignores_its_end
+from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, NamedTool, ignores_its_end
 from .replies import DONE, Replies, event
 from .state import ServerState
 from .tokenizing import tokenizing
@@ -136,11 +136,12 @@ def create_app(
             ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking, tools))
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        grammar = body.grammar_for(parsers.tool_calls, parsers.start_of(engine.tokenizer, ids))
+        start = parsers.start_of(engine.tokenizer, ids)
+        grammar = body.grammar_for(parsers.tool_calls, start)
         requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
         replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
-        parallel = body.parallel_tool_calls is not False
-        parse = [parsers.of_answer(engine.tokenizer, ids, tools, parallel) for _ in requests]
+        parallel, named = body.parallel_tool_calls is not False, isinstance(body.tool_choice, NamedTool)
+        parse = [parsers.of_answer(start, tools, parallel, named) for _ in requests]
         return await service.respond(request, body, requests, replies, parse, parsers.markers(bool(tools)))
 
     @routes.post("/v1/completions")

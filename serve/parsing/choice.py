@@ -49,17 +49,17 @@ class Parsers:
         return cls(None if calls == NONE else calls, None if reasoning == NONE else reasoning)
 
     def of_answer(
-        self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any] = (), parallel: bool = True
+        self, start: Start, tools: Sequence[Any] = (), parallel: bool = True, named: bool = False
     ) -> OutputParser | None:
-        """The parser of one answer to a chat's prompt; None: all of it is content.
+        """The parser of one answer; None: all of it is content.
 
         Args:
+            start: what it begins with.
             tools: those that may be called; none leaves calls in the content.
-            parallel: whether several may be called.
+            parallel, named: as for `OutputParser`.
         """
-        start = self.start_of(tokenizer, prompt)
         form = self.tool_calls if tools else None
-        return None if start == "content" and form is None else OutputParser(start, form, tools, parallel)
+        return None if start == "content" and form is None else OutputParser(start, form, tools, parallel, named)
 
     def start_of(self, tokenizer: Any, prompt: Sequence[int]) -> Start:
         """What an answer to a chat's prompt begins with."""

@@ -22,11 +22,18 @@ class OutputParser:
         form: a name of `FORMS`; None leaves all calls in the content.
         tools: OpenAI's `tools`, by whose schemas values get types.
         parallel: whether calls behind the first are wanted; if not, they are dropped.
+        named: the client has named the function, so that a call is no news.
     """
 
     def __init__(
-        self, start: Start = "content", form: str | None = None, tools: Sequence[Any] = (), parallel: bool = True
+        self,
+        start: Start = "content",
+        form: str | None = None,
+        tools: Sequence[Any] = (),
+        parallel: bool = True,
+        named: bool = False,
     ) -> None:
+        self._named = named
         self._form = FORMS[form] if form is not None else None
         functions = [tool["function"] for tool in tools]
         self._tools: Tools = {each["name"]: each.get("parameters") or {} for each in functions}
@@ -40,8 +47,8 @@ class OutputParser:
 
     @property
     def called(self) -> bool:
-        """Whether there is a tool call."""
-        return self.begun > 0
+        """Whether there is a tool call of the model's own choice; OpenAI calls an end behind another one a stop."""
+        return self.begun > 0 and not self._named
 
     def feed(self, text: str) -> list[Delta]:
         """What more of the text brings."""

@@ -24,9 +24,7 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     named = schema.get("type")
     found = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     if not found:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-        values = [*values, schema["const"]] if "const" in schema else values
-        found.update(next(name for name, kind in TYPES if isinstance(value, kind)) for value in values)
+        found.update(next(name for name, kind in TYPES if isinstance(value, kind)) for value in _values_of(schema))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
             found.update(*(types_of(each, root, seen) for each in schema[key]))
@@ -42,12 +40,15 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
 
 
 def is_text(schema: Any, root: Any) -> bool:
-    """Whether a value is text whatever it looks like: the schema says so, or nothing."""
-    return types_of(schema, root) <= {"string"}
+    """Whether a value is any text, whatever it looks like: the schema says so, or nothing."""
+    return types_of(schema, root) <= {"string"} and not _values_of(schema)
 
 
 def as_json(value: str, schema: Any, root: Any) -> str:
-    """The JSON of a value written as text: of the first type allowed that it can be, else a string."""
+    """The JSON of a value written as text: of the first type allowed that it can be, else a string.
+
+    White space around one of the strings that are allowed is not its own.
+    """
     types, bare = types_of(schema, root), value.strip()
     if "null" in types and bare.lower() in ("null", "none"):
         return "null"
@@ -67,7 +68,15 @@ def as_json(value: str, schema: Any, root: Any) -> str:
         else:
             if ("object" in types and isinstance(read, dict)) or ("array" in types and isinstance(read, list)):
                 return text
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(bare if bare in _values_of(schema) else value, ensure_ascii=False)
+
+
+def _values_of(schema: Any) -> list[Any]:
+    """The values that a schema allows, if it lists them."""
+    if not isinstance(schema, Mapping):
+        return []
+    listed = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    return [*listed, schema["const"]] if "const" in schema else listed
 
 
 def _number(text: str) -> str | None:

@@ -22,6 +22,7 @@ PARAMETERS = {
         "ratio": {"type": "number"},
         "maybe": {"type": ["string", "null"]},
         "places": {"type": "array", "items": {"type": "string"}},
+        "unit": {"enum": ["C", "F"]},
         "more": {"$ref": "#/$defs/more"},
     },
     "$defs": {"more": {"anyOf": [{"type": "object"}, {"$ref": "#/$defs/more"}]}},
@@ -148,6 +149,7 @@ def test_braces_forgotten_or_too_many_behind_the_arguments_do_no_harm(end: str) 
         ("places", '["a", "b"]', ["a", "b"]), ("places", "['a']", "['a']"), ("places", "[NaN]", "[NaN]"),
         ("places", '{"a": 1}', '{"a": 1}'), ("places", "[" * 100_000, "[" * 100_000),
         ("more", '{"a": "\n"}', {"a": "\n"}), ("more", '{"a": "\\ud800"}', '{"a": "\\ud800"}'), ("unknown", "5", "5"),
+        ("unit", "C", "C"), ("unit", " \n\tF ", "F"), ("unit", " K ", " K "),
     ],
 )  # fmt: skip
 def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: Any) -> None:
@@ -160,7 +162,7 @@ def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str,
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({}, True), (None, True), ({"type": "string"}, True), ({"enum": ["a", "b"]}, True), ({"const": "a"}, True),
+        ({}, True), (None, True), ({"type": "string"}, True), ({"enum": ["a", "b"]}, False), ({"const": "a"}, False),
         ({"enum": [1, "a"]}, False), ({"const": None}, False), ({"type": ["string", "null"]}, False),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, False), ({"type": {"odd": 1}}, True),
         ({"$ref": "#/nowhere/at~1all"}, True), ({"$ref": "#/a"}, False), ({"anyOf": 5, "enum": 5}, True),
@@ -302,6 +304,32 @@ def test_any_cut_of_a_text_gives_the_same(
     assert plain(parse(form, *text, **options)) == whole
     if not whole[2] and start == "content":
         assert whole[0] == text, "nothing is lost"
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@given(
+    arguments=st.dictionaries(st.text(), values, max_size=4), ascii=st.booleans(), indent=st.none() | st.integers(0, 2)
+)
+def test_any_arguments_come_out_as_they_were_written(
+    arguments: dict[str, Any], ascii: bool, indent: int | None
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii, indent=indent)
+    for form, text in {
+        "hermes": f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>',
+        "llama3_json": f'{{"name": "now", "parameters": {written}}}',
+        "mistral": f"[TOOL_CALLS]now[ARGS]{written}",
+    }.items():
+        assert plain(parse(form, text)) == ("", "", [("now", written)])
+
+
+@given(arguments=st.dictionaries(st.sampled_from("abc"), st.text(alphabet='a"\\\n é</{', max_size=8)))
+def test_any_text_comes_out_of_a_parameter_as_it_was_written(arguments: dict[str, str]) -> None:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    (call,) = parse("qwen3_coder", f"<tool_call>\n<function=now>\n{written}</function>\n</tool_call>").calls
+    assert json.loads(call.arguments) == arguments
 
 
 def test_what_is_decided_is_sent_at_once() -> None:
