@@ -49,7 +49,10 @@ TABLE = {  # a module and the tests that answer for it, the quickest first; none
         "runtime/test_runtime_engine.py",
     ],
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
-    "dflash_toolkit/runtime/scheduler.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_engine.py"],
+    "dflash_toolkit/runtime/line.py": ["runtime/test_runtime_line.py", "runtime/test_runtime_scheduler.py"],
+    "dflash_toolkit/runtime/scheduler.py": [
+        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_line.py", "runtime/test_runtime_engine.py",
+    ],
     "dflash_toolkit/models/dflash/checkpoint.py": [
         "models/test_checkpoint.py", "models/test_drafter_config.py", "models/test_speculators.py",
     ],

@@ -102,6 +102,7 @@ class Engine:
         options = replace(options, draft_dtype=resolve_draft_dtype(options.draft_dtype, device, target.embedding.dtype))
         self.options = options
         assert options.max_num_seqs is not None and options.max_model_len is not None
+        assert options.max_num_batched_tokens is not None
         max_batch, self.context_limit = options.max_num_seqs, options.max_model_len
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
@@ -172,10 +173,11 @@ class Engine:
         on_progress: Callable[[Request, Step | None], None] | None = None,
         *,
         key: str = "",
+        group: str = "",
         priority: int = 0,
     ) -> Request:
         """Queue a prompt; `step` works on it. Raises UserError, see `request`."""
-        request = self.request(prompt_ids, params, on_progress, key=key, priority=priority)
+        request = self.request(prompt_ids, params, on_progress, key=key, group=group, priority=priority)
         self.scheduler.add(request)
         return request
 
@@ -186,12 +188,14 @@ class Engine:
         on_progress: Callable[[Request, Step | None], None] | None = None,
         *,
         key: str = "",
+        group: str = "",
         priority: int = 0,
     ) -> Request:
         """A request, checked and not yet queued.
 
         Args:
-            key: whose it is; those of one key share its turns.
+            key: whose it is; all keys are given as much (`line.py`).
+            group: a name for what is asked for together, which is computed one after the other.
             priority: lower is earlier, as in vLLM.
 
         Raises:
@@ -204,7 +208,9 @@ class Engine:
         matcher = self.matcher(params)
         stop = self._stops(params)
         acceptance = RollingAcceptance(self._expected)
-        return Request(prompt, params, stop, limit, on_progress, key, priority, acceptance=acceptance, matcher=matcher)
+        return Request(
+            prompt, params, stop, limit, on_progress, key, group, priority, acceptance=acceptance, matcher=matcher
+        )
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """Of the grammar of a request; None if it has none. From any thread. Raises GrammarError, see `Grammars`."""

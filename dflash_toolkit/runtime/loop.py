@@ -6,6 +6,7 @@ a thread (`client.AsyncEngine`).
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import queue
@@ -68,6 +69,7 @@ class EngineLoop:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(control, selectors.EVENT_READ, None)
         self._fronts: dict[int, _Front] = {}  # by file descriptor
+        self._asked = itertools.count()
         self._compilers = ThreadPoolExecutor(COMPILERS, "grammars")
         self._done: queue.SimpleQueue[tuple[_Front, Future[Compiled]]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()  # readable when something is done
@@ -128,11 +130,12 @@ class EngineLoop:
             self._tell(front, None)
 
     def _ask(self, front: _Front, ask: Ask) -> None:
+        group = f"{next(self._asked)}" if len(ask.numbers) > 1 else ""
         for number, prompt, seed in zip(ask.numbers, ask.prompts, ask.seeds, strict=True):
             told = functools.partial(self._on_progress, front, number)
             params = replace(ask.params, seed=seed)
             try:
-                request = self.engine.request(prompt, params, told, key=ask.key, priority=ask.priority)
+                request = self.engine.request(prompt, params, told, key=ask.key, group=group, priority=ask.priority)
             except UserError as error:  # asked for without having looked at `Info`
                 front.items.append(_ended(number, str(error)))
                 continue
@@ -221,7 +224,7 @@ class EngineLoop:
         engine, scheduler = self.engine, self.engine.scheduler
         return Stats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + (scheduler.prefilling is not None),
+            waiting=len(scheduler.waiting) + len(scheduler.prefilling),
             cache_used=engine.pool.used,
             prefix_queries=engine.stats.prompt_tokens,
             prefix_hits=engine.stats.cached_prompt_tokens,

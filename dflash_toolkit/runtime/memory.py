@@ -13,6 +13,7 @@ from ..models.spec import ModelSpec
 from .capture import no_collection
 from .runner import StepRunner
 from .sampler import Mode
+from .scheduler import cut_of
 from .weights import TargetWeights
 
 if TYPE_CHECKING:
@@ -152,13 +153,13 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
 def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> tuple[float, int]:
     """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes, and those
     of the largest step."""
+    cut = cut_of(options.max_num_batched_tokens or 0)
     try:
-        workspace = workspace_of(probe, options.max_num_batched_tokens)
+        workspace = workspace_of(probe, cut)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of "
-            f"{options.max_num_batched_tokens} tokens beside the weights ({_said(error)}); lower max_num_seqs, "
-            f"num_speculative_tokens or max_num_batched_tokens"
+            f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of {cut} tokens beside the "
+            f"weights ({_said(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
         ) from error
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
@@ -174,9 +175,9 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
     return share * total - taken - workspace.total - GRAPHS_BYTES, workspace.step
 
 
-def workspace_of(probe: StepRunner, prefill_chunk: int) -> Workspace:
+def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     """Runs the largest passes once to see what they take."""
-    chunk = min(prefill_chunk, probe.pages_per_request * probe.page_size)
+    chunk = min(chunk, probe.pages_per_request * probe.page_size)
 
     def peak(run: Callable[[], None]) -> int:
         torch.cuda.synchronize()

@@ -70,7 +70,9 @@ class EngineOptions(DraftOptions):
     max_model_len: int | None = option(
         None, "tokens of prompt and answer together (default: what the target was made for)"
     )
-    max_num_batched_tokens: int = option(2048, "tokens of prompts computed between two steps")
+    max_num_batched_tokens: int | None = option(
+        None, "tokens of prompts computed between two steps (default: 2048 on a GPU, 256 on a CPU)"
+    )
     page_size: int = option(64, "tokens of a page of the cache, a power of two; whole pages are shared by prefixes")
     kv_cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory, for weights, caches and all")
@@ -90,7 +92,7 @@ class EngineOptions(DraftOptions):
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
 
     def fitted(self, target: "ModelSpec", drafter: "DrafterConfig | None", device: "torch.device") -> "EngineOptions":
-        """These options for a pair on a device, with `max_num_seqs` and `max_model_len` filled in.
+        """These options for a pair on a device, with what was left to it filled in.
 
         Raises:
             UserError: they ask for more than the target, the drafter or the device can do.
@@ -112,4 +114,5 @@ class EngineOptions(DraftOptions):
             self,
             max_num_seqs=self.max_num_seqs or (32 if on_gpu else 4),
             max_model_len=self.max_model_len or target.context_limit,
+            max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )

@@ -36,6 +36,7 @@ class PagePool:
         self._tree: dict[tuple[int, tuple[int, ...]], _Node] = {}
         self._node_of_page: dict[int, _Node] = {}
         self._next_id = 1
+        self.changes = 0  # counts what may make room for a request that found none
 
     @property
     def available(self) -> int:
@@ -67,6 +68,7 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back, a request's first page last, so that long prefixes are evicted from their end."""
+        self.changes += bool(pages)
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} released twice"
@@ -75,6 +77,12 @@ class PagePool:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
+
+    def unmatch(self, pages: Sequence[int]) -> None:
+        """Give back what `match` returned, for which no room was found."""
+        changes = self.changes
+        self.release(pages)
+        self.changes = changes
 
     def match(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Hold and return the cached pages of the longest known prefix of `tokens`, at most `limit` tokens of it."""
@@ -102,6 +110,7 @@ class PagePool:
                     return
                 node = _Node(self._next_id, pages[i], key)
                 self._next_id += 1
+                self.changes += 1
                 self._tree[key] = node
                 self._node_of_page[pages[i]] = node
             parent = node.id

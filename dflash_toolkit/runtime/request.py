@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError
 from ..generation import Generation, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
+from .line import Place
 
 if TYPE_CHECKING:
     from ..grammar import Matcher  # which needs torch, as those who ask an engine do not
@@ -100,12 +101,14 @@ class Request:
     limit: int  # of generated tokens: max_new_tokens or what the context leaves
     on_progress: Callable[["Request", Step | None], None] | None = None  # None: prefill, error
     key: str = ""  # whose it is: turns go round the keys, then round a key's requests
-    priority: int = 0  # lower is earlier; equal ones by arrival
+    group: str = ""  # what was asked for together, of a key, is computed one after the other; "": it alone
+    priority: int = 0  # lower is earlier
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)
     submitted_s: float = field(default_factory=time.perf_counter)
 
+    place: Place | None = field(default=None, repr=False)  # in line
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0  # tokens of `known_ids` whose keys and values are in the pages
     cached_tokens: int = 0  # of them, those that a prefix hit brought

@@ -273,15 +273,15 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
     prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
     prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]  # chunks of 512 tokens, the last near the end
     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    captured = make_engine(target, drafter, max_num_batched_tokens=512)
+    captured = make_engine(target, drafter, max_num_batched_tokens=1024)
     found = [g.tokens for g in captured.generate(prompts, params)]
     assert {64, 128, 512} < set(captured.runner._prefills) <= set(PREFILL_SIZES)
     monkeypatch.setattr(StepRunner, "_prefill_graph", lambda runner, size: (Eagerly(), runner.padded_prefill(size)))
-    eager = make_engine(target, drafter, max_num_batched_tokens=512)
+    eager = make_engine(target, drafter, max_num_batched_tokens=1024)
     assert [g.tokens for g in eager.generate(prompts, params)] == found
     # unpadded: longer products add up otherwise
     monkeypatch.setattr("dflash_toolkit.runtime.runner.PREFILL_SIZES", (0,))
-    plain = [g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=512).generate(prompts, params)]
+    plain = [g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=1024).generate(prompts, params)]
     assert sum(a == b for a, b in zip(found, plain, strict=True)) >= len(prompts) - 2
 
 

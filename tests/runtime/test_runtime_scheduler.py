@@ -144,7 +144,8 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
         return sorted(device.called("prefill"))
 
     prompts = [[1000 * i + k for k in range(n)] for i, n in enumerate(lengths)]  # nothing in common
-    each = [[(p[start], start, len(p[start:][:chunk])) for start in range(0, len(p), chunk)] for p in prompts]
+    cut = max(chunk // 2, 1)
+    each = [[(p[start], start, len(p[start:][:cut])) for start in range(0, len(p), cut)] for p in prompts]
     assert [cuts([prompt]) for prompt in prompts] == each and cuts(prompts) == [cut for cuts in each for cut in cuts]
 
 
@@ -181,6 +182,7 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
             prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
             count = dice.randrange(1, 30)
             request = request_of(prompt, count)
+            request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
             if pool.pages_for(len(prompt) + count + (depth + 1) * BLOCK) <= pool.capacity:
                 scheduler.add(request)
                 alive.append(request)
@@ -194,6 +196,7 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
     drain(scheduler)
     pool.check()
     assert pool.available == pool.capacity
+    assert not scheduler.waiting._keys and all(request.place is None for request in alive), "the line is empty"
     assert len(done) == len(alive) - cancelled
     for request in done:
         assert request.tokens == truth(request.prompt_ids, request.limit)

@@ -1,0 +1,226 @@
+"""Whose prompt comes next: nobody waits for ever, whatever others ask for, and small ones do not wait for large."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_runtime_scheduler import BLOCK, SIZE, TableDevice, drain, request_of, scheduled
+
+from dflash_toolkit.runtime.pages import PagePool
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.scheduler import OVERTAKEN, Scheduler
+
+TURN, CUT = 16, 8
+
+
+def asked(tokens: int, limit: int = 1, **fields: Any) -> Request:
+    request = request_of([random.randrange(97) for _ in range(tokens)], limit)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+def told_in_order(scheduler: Scheduler) -> list[Request]:
+    """Requests as they get their first tokens, in a list that grows."""
+    order: list[Request] = []
+    scheduler._report = lambda request, step: order.append(request) if step is None else None
+    return order
+
+
+def roomy(*requests: Request, **options: Any) -> tuple[TableDevice, Scheduler, list[Request]]:
+    """Rows and pages for all."""
+    device = TableDevice(0)
+    defaults = {"pool": 4000, "max_batch": 200, "prefill_chunk": TURN}
+    scheduler = scheduled(device, *requests, **(defaults | options))
+    return device, scheduler, told_in_order(scheduler)
+
+
+def computed(device: TableDevice) -> int:
+    return sum(tokens for _, _, tokens in device.called("prefill"))
+
+
+# ---- prompts of other lengths ------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_does_not_wait_for_the_long_one_before_it() -> None:
+    long, short = asked(1900), asked(1)
+    device, scheduler, told = roomy(long, short)
+    scheduler._report = lambda request, step: told.append(request) or computed_then.append(computed(device))
+    computed_then: list[int] = []
+    scheduler.advance()
+    assert told == [short] and computed_then == [1], "its token is told before the others are computed"
+    late = asked(3)
+    scheduler.add(late)
+    scheduler.advance()
+    assert told == [short, late] and 0 < long.prefilled <= 2 * TURN
+
+
+@pytest.mark.parametrize("tokens", [1, CUT, 3 * CUT])
+def test_a_long_prompt_goes_on_in_every_turn_whatever_comes(tokens: int) -> None:
+    long = asked(10 * CUT)
+    _, scheduler, told = roomy(long)
+    for turn in range(10):
+        for _ in range(20):
+            scheduler.add(asked(tokens))
+        scheduler.advance()
+        assert long in told or long.prefilled >= (turn + 1) * CUT
+    assert long in told and len(told) > 1 - (tokens > CUT), "and others do, too"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(2, 40))
+def test_every_prompt_is_computed_in_as_many_turns_as_its_key_has_older_chunks(seed: int, keys: int, turn: int) -> None:
+    """Times the keys: with K of them a request behind C chunks of its key, its own included, waits K * C turns."""
+    dice = random.Random(seed)
+    _, scheduler, told = roomy(prefill_chunk=turn)
+    cut, ends = max(turn // 2, 1), dict[Request, int]()
+    chunks: dict[str, list[tuple[Request, int]]] = {}
+    for now in range(60):
+        for _ in range(dice.randrange(3) if now < 30 else 0):
+            request = asked(dice.choice([1, 2, cut, 5 * cut]), key=str(dice.randrange(keys)))
+            mine = chunks.setdefault(request.key, [])
+            mine.append((request, -(-len(request.prompt_ids) // cut)))
+            ends[request] = now + keys * sum(count for other, count in mine if other not in told)
+            scheduler.add(request)
+        scheduler.advance()
+        assert all(request in told for request, end in ends.items() if end <= now)
+    drain(scheduler)
+    assert set(told) == set(ends)
+
+
+def test_equal_prompts_are_computed_one_after_the_other() -> None:
+    """Taking turns chunk by chunk would make all of them late."""
+    requests = [asked(4 * CUT) for _ in range(4)]
+    _, scheduler, told = roomy(*requests)
+    scheduler.advance()
+    scheduler.advance()
+    assert told == requests[:1]
+    drain(scheduler)
+    assert told == requests
+
+
+# ---- keys, groups, priorities ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mine", [{"key": "mine"}, {"group": "mine"}, {}])
+def test_a_thousand_small_answers_that_were_asked_for_together_do_not_hold_the_queue(mine: dict[str, str]) -> None:
+    many = [asked(2, 6, group="theirs") for _ in range(1024)]
+    _, scheduler, told = roomy(*many, max_batch=2)
+    for _ in range(20):
+        scheduler.advance()
+    started, one = len(told), asked(30, 6, **mine)
+    scheduler.add(one)
+    while one not in told:
+        scheduler.advance()
+    assert len(told) - started <= 4, "it has the second or third row that is free"
+
+
+def test_keys_are_given_as_much_whatever_they_ask_for() -> None:
+    one, other = ([asked(n, key=key) for _ in range(60)] for key, n in (("one", 2 * CUT), ("other", 2)))
+    _, scheduler, told = roomy(*one, *other)
+    while len([r for r in told if r.key == "other"]) < 50:
+        scheduler.advance()
+    theirs = sum(r.prefilled for r in one) + sum(len(r.prompt_ids) for r in told if r.key == "one")
+    assert 0.5 < sum(len(r.prompt_ids) for r in told if r.key == "other") / theirs < 2
+
+
+def test_a_key_that_asked_for_nothing_has_saved_nothing_up() -> None:
+    _, scheduler, told = roomy(*(asked(CUT, key="busy") for _ in range(300)), max_batch=1)
+    for _ in range(50):
+        scheduler.advance()
+    before = len(told)
+    for _ in range(20):
+        scheduler.add(asked(CUT, key="new"))
+    while len(told) < before + 20:
+        scheduler.advance()
+    assert 8 <= sum(request.key == "busy" for request in told[before:]) <= 12, "from now on they share"
+
+
+def test_lower_priorities_come_first_and_equal_ones_as_they_arrived() -> None:
+    requests = [asked(CUT, priority=priority) for priority in (1, 0, 5, 0, -3, 1)]
+    _, scheduler, told = roomy(*requests, max_batch=1)
+    drain(scheduler)
+    assert [requests.index(request) for request in told] == [4, 1, 3, 0, 5, 2]
+
+
+def test_the_least_urgent_gives_way() -> None:
+    scheduler = scheduled(TableDevice(0), pool=61, max_batch=3, max_block=1)
+    early, late = asked(8, 220, priority=1), asked(8, 220)
+    scheduler.add(early)
+    scheduler.advance()
+    scheduler.add(late)
+    while not scheduler.preemptions:
+        scheduler.advance()
+    assert early.row is None and late.row is not None
+
+
+# ---- pages -------------------------------------------------------------------------------------------------
+
+
+def crowded() -> tuple[PagePool, Scheduler, list[Request], Request]:
+    """A request that holds a third of the pages, and one behind it that needs more than are left."""
+    pool = PagePool(61, SIZE)
+    scheduler = scheduled(TableDevice(0), pool=pool, max_batch=8, prefill_chunk=128, max_block=1, prefix_cache=True)
+    told = told_in_order(scheduler)
+    holder, large = asked(80, 90), asked(200)
+    for request in (holder, large):
+        scheduler.add(request)
+        scheduler.advance()
+    assert told == [holder] and not large.pages
+    return pool, scheduler, told, large
+
+
+def test_a_prompt_that_finds_no_pages_lets_smaller_ones_start_but_not_for_ever() -> None:
+    _, scheduler, told, large = crowded()
+    while not large.pages:
+        scheduler.add(asked(3, 3))
+        scheduler.advance()
+    assert len(told) - 1 == OVERTAKEN, "as many as may, and no more"
+    drain(scheduler)
+    assert large in told
+
+
+def test_whoever_is_urgent_is_not_held_up() -> None:
+    _, scheduler, told, large = crowded()
+    while large.place is not None and large.place.overtaken < OVERTAKEN:
+        scheduler.add(asked(3, 3))
+        scheduler.advance()
+    urgent, small = asked(3, 3, priority=-1), asked(3, 3)
+    for request in (small, urgent):
+        scheduler.add(request)
+    while not large.pages:
+        scheduler.advance()
+    assert urgent in told and small not in told
+
+
+def test_a_prefix_is_not_looked_up_again_before_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, scheduler, told, large = crowded()
+    looks, real = list[int](), pool.match
+    monkeypatch.setattr(pool, "match", lambda ids, limit: looks.append(len(ids)) or real(ids, limit))
+    for _ in range(20):
+        scheduler.advance()
+    assert not large.pages and not looks, "the request before it decodes, and gives nothing back"
+    drain(scheduler)
+    assert looks == [len(large.prompt_ids)] and large in told
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("turns", range(6))
+def test_pages_of_a_cancelled_request_are_free_within_a_step(depth: int, turns: int) -> None:
+    """Waiting, with its prompt computed in part, with its first token on its way, and decoding."""
+    pool = PagePool(100, SIZE)
+    scheduler = scheduled(TableDevice(depth), pool=pool, prefill_chunk=TURN, max_batch=2, block=BLOCK)
+    request, other = asked(3 * TURN, 99), asked(5, 30)
+    scheduler.add(request)
+    for _ in range(turns):
+        scheduler.advance()
+    assert bool(request.pages) == (turns > 0) and (request.row is not None) == (turns > 2)
+    scheduler.cancel(request)
+    scheduler.add(other)
+    scheduler.advance()
+    pool.check()
+    assert pool.capacity - pool.available == len(other.pages), "nobody else holds any"
+    drain(scheduler)
+    assert pool.available == pool.capacity and len(other.tokens) == 30 and not request.finished
