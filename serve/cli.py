@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, from_mapping, given_values, option, options, run_command
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
+from dflash_toolkit.threads import use_threads
 
 from .external import OWN, ExternalOptions, check_own, offered, split, start
 from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -119,6 +121,7 @@ def _run(config: ServeConfig) -> None:
     from .server import Connection, Server, bind, bind_path, raise_open_files, url_of
     from .state import ServerState
 
+    read_ahead(config.drafter, config.target)  # into the system's cache, for the engine's process
     keys = read_keys(config.api_key_file)
     set_up_logs(config.log_json, config.access_log)
     Connection.limit = min(config.max_connections or MOST_CONNECTIONS, raise_open_files())
@@ -135,6 +138,7 @@ def _run(config: ServeConfig) -> None:
         from .app import create_app
         from .defaults import sampling_defaults
 
+        use_threads(config.threads)
         transformers.utils.logging.disable_progress_bar()  # errors are one line
         load_config(config.target)  # says first if there is no such target
         defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}

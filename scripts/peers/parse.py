@@ -7,6 +7,7 @@ words behind `vllm serve` or `python -m sglang.launch_server`. Prints a JSON lis
 JSON has them.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -65,4 +66,6 @@ def main(engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("engine", choices=("vllm", "sglang"))
+    main(arguments.parse_args().engine)
