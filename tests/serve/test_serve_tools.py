@@ -385,7 +385,7 @@ def test_a_call_that_is_asked_for_comes(client: OpenAI, choice: Any, head: str, 
     assert reason == ("stop" if isinstance(choice, dict) else "tool_calls"), "as OpenAI has it"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sorted({*FORMS} - {"mistral"}))
 def test_a_call_that_is_asked_for_is_written_in_the_form_of_the_target(target: Target, form: str) -> None:
     with serving(make_engine(target, make_drafter(target)), tool_call_parser=form) as url:
         message = say(
