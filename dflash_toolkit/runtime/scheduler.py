@@ -339,7 +339,7 @@ class Scheduler:
                 self.running[request.row], moved.row = moved, request.row
             self.running.pop()
             self._device.remove(last)
-        if self._prefix_cache:
+        if self._prefix_cache and request.pages:
             self._pool.publish((request.prompt_ids + request.tokens)[:written], request.pages)
         self._pool.release(request.pages)
         request.pages, request.prefilled, request.row = [], 0, None
