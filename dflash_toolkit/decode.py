@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .generation import Generation, Step, TokenLogprobs, check_prompt, commit
+from .generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from .grammar import Grammars, Matcher, masks_of, words_of
 from .kernels.reference import (
     accepted_prefix,
@@ -21,6 +21,7 @@ from .kernels.reference import (
     mask_logits_,
     penalized,
     position_uniform,
+    scored_tokens,
 )
 from .models.dflash.network import ContextKV, Drafter
 from .models.target import Target
@@ -63,7 +64,7 @@ def stream(
     started = time.perf_counter()
     cache = target.new_cache()
     prompt = torch.tensor([prompt_ids], device=target.device)
-    out = target.forward(prompt, taps=taps, cache=cache, logits="last")
+    out = target.forward(prompt, taps=taps, cache=cache, logits="last", final=params.prompt_logprobs is not None)
     assert out.logits is not None
     first = _choose(out.logits[0], prompt_ids, [], [], params, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
@@ -72,6 +73,10 @@ def stream(
     _follow(matcher, first)
     if params.logprobs is not None:
         generation.logprobs += token_logprobs(out.logits[0], first, params.logprobs)
+    if params.prompt_logprobs is not None:
+        assert out.final is not None
+        scored = scored_tokens(target.head(out.final[0, :-1]), prompt[0, 1:], params.prompt_logprobs)
+        generation.prompt_logprobs = PromptLogprobs(scored.shape[1] // 2 - 1, scored.cpu().numpy().tobytes())
     generation.prefill_s = time.perf_counter() - started
     yield generation
 

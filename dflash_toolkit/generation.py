@@ -1,6 +1,7 @@
 """What decoding leaves behind, passed around by the definition, the engine, reports and the server. Without torch."""
 
-from collections.abc import Sequence, Set
+from array import array
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,28 @@ class TokenLogprobs:
     best: tuple[tuple[int, float], ...]  # (token, log-probability), most probable first
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens behind its first one, which has none.
+
+    Packed: there may be thousands, and whoever decodes has no time to take them apart.
+    """
+
+    best: int  # most probable tokens at each position
+    packed: bytes  # float64 [tokens - 1, 2 + 2 * best], see `kernels.reference.scored_tokens`
+
+    def __len__(self) -> int:
+        return len(self.packed) // (16 + 16 * self.best)
+
+    def __iter__(self) -> Iterator[tuple[TokenLogprobs, int]]:
+        """Of every token its log-probabilities, and its rank: 1 is the most probable of the vocabulary."""
+        values, best = array("d", self.packed), self.best
+        for at in range(0, len(values), 2 + 2 * best):
+            ids = values[at + 2 : at + 2 + best]
+            logprobs = values[at + 2 + best : at + 2 + 2 * best]
+            yield TokenLogprobs(values[at], tuple(zip(map(int, ids), logprobs, strict=True))), int(values[at + 1])
+
+
 @dataclass(slots=True)
 class Generation:
     """A finished (or, from `stream`, a growing) answer."""
@@ -36,6 +59,7 @@ class Generation:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
+    prompt_logprobs: PromptLogprobs | None = None  # if asked for
 
     @property
     def acceptance_length(self) -> float:

@@ -70,6 +70,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # times its count in the answer
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     logprobs: int | None = None  # so many best tokens beside each chosen one; None: no log-probabilities at all
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
@@ -93,8 +94,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(getattr(self, name)) <= MOST_PENALTY:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in +-{MOST_PENALTY} (0 is none)")
-        if not 0 <= (self.logprobs or 0) <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be in 0..{MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in 0..{MAX_LOGPROBS}")
         for token, bias in self.logit_bias:
             if not bias < math.inf:  # nor NaN
                 raise ValueError(f"logit_bias of token {token} is {bias}; it must be a number or -inf, which bans it")

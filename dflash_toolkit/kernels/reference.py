@@ -96,6 +96,25 @@ def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold[:, None], right=True)[:, 0].clamp_(max=probabilities.shape[-1] - 1)
 
 
+def scored_tokens(logits: Tensor, tokens: Tensor, best: int) -> Tensor:
+    """Log-probabilities of given tokens, and what else the target expected in their places.
+
+    Args:
+        logits: [M, V].
+        tokens: int64 [M].
+        best: tokens reported beside each; at most V of them are.
+
+    Returns:
+        fp64 [M, 2 + 2 * best]: the token's log-probability and its rank, which counts tied ones too; the most probable
+        tokens' ids, then their log-probabilities.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    rank = (logprobs >= chosen).sum(1, keepdim=True)
+    values, ids = logprobs.topk(min(best, logits.shape[1]))
+    return torch.cat([part.double() for part in (chosen, rank, ids, values)], dim=1)
+
+
 def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
     """How many drafted tokens equal the target's own choice before the first that does not.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..generation import FinishReason, Step, TokenLogprobs
+from ..generation import FinishReason, PromptLogprobs, Step, TokenLogprobs
 from ..sampling import GrammarError, SamplingParams
 from .wire import Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
 
@@ -53,6 +53,7 @@ class Progress:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
     cached_tokens: int = 0  # of the prompt, brought by a prefix hit
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,9 @@ class _Connection:
             return
         tokens = tuple(item.tokens)
         step = None if item.drafted < 0 else Step(item.drafted, item.accepted, tokens)
-        responses.put((number, Progress(tokens, step, item.finish_reason, tuple(item.logprobs), item.cached_tokens)))
+        logprobs = tuple(item.logprobs)
+        progress = Progress(tokens, step, item.finish_reason, logprobs, item.cached_tokens, item.prompt_logprobs)
+        responses.put((number, progress))
 
     def _end(self, reason: str = "the engine has ended") -> None:
         """The engine has gone."""

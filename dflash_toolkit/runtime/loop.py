@@ -195,6 +195,7 @@ class EngineLoop:
                 generation.finish_reason,
                 logprobs,
                 request.cached_tokens,
+                generation.prompt_logprobs if step is None else None,
                 None if request.error is None else str(request.error),
             )
         )
@@ -267,4 +268,4 @@ class EngineLoop:
 
 
 def _ended(number: int, error: str) -> Item:
-    return Item(number, [], -1, 0, None, [], 0, error)
+    return Item(number, [], -1, 0, None, [], 0, error=error)

@@ -10,6 +10,7 @@ import torch
 from ..config import UnsupportedModel, UserError
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
+from ..sampling import MAX_LOGPROBS
 from .capture import no_collection
 from .runner import StepRunner
 from .sampler import Mode
@@ -179,7 +180,7 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     """Runs the largest passes once to see what they take."""
     chunk = min(chunk, probe.pages_per_request * probe.page_size)
 
-    def peak(run: Callable[[], None]) -> int:
+    def peak(run: Callable[[], object]) -> int:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -189,7 +190,8 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - held
 
-    prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, [1] * -(-chunk // probe.page_size)))
+    pages = [1] * -(-chunk // probe.page_size)
+    prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_batch, probe.max_block, Mode.FULL))
     return Workspace(step, prefill)

@@ -4,10 +4,10 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import UserError
-from ..generation import Generation, Step, TokenLogprobs, check_prompt, commit
+from ..generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
 from .line import Place
 
@@ -50,6 +50,7 @@ class Committed:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asked for them
+    prompt: PromptLogprobs | None = None  # with the first token, if the request asked for them
 
 
 class RollingAcceptance:
@@ -112,6 +113,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0  # tokens of `known_ids` whose keys and values are in the pages
     cached_tokens: int = 0  # of them, those that a prefix hit brought
+    scored: list[Any] = field(default_factory=list)  # log-probabilities of the prompt's chunks, as the device left them
     row: int | None = None  # in the batch; None while waiting or prefilling
     epoch: int = 0  # counts the times it lost its row; results launched before that are void
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
@@ -127,6 +129,7 @@ class Request:
             generation=Generation(),
             acceptance=copy.copy(self.acceptance),
             pages=[],
+            scored=[],
             blocks_in_flight=[],
             matcher=self.matcher and self.matcher.fresh(),
         )
@@ -138,6 +141,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.generation.finish_reason is not None or self.error is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prefill is to leave the log-probabilities of the prompt, and so must compute all of it."""
+        return self.params.prompt_logprobs is not None and not self.tokens
 
     @property
     def known_ids(self) -> list[int]:
@@ -163,6 +171,7 @@ class Request:
     def add_first(self, committed: Committed) -> None:
         """The token that the prefill chose."""
         self._take(committed, 1)
+        self.generation.prompt_logprobs = committed.prompt
         self.generation.prefill_s = time.perf_counter() - self.submitted_s
 
     def add_step(self, block: int, committed: Committed) -> Step:

@@ -20,6 +20,7 @@ from ..kernels.ops import Ops
 from .batch_state import BatchState
 from .capture import Captures, PinnedBuffers, to_device, upload
 from .parts import Between, Block, Part
+from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer
 from .request import Committed, Request
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
@@ -51,6 +52,7 @@ class PendingResult:
     wanted: dict[int, tuple[int, int]]  # row -> its place in `logprobs` and its SamplingParams.logprobs
     done: torch.cuda.Event | None
     buffer: Tensor | None = None  # pinned memory that `tokens` is a view of, to be given back
+    scored: list[Tensor] | None = None  # of a first token that asks for its prompt's log-probabilities: `prefill`'s
 
 
 class StepRunner:
@@ -112,31 +114,51 @@ class StepRunner:
         # what a captured prefill reads: tokens, and where they stand: start, count, pages
         self._prompt = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=self.device)
         self._place = torch.zeros(2 + self.pages_per_request, dtype=torch.int32, device=self.device)
+        self._states = torch.zeros(PREFILL_SIZES[-1], width, dtype=self.dtype, device=self.device)  # what it leaves
         self._prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+    def prefill(
+        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+    ) -> Tensor | None:
         """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ...
 
         A short chunk is a captured graph, padded: launching its hundreds of kernels would take the host longer than
         they take the device.
+
+        Returns:
+            What `score` makes of `following`, on its way to the host; None if there are none.
         """
         size = next((s for s in PREFILL_SIZES if s >= len(ids)), None)
         if self.device.type != "cuda" or size is None or start + size > self._reach:
-            return self.prefill_eagerly(ids, start, pages)
+            return self.prefill_eagerly(ids, start, pages, following, best)
         self.place(ids, start, pages)
         graph, self._last_hidden = self._prefill_graph(size)
         graph.replay()
+        return self._score(self._states, following, best)
 
     @torch.inference_mode()
-    def prefill_eagerly(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+    def prefill_eagerly(
+        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+    ) -> Tensor | None:
         """The same without a graph, unpadded."""
         tokens = to_device(ids, torch.int64, self.device)
         table = to_device(pages, torch.int32, self.device)[None]
         rows = Rows(to_device([start], torch.int32, self.device), table, self.page_size)
-        self._last_hidden = self._prefill(tokens, rows, to_device([len(ids)], torch.int32, self.device))
+        hidden, self._last_hidden = self._prefill(tokens, rows, to_device([len(ids)], torch.int32, self.device))
+        return self._score(hidden, following, best)
+
+    def _score(self, hidden: Tensor, following: Sequence[int], best: int) -> Tensor | None:
+        """Outside of graphs: few requests ask for it, and its rows are many."""
+        if not following:
+            return None
+        tokens = to_device(following, torch.int64, self.device)
+        found = score(hidden[: len(tokens)], self.target.head, tokens, best, self.ops)
+        if self.device.type != "cuda":
+            return found
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
     def place(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Put a chunk where `padded_prefill` finds it."""
@@ -148,14 +170,20 @@ class StepRunner:
         """Prefill the placed chunk, padded to `size` tokens. Returns the state [1, D] of its last token."""
         count = self._place[1:2]
         rows = Rows(self._place[:1], self._place[None, 2:], self.page_size, count)
-        return self._prefill(self._prompt[:size], rows, count)
+        hidden, last = self._prefill(self._prompt[:size], rows, count)
+        self._states[:size].copy_(hidden)
+        return last
 
-    def _prefill(self, tokens: Tensor, rows: Rows, count: Tensor) -> Tensor:
-        """Prefill `tokens`, of which only the first `count` [1] are text; the state [1, D] of the last of these."""
+    def _prefill(self, tokens: Tensor, rows: Rows, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Prefill `tokens`, of which only the first `count` [1] are text.
+
+        Returns:
+            Their states [M, D], and that of the last one that is text, [1, D].
+        """
         hidden, features = self.verifier.forward(tokens, rows)
         if self.proposer and features is not None:
             self.proposer.write_context(features, rows, count)
-        return hidden.index_select(0, (count.long() - 1).clamp(min=0))
+        return hidden, hidden.index_select(0, (count.long() - 1).clamp(min=0))
 
     def _prefill_graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The captured prefill of a chunk of that size, captured now if it was not yet."""
@@ -189,7 +217,8 @@ class StepRunner:
         counts = torch.ones_like(before)
         if mode.full:
             sampler.count(rows, choice, counts)
-        return self._pending(torch.cat([counts[:, None], choice], dim=1), logprobs, [request], [0])
+        scored = request.scored if request.scores_prompt else None
+        return self._pending(torch.cat([counts[:, None], choice], dim=1), logprobs, [request], [0], scored)
 
     @torch.inference_mode()
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
@@ -241,12 +270,13 @@ class StepRunner:
         if pending.done is not None:
             pending.done.synchronize()
         found = []
+        prompt = None if pending.scored is None else packed(pending.scored)
         for row, (count, *tokens) in enumerate(pending.tokens.tolist()):
             logprobs = None
             if pending.logprobs is not None and row in pending.wanted:
                 place, best = pending.wanted[row]
                 logprobs = unpack_logprobs(pending.logprobs[place, :count], best)
-            found.append(Committed(tokens[:count], logprobs))
+            found.append(Committed(tokens[:count], logprobs, prompt))
         if pending.buffer is not None:
             self._results.give_back(pending.buffer)
         return found
@@ -402,7 +432,12 @@ class StepRunner:
     # ---- host and device -----------------------------------------------------------------------------------
 
     def _pending(
-        self, tokens: Tensor, logprobs: Tensor | None, requests: Sequence[Request], full: Sequence[int]
+        self,
+        tokens: Tensor,
+        logprobs: Tensor | None,
+        requests: Sequence[Request],
+        full: Sequence[int],
+        scored: list[Tensor] | None = None,
     ) -> PendingResult:
         """A result of the first rows; `full` are those that `logprobs` are of, in this order."""
         rows = len(requests)
@@ -410,7 +445,7 @@ class StepRunner:
         wanted = {row: (place, count) for place, row, count in best if count is not None}
         logprobs = logprobs[: len(full)] if wanted and logprobs is not None else None
         if self.device.type != "cuda":
-            return PendingResult(tokens[:rows], logprobs, wanted, None)
+            return PendingResult(tokens[:rows], logprobs, wanted, None, scored=scored)
         buffer = self._results.take()
         # contiguous, as else the copy would be waited for
         host = buffer[: rows * tokens.shape[1]].view(rows, -1).copy_(tokens[:rows], non_blocking=True)
@@ -419,4 +454,4 @@ class StepRunner:
             logprobs = pinned.copy_(logprobs, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return PendingResult(host, logprobs, wanted, done, buffer)
+        return PendingResult(host, logprobs, wanted, done, buffer, scored)

@@ -23,8 +23,16 @@ class Device(Protocol):
     depth: int  # steps that may be in flight when a result is read
     pages_per_request: int  # at most, overshoot included
 
-    def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
-        """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request."""
+    def prefill(
+        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+    ) -> Any | None:
+        """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request.
+
+        Args:
+            following: tokens behind the first of `ids`, the second..., whose log-probabilities are returned, pending;
+                `add` finds them in the request.
+            best: most probable tokens beside each of them.
+        """
 
     def add(self, row: int, request: Request) -> Any | None:
         """Put a prefilled request into the batch; returns the pending first token if it has none yet."""
@@ -196,7 +204,12 @@ class Scheduler:
         ids = request.known_ids
         chunk = ids[request.prefilled : request.prefilled + self._cut]
         if chunk:
-            self._device.prefill(chunk, request.prefilled, request.pages)
+            start = request.prefilled
+            following = ids[start + 1 : start + 1 + len(chunk)] if request.scores_prompt else ()
+            best = request.params.prompt_logprobs or 0
+            scored = self._device.prefill(chunk, start, request.pages, following, best)
+            if scored is not None:
+                request.scored.append(scored)
             request.prefilled += len(chunk)
             self.waiting.charge(request, prompt=len(chunk))
         if request.prefilled == len(ids):
@@ -230,7 +243,7 @@ class Scheduler:
         ids = request.known_ids
         # without a token yet, the last one of the prompt must be computed for its logits
         limit = len(ids) if request.tokens else len(ids) - 1
-        hit = self._pool.match(ids, limit) if self._prefix_cache else []
+        hit = self._pool.match(ids, limit) if self._prefix_cache and not request.scores_prompt else []
         new = self._pool.allocate(self._pool.pages_for(len(ids) + self._max_block) - len(hit))
         if new is None:
             self._pool.unmatch(hit)
@@ -343,5 +356,6 @@ class Scheduler:
             self._pool.publish((request.prompt_ids + request.tokens)[:written], request.pages)
         self._pool.release(request.pages)
         request.pages, request.prefilled, request.row = [], 0, None
+        request.scored = []
         request.blocks_in_flight.clear()
         request.epoch += 1

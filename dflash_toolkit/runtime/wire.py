@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..generation import FinishReason, TokenLogprobs
+from ..generation import FinishReason, PromptLogprobs, TokenLogprobs
 from ..sampling import SamplingParams
 from .request import Capacity
 
@@ -63,6 +63,7 @@ class Item(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs]
     cached_tokens: int  # of the prompt, brought by a prefix hit
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
     error: str | None = None  # the request failed, or was refused; nothing more comes
 
 

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
+from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
@@ -288,6 +290,49 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
 class Eagerly:
     def replay(self) -> None:
         """What a graph would do has been done."""
+
+
+def test_prompts_are_scored_as_by_hugging_face_and_nobody_else_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in graphs and, of more than 512 tokens, without; 128 rows of logits at a time."""
+    target, drafter = pair()
+    exact = copy.deepcopy(target.model).double()
+    prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
+    prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]
+    asked = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=20)
+    plain = replace(asked, prompt_logprobs=None)
+
+    def answers(params: SamplingParams, **options: Any) -> list[Generation]:
+        engine = make_engine(target, drafter, max_num_batched_tokens=2048, prefix_cache=True, **options)
+        while engine.prepare():
+            pass  # a capture waits
+        real = engine.runner.prefill
+
+        def watched(*args: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return real(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(engine.runner, "prefill", watched)
+        return engine.generate(prompts, [plain if i % 3 == 2 else params for i in range(len(prompts))])
+
+    found = answers(asked)
+    for i, (prompt, got) in enumerate(zip(prompts, found, strict=True)):
+        if i % 3 == 2:
+            assert got.prompt_logprobs is None
+            continue
+        with torch.inference_mode():
+            rows = exact(torch.tensor([prompt], device="cuda")).logits[0].log_softmax(-1)
+        assert got.prompt_logprobs is not None and len(got.prompt_logprobs) == len(prompt) - 1
+        for (token, rank), row, following in zip(got.prompt_logprobs, rows[:-1], prompt[1:], strict=True):
+            assert token.chosen == pytest.approx(float(row[following]), abs=0.15)
+            assert [value for _, value in token.best] == pytest.approx(row.topk(20).values.tolist(), abs=0.15)
+            assert int((row > row[following] + 0.3).sum()) < rank <= int((row >= row[following] - 0.3).sum())
+    alone = answers(asked, max_num_seqs=1)
+    assert [g.prompt_logprobs for g in alone] == [g.prompt_logprobs for g in found], "bit for bit"
+    unasked = answers(plain)
+    assert [(g.tokens, g.logprobs) for g in unasked[2::3]] == [(g.tokens, g.logprobs) for g in found[2::3]]
 
 
 def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -63,11 +63,14 @@ class TableDevice:
     def _text(self, pages: Sequence[int], length: int) -> list[int]:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
 
-    def prefill(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+    def prefill(
+        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+    ) -> Any:
         self.calls.append(("prefill", ids[0], start, len(ids)))
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
         self._prefilled = self._text(pages, start + len(ids))
+        return [(start + 1 + i, token) for i, token in enumerate(following)] or None
 
     def add(self, row: int, request: Request) -> Any:
         assert row not in self.rows
@@ -77,7 +80,8 @@ class TableDevice:
             return None
         assert self._text(request.pages, length) == request.prompt_ids
         self.rows[row].last = next_token(self._prefilled)
-        return [Committed([self.rows[row].last])]
+        scored = [each for chunk in request.scored for each in chunk] if request.scores_prompt else None
+        return [Committed([self.rows[row].last], prompt=scored)]  # type: ignore[arg-type]
 
     def move(self, source: int, target: int) -> None:
         self.calls.append(("move", source, target))
@@ -182,6 +186,7 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
             prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
             count = dice.randrange(1, 30)
             request = request_of(prompt, count)
+            request.params = replace(request.params, prompt_logprobs=dice.choice([None, 0]))
             request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
             if pool.pages_for(len(prompt) + count + (depth + 1) * BLOCK) <= pool.capacity:
                 scheduler.add(request)
@@ -201,6 +206,8 @@ def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int
     for request in done:
         assert request.tokens == truth(request.prompt_ids, request.limit)
         assert sum(len(step.tokens) for step in request.generation.steps) == request.limit - 1
+        scored = None if request.params.prompt_logprobs is None else list(enumerate(request.prompt_ids))[1:]
+        assert request.generation.prompt_logprobs == scored
     return scheduler.preemptions, cancelled, sum(request.cached_tokens > 0 for request in done)
 
 

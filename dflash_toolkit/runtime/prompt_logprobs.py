@@ -1,0 +1,25 @@
+"""Log-probabilities of a prompt's tokens, from the states that its prefill leaves; few rows' logits at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..generation import PromptLogprobs
+from ..kernels.ops import Ops
+from ..kernels.reference import scored_tokens
+from ..kernels.weight import Weight
+
+ROWS = 128  # whose logits are in memory at a time; the head's sums for one do not depend on the others
+
+
+def score(hidden: Tensor, head: Weight, tokens: Tensor, best: int, ops: Ops) -> Tensor:
+    """See `scored_tokens`; on normed states [M, D] and what follows each, int64 [M]."""
+    pieces = zip(hidden.split(ROWS), tokens.split(ROWS), strict=True)
+    return torch.cat([scored_tokens(ops.linear(states, head), following, best) for states, following in pieces])
+
+
+def packed(scored: Sequence[Tensor]) -> PromptLogprobs:
+    """The scores of all chunks of a prompt, which are on the host."""
+    best = scored[0].shape[1] // 2 - 1 if scored else 0
+    return PromptLogprobs(best, b"".join(rows.numpy().tobytes() for rows in scored))

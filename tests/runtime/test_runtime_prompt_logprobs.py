@@ -1,0 +1,89 @@
+"""Log-probabilities of prompts: the target's own at every position, whatever else the engine does meanwhile."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_engine import make_engine, pair, prompts_of
+
+from dflash_toolkit import SamplingParams, generate
+from dflash_toolkit.generation import Generation, PromptLogprobs
+
+ASKED = SamplingParams(max_new_tokens=4, prompt_logprobs=3)
+
+
+@cache
+def exact_model() -> Any:
+    """The target in float64, by Hugging Face."""
+    return copy.deepcopy(pair()[0].model).double()
+
+
+def check(found: PromptLogprobs | None, prompt: list[int], best: int) -> None:
+    """Against the model of Hugging Face in one pass."""
+    with torch.inference_mode():
+        rows = exact_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert found is not None and len(found) == len(prompt) - 1
+    for (got, rank), row, token in zip(found, rows[:-1], prompt[1:], strict=True):
+        assert got.chosen == pytest.approx(float(row[token]), abs=1e-4)
+        assert [value for _, value in got.best] == pytest.approx(row.topk(best).values.tolist(), abs=1e-4)
+        assert [value for _, value in got.best] == pytest.approx([float(row[i]) for i, _ in got.best], abs=1e-4)
+        assert int((row > row[token] + 1e-4).sum()) < rank <= int((row >= row[token] - 1e-4).sum())
+
+
+# chunks of 8 tokens, and of 300, of which 128 are scored at a time
+@pytest.mark.parametrize(("turn", "lengths"), [(16, (1, 2, 7, 8, 9, 17, 40)), (600, (129, 301))])
+@pytest.mark.parametrize("best", [0, 1, 20])
+def test_they_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int, ...], best: int) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, max_num_batched_tokens=turn)
+    params = SamplingParams(max_new_tokens=5, prompt_logprobs=best)
+    prompts = prompts_of(*lengths)
+    for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
+        check(got.prompt_logprobs, prompt, best)
+        defined = generate(target, drafter, prompt, params)
+        assert got.tokens == defined.tokens
+        check(defined.prompt_logprobs, prompt, best)
+
+
+def test_whoever_does_not_ask_gets_the_same_bits_beside_those_who_do() -> None:
+    others = [SamplingParams(max_new_tokens=12, logprobs=2, temperature=1.0, seed=3), SamplingParams(max_new_tokens=9)]
+
+    def beside(neighbours: SamplingParams) -> list[Generation]:
+        engine = make_engine(*pair(), prefix_cache=False)
+        return engine.generate(prompts_of(30, 21, 9, 44), [others[0], neighbours, others[1], neighbours])
+
+    for got, expected in zip(beside(ASKED), beside(replace(ASKED, prompt_logprobs=None)), strict=True):
+        assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def test_all_of_the_prompt_is_computed_though_its_pages_are_known_and_they_are_known_afterwards() -> None:
+    engine = make_engine(*pair())
+    (prompt,) = prompts_of(33)
+    plain = SamplingParams(max_new_tokens=4)
+    first, second = engine.generate([prompt], ASKED)[0], engine.generate([prompt], ASKED)[0]
+    assert first.prompt_logprobs == second.prompt_logprobs and engine.stats.cached_prompt_tokens == 0
+    check(second.prompt_logprobs, prompt, 3)
+    engine.generate([prompt], plain)
+    assert engine.stats.cached_prompt_tokens == 32
+    assert engine.generate([prompt], plain)[0].prompt_logprobs is None
+
+
+def test_who_is_preempted_has_each_once() -> None:
+    target, drafter = pair()
+    prompts = prompts_of(30, 40, 35, 25)
+    params = SamplingParams(max_new_tokens=40, prompt_logprobs=2)
+    engine = make_engine(target, drafter, kv_cache_tokens=100)
+    got = engine.generate(prompts, params)
+    assert engine.stats.preemptions > 0
+    for prompt, one in zip(prompts, got, strict=True):
+        check(one.prompt_logprobs, prompt, 2)
+        assert one.tokens == generate(target, drafter, prompt, params).tokens
+
+
+@pytest.mark.parametrize("best", [-1, 21])
+def test_more_than_may_be_asked_for_is_refused(best: int) -> None:
+    with pytest.raises(ValueError, match=rf"prompt_logprobs is {best}; it must be in 0..20"):
+        SamplingParams(prompt_logprobs=best)
