@@ -7,7 +7,7 @@ position alone, never on how many tokens a step committed.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def stream(
     prompt = torch.tensor([prompt_ids], device=target.device)
     out = target.forward(prompt, taps=taps, cache=cache, logits="last", final=params.prompt_logprobs is not None)
     assert out.logits is not None
-    first = _choose(out.logits[0], prompt_ids, [], [], params, matcher).tolist()
+    first = _choose(out.logits[0], prompt_ids, [], [], params, stop_ids, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
     cache.crop(0)  # takes nothing back; transformers 5.15 wants a crop behind every forward that records
     commit(generation, first, stop_ids, limit)
@@ -93,7 +93,8 @@ def stream(
         block = torch.tensor([[last, *draft]], device=target.device)
         out = target.forward(block, taps=taps, cache=cache, logits="all")
         assert out.logits is not None
-        choice = _choose(out.logits[0], prompt_ids + generation.tokens, generation.tokens, draft, params, matcher)
+        tokens = generation.tokens
+        choice = _choose(out.logits[0], prompt_ids + tokens, tokens, draft, params, stop_ids, matcher)
 
         # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
         accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
@@ -141,6 +142,7 @@ def _choose(
     answer: list[int],
     draft: list[int],
     params: SamplingParams,
+    stop_ids: Set[int] = frozenset(),
     matcher: Matcher | None = None,
 ) -> Tensor:
     """The target's tokens [M] from logits [M, V], row i standing behind the context and `draft[:i]`.
@@ -148,12 +150,15 @@ def _choose(
     Args:
         context: prompt and answer, so its length is the position of the first choice.
         answer: the part of it that was generated.
+        stop_ids: end an answer, and so are no choice before it has the tokens it must.
         matcher: stands behind the answer.
     """
     if params.edits_logits:
         logits = logits.float().clone()
         for i in range(len(logits)):
             logits[i] = _edited(logits[i], context + draft[:i], answer + draft[:i], params)
+            if len(answer) + i < params.min_tokens:
+                logits[i, [token for token in stop_ids if 0 <= token < logits.shape[1]]] = -torch.inf
     if matcher:
         logits = logits.clone()
         mask_logits_(

@@ -72,6 +72,7 @@ class SamplingParams:
     logprobs: int | None = None  # so many best tokens beside each chosen one; None: no log-probabilities at all
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     max_new_tokens: int = 512
+    min_tokens: int = 0  # no token that ends the answer is chosen before it has so many
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
     drafting: bool = True  # False: while it runs, nobody of its batch is drafted for
@@ -106,6 +107,10 @@ class SamplingParams:
             raise ValueError("ignore_eos is set; an answer with a grammar ends with an end-of-sequence token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 1")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be in 0..{self.max_new_tokens}, max_new_tokens")
+        if self.grammar and self.min_tokens:
+            raise ValueError("min_tokens is set; an answer with a grammar ends where that is complete")
 
     def check_bias(self, vocabulary: int) -> None:
         """Raises BiasError for a biased token that the target does not have."""
@@ -115,9 +120,9 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether the logits depend on more than the context: on counts of tokens or a bias."""
+        """Whether the logits depend on more than the context: on counts of tokens, a bias, or the answer's length."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias) or self.min_tokens > 0
 
 
 def int64_seed(seed: int) -> int:

@@ -19,6 +19,7 @@ from dflash_toolkit.decode import propose
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.reference import filtered_probabilities
 from dflash_toolkit.models.dflash.network import ContextKV
+from dflash_toolkit.sampling import Grammar
 
 PROMPT = list(b"Speculate, then verify.")
 SAMPLINGS = [
@@ -388,7 +389,21 @@ def test_a_penalty_or_a_bias_alone_makes_logits_depend_on_more_than_the_context(
     assert not SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1, seed=4).edits_logits
     for one in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
         assert SamplingParams(**one).edits_logits
-    assert SamplingParams(logit_bias=((5, 1.0),)).edits_logits
+    assert SamplingParams(logit_bias=((5, 1.0),)).edits_logits and SamplingParams(min_tokens=1).edits_logits
+
+
+def test_no_token_ends_an_answer_that_is_too_short(target: Target, drafter: Drafter) -> None:
+    every = tuple(range(0, 256, 2))
+    for least in (0, 1, 5, 20):
+        params = SamplingParams(max_new_tokens=40, stop_token_ids=every, min_tokens=least)
+        answer = generate(target, drafter, [1, 2, 3], params)
+        assert answer.tokens == generate(target, None, [1, 2, 3], params).tokens
+        *before, last = answer.tokens
+        assert len(before) >= least and last in every and not {*before[:least]} & {*every}
+    with pytest.raises(ValueError, match=r"min_tokens is 3; it must be in 0\.\.2"):
+        SamplingParams(max_new_tokens=2, min_tokens=3)
+    with pytest.raises(ValueError, match="min_tokens is set"):
+        SamplingParams(min_tokens=3, grammar=Grammar("regex", "a+"))
 
 
 @pytest.mark.parametrize("bias", [math.inf, math.nan])

@@ -1,5 +1,6 @@
 """The target's choice for every row of a step: greedy, or sampled as each request asks. State lives on the device."""
 
+from collections.abc import Collection
 from enum import IntEnum
 
 import torch
@@ -52,15 +53,25 @@ class Sampler:
         self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
         self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows of no request are computed too
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
+        self.stops_from = new(torch.int64)  # the first position where a token of `stops` may stand
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
+        self._fields.append(self.stops_from)
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # of the answer
         self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether it holds a token
         self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
-        self._tables = [self.counts, self.prompt, self.bias]
+        self.stops = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        self._tables = [self.counts, self.prompt, self.bias, self.stops]
         self._written = False  # whether anything was ever in the tables: most servers never need them
 
-    def set(self, row: int, params: SamplingParams, prompt: list[int], answer: list[int]) -> None:
-        """Row `row` belongs to a request from now on."""
+    def set(
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt: list[int],
+        answer: list[int],
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        """Row `row` belongs to a request from now on, whose answer ends with one of `stop_ids`."""
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -69,6 +80,7 @@ class Sampler:
         self.penalties[row, 0] = params.repetition_penalty
         self.penalties[row, 1] = params.presence_penalty
         self.penalties[row, 2] = params.frequency_penalty
+        self.stops_from[row] = len(prompt) + params.min_tokens
         self._written |= mode_of(params).full
         if not self._written:
             return
@@ -81,6 +93,8 @@ class Sampler:
             if params.logit_bias:
                 tokens, values = zip(*params.logit_bias, strict=True)
                 self.bias[row].scatter_add_(0, self._on_device(list(tokens)), self._on_device(list(values)).float())
+            if params.min_tokens:
+                self.stops[row, self._on_device([token for token in stop_ids if 0 <= token < self._vocab])] = True
 
     def move(self, source: int, target: int) -> None:
         for field in self._fields + (self._tables if self._written else []):
@@ -117,14 +131,14 @@ class Sampler:
         if mode == Mode.GREEDY:
             return self.greedy(hidden, head).view(batch, block), None
         raw = self._ops.linear(hidden, head)
-        logits = self._edited(raw, rows, draft) if mode.full else raw
+        positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
+        logits = self._edited(raw, rows, draft, positions) if mode.full else raw
         if masks is not None:
             self._ops.mask_logits_(logits, *masks)  # of `raw` itself nobody wants to know more
 
         def by_row(field: Tensor) -> Tensor:
             return field[rows].repeat_interleave(block, output_size=batch * block)
 
-        positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
         uniform = position_uniform(by_row(self.seed), positions.flatten().long())
         fields = (self.temperature, self.top_p, self.top_k, self.min_p)
         temperature, top_p, top_k, min_p = map(by_row, fields)
@@ -136,7 +150,7 @@ class Sampler:
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 
-    def _edited(self, logits: Tensor, rows: Tensor, draft: Tensor) -> Tensor:
+    def _edited(self, logits: Tensor, rows: Tensor, draft: Tensor, positions: Tensor) -> Tensor:
         batch, block = draft.shape[0], draft.shape[1] + 1
         # slot k stands behind the answer and the block's drafts 1..k
         before = torch.zeros(batch, block, self._vocab, dtype=torch.int32, device=logits.device)
@@ -151,6 +165,8 @@ class Sampler:
             self.bias[rows][:, None],
             *penalties.unbind(-1),
         )
+        early = positions < self.stops_from[rows][:, None]
+        edited.masked_fill_(early[..., None] & self.stops[rows][:, None], -torch.inf)
         return edited.flatten(0, 1)
 
     def _logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:
