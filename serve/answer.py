@@ -10,7 +10,10 @@ from dflash_toolkit.runtime import Progress
 
 from .logprobs import AnswerToken, TokenQueue, TokenStrings
 from .parsing import Delta, OutputParser
+from .parsing.output import THINK_END
 from .text import Detokenizer, StopScanner
+
+MARK_TOKENS = 16  # at most, that the end of the reasoning is written in
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,11 @@ class Answer:
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
+        self.cached_tokens = 0  # of the prompt
+        self.reasoning_tokens = 0  # up to the mark that ends the reasoning, included
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
-        self._detokenizer = Detokenizer(tokenizer, before, shown)
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, before, shown)
         self._parser = parser
         self._scanner = StopScanner(stops)
         self._queue = TokenQueue(strings) if strings else None
@@ -91,10 +96,21 @@ class Answer:
         piece = self._followed(progress) if self._follow else self._add(progress)
         if self._parser is None:
             return piece
+        thinking = self._parser.thinking
         deltas = self._parser.feed(piece.text)
         if self.finish_reason is not None:
             deltas += self._parser.finish()
+        if self._parser.thinking or thinking or any(delta.reasoning for delta in deltas):
+            self.reasoning_tokens = len(self.tokens) if self._parser.thinking else self._thought()
         return replace(piece, deltas=tuple(deltas))
+
+    def _thought(self) -> int:
+        """Tokens up to the mark that has just ended the reasoning; all, where it was cut."""
+        first = max(self.reasoning_tokens - MARK_TOKENS, 0)
+        for end in range(self.reasoning_tokens + 1, len(self.tokens)):
+            if THINK_END in self._tokenizer.decode(self.tokens[first:end], skip_special_tokens=False):
+                return end
+        return len(self.tokens)
 
     def _followed(self, progress: Progress) -> Piece:
         """Its text in two parts: of what the drafter proposed, and of the target's own token."""
@@ -112,6 +128,7 @@ class Answer:
         return replace(piece, steps=(StepText(drafted, accepted, len(tokens), texts),))
 
     def _add(self, progress: Progress) -> Piece:
+        self.cached_tokens = max(self.cached_tokens, progress.cached_tokens)
         if progress.step is not None:
             self.verify_steps += 1
             self.drafted += progress.step.drafted
@@ -171,6 +188,8 @@ def usage(answers: Sequence[Answer], of_a_prompt: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers[::of_a_prompt])},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
         "dflash": {
             "verify_steps": verify_steps,
             "drafted": sum(answer.drafted for answer in answers),

@@ -29,7 +29,8 @@ from .metrics import CONTENT_TYPE, Clock, Metrics
 from .page import page
 from .parsing import OutputParser, Parsers
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, NamedTool, ignores_its_end
-from .replies import DONE, Replies, event
+from .replies import Replies, ReplyForm
+from .responses_api import responses
 from .state import ServerState
 from .tokenizing import tokenizing
 
@@ -39,6 +40,7 @@ MAX_QUEUE = 1024  # answers
 MAX_BODY = 4 * 1024 * 1024  # bytes
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for an answer that nobody waits for
 T = TypeVar("T")
+MakeForm: TypeAlias = Callable[[Asked, TokenStrings | None], ReplyForm]
 Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # each with its answer's number; None is the end of one
 log = logging.getLogger("dflash_toolkit.serve")
 
@@ -127,7 +129,10 @@ def create_app(
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = ChatRequest.parse(await read_body(request))
+        return await answer_chat(request, ChatRequest.parse(await read_body(request)))
+
+    async def answer_chat(request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
+        """Answer in another form than the route's own, if there is one."""
         service.check_model(body.model)
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
         messages = [message.plain() for message in body.messages]
@@ -139,7 +144,10 @@ def create_app(
         start = parsers.start_of(engine.tokenizer, ids)
         grammar = body.grammar_for(parsers.tool_calls, start)
         requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
-        replies = Replies("chat", model, body.include_usage, service.strings_for(body), of_a_prompt=body.answers)
+        strings = service.strings_for(body)
+        replies: ReplyForm = Replies("chat", model, body.include_usage, strings, of_a_prompt=body.answers)
+        if form is not None:
+            replies = form(requests[0], strings)
         parallel, named = body.parallel_tool_calls is not False, isinstance(body.tool_choice, NamedTool)
         parse = [parsers.of_answer(start, tools, parallel, named) for _ in requests]
         return await service.respond(request, body, requests, replies, parse, parsers.markers(bool(tools)))
@@ -156,6 +164,7 @@ def create_app(
         replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
         return await service.respond(request, body, requests, replies)
 
+    routes.include_router(responses(answer_chat, read_body))
     routes.include_router(tokenizing(engine, service.check_model, read_body, service.in_thread))
 
     async def refuse(request: Request, error: Any) -> Response:
@@ -279,7 +288,7 @@ class _Service:
         request: Request,
         body: GenerationRequest,
         asked: list[Asked],
-        replies: Replies,
+        replies: ReplyForm,
         parse: Sequence[OutputParser | None] = (),
         shown: Collection[str] = (),
     ) -> Response:
@@ -352,24 +361,27 @@ class _Service:
             for answer, clock in zip(answers, clocks, strict=True):
                 self._metrics.ended(clock, answer.finish_reason or outcome)
 
-    async def _events(self, pieces: Pieces, answers: list[Answer], replies: Replies) -> AsyncGenerator[bytes]:
+    async def _events(self, pieces: Pieces, answers: list[Answer], replies: ReplyForm) -> AsyncGenerator[bytes]:
         try:
             for chunk in replies.opening(len(answers)):
-                yield event(chunk)
+                yield replies.event(chunk)
             async with aclosing(pieces):
                 async for index, piece in pieces:
                     if piece is None:
-                        yield event(replies.ended(index, answers[index].reason))
+                        chunks = replies.ended(index, answers[index].reason)
                     else:
-                        for chunk in replies.piece(index, piece):
-                            yield event(chunk)
+                        chunks = replies.piece(index, piece)
+                    for chunk in chunks:
+                        yield replies.event(chunk)
             for chunk in replies.closing(usage(answers, replies.of_a_prompt)):
-                yield event(chunk)
-            yield DONE
+                yield replies.event(chunk)
+            if replies.end:
+                yield replies.end
         except Exception as error:  # the status has been sent, so the error can only be an event
             if not isinstance(error, EngineClosedError | LateError | RequestFailedError | UserError):
                 log.exception("a streamed answer failed")
-            yield event(_as_api_error(error).body())
+            for chunk in replies.failed(_as_api_error(error)):
+                yield replies.event(chunk)
 
 
 class LateError(Exception):

@@ -4,13 +4,14 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from .answer import Piece
 from .logprobs import AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 from .parsing import Delta, joined
+from .protocol import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -18,6 +19,45 @@ DONE = b"data: [DONE]\n\n"
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class ReplyForm(Protocol):
+    """How the answers to one request are told; a route has its own."""
+
+    @property
+    def kind(self) -> Literal["chat", "text"]: ...
+    @property
+    def strings(self) -> TokenStrings | None:
+        """Of a request for log-probabilities."""
+
+    @property
+    def of_a_prompt(self) -> int:
+        """Answers to each prompt, which follow each other."""
+
+    @property
+    def end(self) -> bytes:
+        """Behind the last event."""
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+
+    def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
+        """All answers and why each ended."""
+
+    def opening(self, answers: int) -> list[dict[str, Any]]:
+        """The chunks before the first text."""
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a piece."""
+
+    def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
+        """The chunks after the last text of an answer."""
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks after the last of all answers."""
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """The chunks instead of all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +72,13 @@ class Replies:
     of_a_prompt: int = 1  # answers to each, which follow each other
     unique: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
+    end: bytes = DONE
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        return event(chunk)
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        return [error.body()]
 
     def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
         """All answers and why each ended."""
@@ -62,9 +109,9 @@ class Replies:
             chunks[0]["choices"][0]["dflash"] = [asdict(step) for step in piece.steps]
         return chunks
 
-    def ended(self, index: int, finish_reason: str | None) -> dict[str, Any]:
+    def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
         """The chunk after the last text of an answer."""
-        return self._chunk(index, {"delta": {}} if self.kind == "chat" else {"text": ""}, None, finish_reason)
+        return [self._chunk(index, {"delta": {}} if self.kind == "chat" else {"text": ""}, None, finish_reason)]
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks after the last of all answers: the usage, without choices, when asked for."""

@@ -40,7 +40,7 @@ class OutputParser:
         self._parallel = parallel
         self._text, self._deltas = Text(), list[Delta]()
         self.begun = 0  # tool calls
-        self._thinking = False
+        self.thinking = False  # what comes now is reasoning
         self._space: str | None = "" if form is not None else None  # white space that stands alone so far
         self._line_start = True
         self._reading = self._read(start)
@@ -88,17 +88,17 @@ class OutputParser:
         except MalformedError:
             opened = ""
         before = self._text.unmark()
-        self._thinking = start == "reasoning" or bool(opened)
+        self.thinking = start == "reasoning" or bool(opened)
         if not opened:
             self._say(before)
-        if not self._thinking:
+        if not self.thinking:
             return
         # a model that forgets to end its reasoning before it calls a tool
         starts = (TOOL_CALL,) if self._form and TOOL_CALL in self._form.starts else ()
         while marker := (yield from self._text.through((THINK_END, *starts), self._say)):
             if marker == THINK_END or (yield from self._call(marker)):
                 break
-        self._thinking = False
+        self.thinking = False
 
     def _call(self, start: str) -> Reading[bool]:
         """Read what may be a tool call behind its start; whether it is one."""
@@ -115,7 +115,7 @@ class OutputParser:
         """Text that is no call."""
         if not text:
             return
-        if self._thinking:
+        if self.thinking:
             self._deltas.append(Delta(reasoning=text))
             return
         if self._form and self._form.line_start:
@@ -136,7 +136,7 @@ class OutputParser:
         assert self._form is not None
         self._text.unmark()
         self.begun += 1
-        self._space, self._line_start, self._thinking = "", True, False
+        self._space, self._line_start, self.thinking = "", True, False
         if self._wanted:
             self._deltas.append(Delta(tool=ToolDelta(self.begun - 1, id or self._form.new_id(), name)))
 

@@ -105,6 +105,8 @@ def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, dr
         "prompt_tokens": len(ids),
         "completion_tokens": len(expected.tokens),
         "total_tokens": len(ids) + len(expected.tokens),
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
         "dflash": {
             "verify_steps": len(expected.steps),
             "drafted": sum(step.drafted for step in expected.steps),

@@ -79,10 +79,12 @@ def test_the_usage_is_of_all_answers_and_each_prompt_counts_once() -> None:
     answers = []
     for i in range(4):
         one = Answer(make_tokenizer(), 10 + i // 2, ())
+        one.cached_tokens, one.reasoning_tokens = 8 * i, i
         one.tokens, one.verify_steps, one.drafted, one.accepted, one.committed = [1] * (i + 1), i, 7 * i, 2 * i, 3 * i
         answers.append(one)
     assert usage_of(answers, 2) == {
         "prompt_tokens": 21, "completion_tokens": 10, "total_tokens": 31,
+        "prompt_tokens_details": {"cached_tokens": 16}, "completion_tokens_details": {"reasoning_tokens": 6},
         "dflash": {"verify_steps": 6, "drafted": 42, "accepted": 12, "acceptance_length": 3.0},
     }  # fmt: skip
     assert usage_of(answers[:1], 1)["dflash"]["acceptance_length"] is None, "no step was taken"
