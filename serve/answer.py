@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from dflash_toolkit.generation import FinishReason
+from dflash_toolkit.generation import FinishReason, PromptLogprobs
 from dflash_toolkit.runtime import Progress
 
-from .logprobs import AnswerToken, TokenQueue, TokenStrings
+from .logprobs import AnswerToken, Echo, TokenQueue, TokenStrings
 from .parsing import Delta, OutputParser
 from .parsing.output import THINK_END
 from .text import Detokenizer, StopScanner
@@ -34,6 +34,7 @@ class Piece:
     tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
     deltas: tuple[Delta, ...] | None = None  # what the text is, if it is parsed
     steps: tuple[StepText, ...] = ()  # where the text is from, if that was asked for
+    echo: Echo | None = None  # the prompt that the text begins with
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
@@ -42,11 +43,12 @@ class Piece:
         deltas = tuple(delta for piece in pieces for delta in piece.deltas or ())
         parsed = any(piece.deltas is not None for piece in pieces)
         steps = tuple(step for piece in pieces for step in piece.steps)
-        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None, steps)
+        echo = next((piece.echo for piece in pieces if piece.echo is not None), None)
+        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None, steps, echo)
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self.tokens or self.steps or (self.text if self.deltas is None else self.deltas))
+        return bool(self.tokens or self.steps or self.echo or (self.text if self.deltas is None else self.deltas))
 
 
 class Answer:
@@ -59,6 +61,8 @@ class Answer:
         strings: of a request for log-probabilities; the progress must then hold them.
         parser: of the text, which ends before a stop string; it sees the special tokens in `shown`.
         follow: pieces say where their text is from.
+        echo: the prompt, if the text begins with it; the token that ends the answer then is one of those reported.
+        prompt_alone: the answer is left out.
     """
 
     def __init__(
@@ -71,8 +75,12 @@ class Answer:
         parser: OutputParser | None = None,
         shown: Collection[str] = (),
         follow: bool = False,
+        echo: Echo | None = None,
+        prompt_alone: bool = False,
     ) -> None:
-        self._follow = follow
+        self._follow, self._prompt_alone = follow, prompt_alone
+        self._echo, self._echoed = echo, False
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []  # up to the one that ended the answer, included
         self.verify_steps = self.drafted = self.accepted = 0
@@ -93,7 +101,15 @@ class Answer:
 
     def add(self, progress: Progress) -> Piece:
         """What may be sent now; sets `finish_reason` when it is the last."""
+        if progress.prompt_logprobs is not None:
+            self.prompt_logprobs = progress.prompt_logprobs
+        if self._prompt_alone:
+            progress = Progress((), None, "length")
         piece = self._followed(progress) if self._follow else self._add(progress)
+        if self._echo is not None and not self._echoed:
+            self._echoed = True
+            echo = replace(self._echo, logprobs=self.prompt_logprobs)
+            piece = replace(piece, text=echo.text + piece.text, echo=echo)
         if self._parser is None:
             return piece
         thinking = self._parser.thinking
@@ -153,6 +169,8 @@ class Answer:
             self.tokens += progress.tokens[len(visible) :]
             text += self._scan(self._detokenizer.finish())
             text += self._scanner.finish()
+            if self._queue is not None and self._echo is not None and len(visible) < len(progress.tokens):
+                self._queue.add(progress.tokens[-1], progress.logprobs[-1])
             self.finish_reason = "stop" if self._scanner.stopped else progress.finish_reason
         return self._piece(text)
 

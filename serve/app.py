@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -9,6 +10,7 @@ from contextlib import aclosing
 from itertools import zip_longest
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -24,11 +26,19 @@ from dflash_toolkit.version import __version__
 from .access import Access
 from .answer import Answer, Piece, usage
 from .keys import matching
-from .logprobs import TokenStrings
+from .logprobs import Echo, TokenStrings, prompt_logprobs
 from .metrics import CONTENT_TYPE, Clock, Metrics
 from .page import page
 from .parsing import OutputParser, Parsers
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, NamedTool, ignores_its_end
+from .protocol import (
+    MOST_SCORES,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    NamedTool,
+    ignores_its_end,
+)
 from .replies import Replies, ReplyForm
 from .responses_api import responses
 from .state import ServerState
@@ -157,12 +167,17 @@ def create_app(
         body = CompletionRequest.parse(await read_body(request))
         service.check_model(body.model)
         encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
+
+        def texts() -> list[str]:
+            return [p if isinstance(p, str) else decode(p, clean_up_tokenization_spaces=False) for p in body.prompt]
+
         prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
         requests = await service.requests(body, prompts, "prompt", request.state.key, body.grammar())
         strings = service.strings_for(body)
-        lengths = [len(decode(p) if isinstance(p, list) else p) for p in body.prompt] if strings else [0]
-        replies = Replies("text", model, body.include_usage, strings, lengths, body.answers)
-        return await service.respond(request, body, requests, replies)
+        shown = await service.in_thread(texts) if strings or body.echo else []
+        echoes = [Echo(*prompt, body.logprobs) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
+        replies = Replies("text", model, body.include_usage, strings, list(map(len, shown)), body.answers)
+        return await service.respond(request, body, requests, replies, echoes=echoes)
 
     routes.include_router(responses(answer_chat, read_body))
     routes.include_router(tokenizing(engine, service.check_model, read_body, service.in_thread))
@@ -256,6 +271,10 @@ class _Service:
             raise ignores_its_end(grammar[0])
         limit, eos = self._engine.info.capacity.context_limit, self._engine.tokenizer.eos_token_id
         params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
+        scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
+        if params.prompt_logprobs is not None and scores > MOST_SCORES:
+            message = f"{scores} log-probabilities of prompts are asked for; ask for {MOST_SCORES} at most at a time"
+            raise ApiError(400, message, param="echo" if body.prompt_logprobs is None else "prompt_logprobs")
         found = []
         for ids in prompts:
             if (asked := body.asked_tokens) is not None and len(ids) < limit < len(ids) + asked:
@@ -291,8 +310,13 @@ class _Service:
         replies: ReplyForm,
         parse: Sequence[OutputParser | None] = (),
         shown: Collection[str] = (),
+        echoes: Sequence[Echo] = (),
     ) -> Response:
-        """Decode what is asked for, and send the answers, at once or as events."""
+        """Decode what is asked for, and send the answers, at once or as events.
+
+        Args:
+            echoes: the prompts, if they are given back.
+        """
         before = self._strings.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
         answers = [
             Answer(
@@ -304,8 +328,10 @@ class _Service:
                 parser,
                 shown if parser else (),
                 body.follow,
+                echoes[i // body.answers] if echoes else None,
+                body.prompt_alone,
             )
-            for one, parser in zip_longest(asked, parse)
+            for i, (one, parser) in enumerate(zip_longest(asked, parse))
         ]
         pieces = self._pieces(asked, answers)
         if body.stream:
@@ -314,11 +340,20 @@ class _Service:
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reasons = [answer.reason for answer in answers]
-        reply = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
-        if body.return_token_ids:
-            for choice, answer, one in zip(reply["choices"], answers, asked, strict=True):
-                choice |= {"token_ids": answer.tokens, "prompt_token_ids": one.prompt_ids}
-        return JSONResponse(reply)
+
+        def reply() -> Response:
+            found = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
+            for choice, answer, one in zip(found.get("choices", ()), answers, asked, strict=False):
+                ids, scores = one.prompt_ids, answer.prompt_logprobs
+                if body.return_token_ids:
+                    choice |= {"token_ids": answer.tokens, "prompt_token_ids": ids}
+                if body.prompt_logprobs is not None and scores is not None:
+                    where = choice if replies.kind == "text" else found
+                    where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
+            return Response(msgspec.json.encode(found), media_type="application/json")
+
+        # a long prompt's log-probabilities are not written while other answers wait
+        return await asyncio.to_thread(reply) if body.best_prompt_tokens() is not None else reply()
 
     async def _pieces(self, asked: list[Asked], answers: list[Answer]) -> Pieces:
         """The answers as they come, counted however they end."""
@@ -370,7 +405,9 @@ class _Service:
                     if piece is None:
                         chunks = replies.ended(index, answers[index].reason)
                     else:
-                        chunks = replies.piece(index, piece)
+                        long = piece.echo is not None and piece.echo.logprobs is not None
+                        make = functools.partial(replies.piece, index, piece)
+                        chunks = await asyncio.to_thread(make) if long else make()
                     for chunk in chunks:
                         yield replies.event(chunk)
             for chunk in replies.closing(usage(answers, replies.of_a_prompt)):

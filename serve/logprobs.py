@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_toolkit.generation import TokenLogprobs
+from dflash_toolkit.generation import PromptLogprobs, TokenLogprobs
 
 from .text import REPLACEMENT, silent_tokens
 
@@ -151,18 +151,83 @@ def chat_logprobs(strings: TokenStrings, tokens: Sequence[AnswerToken]) -> dict[
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(strings: TokenStrings, tokens: Sequence[AnswerToken], prompt_length: int) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/completions; offsets count from the start of the prompt, in characters."""
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is given back in front of its answer."""
 
-    def best_of(t: AnswerToken) -> dict[str, float]:
+    ids: Sequence[int]
+    text: str
+    best: int | None  # tokens reported beside each; None: no log-probabilities
+    logprobs: PromptLogprobs | None = None  # once they are known; there may be more than `best`
+
+    def offsets(self, strings: TokenStrings) -> list[int]:
+        """Characters of the text before each token; before the character that it continues, if it does.
+
+        A special token that the text does not show, as that which begins a text, takes none.
+        """
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        found, at, begun = [], 0, False
+        for token in self.ids:
+            string = strings[token]
+            raw, unfinished = string.raw, utf8.getstate()[0]
+            if raw is None:
+                at += len(utf8.decode(b"", final=True)) if string.text else 0  # what it ends is no character
+                found.append(at)
+                at += len(string.text or "") if self.text.startswith(string.text or "", at) else 0
+                continue
+            if not begun and raw.startswith(b" ") and not self.text.startswith(" ", at):
+                raw = raw[1:]  # the space that SentencePiece writes in front of a text
+            begun = True
+            found.append(at + (len((unfinished + raw[:1]).decode(errors="replace")) - 1 if unfinished and raw else 0))
+            at += len(utf8.decode(raw))
+        return [min(offset, len(self.text)) for offset in found]  # a normalized text may be longer than it was
+
+
+def text_logprobs(
+    strings: TokenStrings, tokens: Sequence[AnswerToken], prompt_length: int, echo: Echo | None = None
+) -> dict[str, Any]:
+    """`choices[].logprobs` of /v1/completions; offsets count from the start of the prompt, in characters.
+
+    Args:
+        echo: the prompt, where it is given back too; its first token has no log-probability.
+    """
+
+    def best_of(token: int, logprobs: TokenLogprobs, best: int | None = None) -> dict[str, float]:
         found: dict[str, float] = {}
-        for token, logprob in t.logprobs.best:  # of tokens of one name the most probable, but always the chosen
-            found.setdefault(strings[token].name("bytes:"), max(FLOOR, logprob))
-        return found | {strings[t.token].name("bytes:"): max(FLOOR, t.logprobs.chosen)}
+        for other, logprob in logprobs.best[:best]:  # of tokens of one name the most probable, but always the chosen
+            found.setdefault(strings[other].name("bytes:"), max(FLOOR, logprob))
+        return found | {strings[token].name("bytes:"): max(FLOOR, logprobs.chosen)}
 
+    before: list[tuple[int, int, float | None, dict[str, float] | None]] = []
+    if echo is not None:
+        offsets, scores = echo.offsets(strings), [None, *(logprobs for logprobs, _ in echo.logprobs or ())]
+        before = [
+            (offset, token, *((max(FLOOR, score.chosen), best_of(token, score, echo.best)) if score else (None, None)))
+            for offset, token, score in zip(offsets, echo.ids, scores, strict=True)
+        ]
+    behind = (
+        (prompt_length + t.start, t.token, max(FLOOR, t.logprobs.chosen), best_of(t.token, t.logprobs)) for t in tokens
+    )
+    rows = [*before, *behind]
     return {
-        "text_offset": [prompt_length + t.start for t in tokens],
-        "token_logprobs": [max(FLOOR, t.logprobs.chosen) for t in tokens],
-        "tokens": [strings[t.token].name("bytes:") for t in tokens],
-        "top_logprobs": [best_of(t) for t in tokens],
+        "text_offset": [offset for offset, *_ in rows],
+        "token_logprobs": [logprob for _, _, logprob, _ in rows],
+        "tokens": [strings[token].name("bytes:") for _, token, *_ in rows],
+        "top_logprobs": [best for *_, best in rows],
     }
+
+
+def prompt_logprobs(
+    strings: TokenStrings, ids: Sequence[int], logprobs: PromptLogprobs, best: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: of each token, itself and the `best` most probable ones, by id."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        name = strings[token].name("bytes:")
+        return {"logprob": max(FLOOR, logprob), "rank": rank, "decoded_token": name}
+
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for token, (each, rank) in zip(ids[1:], logprobs, strict=True):
+        others = {str(t): entry(t, logprob, i) for i, (t, logprob) in enumerate(each.best[:best], 1)}
+        found.append({str(token): entry(token, each.chosen, rank)} | others)
+    return found

@@ -31,6 +31,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat an
 COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
 MOST_OF_A_PROMPT = 128  # answers, OpenAI's limit
 MOST_BIASED = 1024  # tokens; they are added for every answer
+MOST_SCORES = 1 << 19  # log-probabilities of the prompts of one request, the most probable tokens' included
 MOST_ANSWERS = 1024  # of one request, to all of its prompts
 
 
@@ -195,7 +196,6 @@ class GenerationRequest(Structured, _Strict):
         "truncate_prompt_tokens": (),
         "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
-        "prompt_logprobs": (),
         "structural_tag": (),
         "prompt_embeds": (),
         "thinking_token_budget": (),
@@ -225,6 +225,7 @@ class GenerationRequest(Structured, _Strict):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
     return_token_ids: bool | None = False  # as vLLM and SGLang: `token_ids` and `prompt_token_ids` beside the text
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # as vLLM
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -251,10 +252,10 @@ class GenerationRequest(Structured, _Strict):
                 raise ValueError(f"the bias of token {token} must be in -100..100")
         return bias
 
-    @field_validator("return_token_ids")
+    @field_validator("return_token_ids", "prompt_logprobs")
     @classmethod
-    def _of_whole_answers(cls, wanted: bool | None, info: ValidationInfo) -> bool | None:
-        if wanted and info.data.get("stream"):
+    def _of_whole_answers(cls, wanted: int | None, info: ValidationInfo) -> int | None:
+        if wanted is not None and wanted is not False and info.data.get("stream"):
             raise ValueError("is not supported for streamed answers")
         return wanted
 
@@ -282,16 +283,25 @@ class GenerationRequest(Structured, _Strict):
             if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
                 message = f"`{name}` is not supported by this server; leave it out"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
+        request.check()
         try:
             request.grammar()
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return request
 
+    def check(self) -> None:
+        """Raises ApiError (400) for what does not go together."""
+
     @property
     def answers(self) -> int:
         """To each prompt."""
         return self.n or 1
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Whether there is to be no answer."""
+        return False
 
     @property
     def include_usage(self) -> bool:
@@ -314,6 +324,10 @@ class GenerationRequest(Structured, _Strict):
     def best_tokens(self) -> int | None:
         """How many to report beside each token; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    def best_prompt_tokens(self) -> int | None:
+        """The same beside each token of the prompt."""
+        return self.prompt_logprobs
 
     def sampling(
         self, most: int, defaults: Mapping[str, float], eos: int | None, grammar: Grammar | None = None
@@ -343,6 +357,7 @@ class GenerationRequest(Structured, _Strict):
             repetition_penalty=asked("repetition_penalty", 1.0),
             logit_bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
             logprobs=self.best_tokens(),
+            prompt_logprobs=self.best_prompt_tokens(),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_new_tokens=self.length(most),
             stop_token_ids=tuple(ends),
@@ -463,14 +478,15 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions: prompts, as text or as token ids."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "echo": (False,),
         "best_of": (1,),
         "suffix": ("",),
         "add_special_tokens": (True,),
     }
 
     prompt: list[str | list[int]]  # one prompt may come without the list around it
+    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
+    echo: bool | None = False
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -486,11 +502,27 @@ class CompletionRequest(GenerationRequest):
             raise ValueError(f"asks for more than {MOST_ANSWERS} answers, `n` to each prompt; send several requests")
         return prompts
 
+    def check(self) -> None:
+        if self.prompt_alone and not self.echo and self.prompt_logprobs is None:
+            message = (
+                "`max_tokens` is 0 and neither `echo` nor `prompt_logprobs` asks for the prompt; ask for one token"
+            )
+            raise ApiError(400, message, param="max_tokens")
+
+    @property
+    def prompt_alone(self) -> bool:
+        return self.max_tokens == 0
+
     def length(self, most: int) -> int:
-        return min(self.max_tokens or COMPLETION_TOKENS, most)
+        # who wants none gets one that nobody sees: the engine ends a request with a token
+        return min(COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1), most)
 
     def best_tokens(self) -> int | None:
         return self.logprobs
+
+    def best_prompt_tokens(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((best for best in asked if best is not None), default=None)
 
 
 def ignores_its_end(name: str) -> ApiError:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .answer import Piece
-from .logprobs import AnswerToken, TokenStrings, chat_logprobs, text_logprobs
+from .logprobs import AnswerToken, Echo, TokenStrings, chat_logprobs, text_logprobs
 from .parsing import Delta, joined
 from .protocol import ApiError
 
@@ -87,7 +87,7 @@ class Replies:
             content: dict[str, Any] = {"text": answer.text}
             if self.kind == "chat":
                 content = {"message": _message(answer)}
-            choices.append(self._choice(index, content, answer.tokens, finish_reason))
+            choices.append(self._choice(index, content, answer.tokens, finish_reason, answer.echo))
         return {**self._body("chat.completion" if self.kind == "chat" else "text_completion", choices), "usage": usage}
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
@@ -104,7 +104,9 @@ class Replies:
             contents = [{"delta": {"content": piece.text}}]
         else:  # tokens whose text is held back go without it
             contents = [{"delta": _delta(delta)} for delta in piece.deltas] or [{"delta": {}}]
-        chunks = [self._chunk(index, each, () if i else piece.tokens, None) for i, each in enumerate(contents)]
+        chunks = [
+            self._chunk(index, each, () if i else piece.tokens, None, piece.echo) for i, each in enumerate(contents)
+        ]
         if piece.steps:
             chunks[0]["choices"][0]["dflash"] = [asdict(step) for step in piece.steps]
         return chunks
@@ -122,20 +124,30 @@ class Replies:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
     def _chunk(
-        self, index: int, content: dict[str, Any], tokens: Sequence[AnswerToken] | None, finish_reason: str | None
+        self,
+        index: int,
+        content: dict[str, Any],
+        tokens: Sequence[AnswerToken] | None,
+        finish_reason: str | None,
+        echo: Echo | None = None,
     ) -> dict[str, Any]:
-        body = self._body(self._chunk_name, [self._choice(index, content, tokens, finish_reason)])
+        body = self._body(self._chunk_name, [self._choice(index, content, tokens, finish_reason, echo)])
         return {**body, "usage": None} if self.include_usage else body
 
     def _choice(
-        self, index: int, content: dict[str, Any], tokens: Sequence[AnswerToken] | None, finish_reason: str | None
+        self,
+        index: int,
+        content: dict[str, Any],
+        tokens: Sequence[AnswerToken] | None,
+        finish_reason: str | None,
+        echo: Echo | None,
     ) -> dict[str, Any]:
         logprobs = None
         if self.strings is not None and tokens is not None:
             logprobs = (
                 chat_logprobs(self.strings, tokens)
                 if self.kind == "chat"
-                else text_logprobs(self.strings, tokens, self.prompt_lengths[index // self.of_a_prompt])
+                else text_logprobs(self.strings, tokens, self.prompt_lengths[index // self.of_a_prompt], echo)
             )
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 

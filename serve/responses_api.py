@@ -36,7 +36,8 @@ RENAMED = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
 }
-ELSEWHERE = ("max_tokens", "response_format", "n", "return_token_ids")  # of the other routes, which share their fields
+# of the other routes, which share their fields
+ELSEWHERE = ("max_tokens", "response_format", "n", "return_token_ids", "prompt_logprobs")
 
 
 class InputText(_Strict):
@@ -212,7 +213,7 @@ class ResponsesRequest(GenerationRequest):
         except ApiError as error:
             raise in_own_words(error) from error
         for name in ELSEWHERE:
-            if getattr(request, name):
+            if (value := getattr(request, name)) is not None and value is not False:
                 hint = f"; use `{RENAMED[name]}`" if name in RENAMED else ""
                 message = f"`{name}` is no parameter of /v1/responses{hint}"
                 raise ApiError(400, message, param=name, code="unknown_parameter")

@@ -303,6 +303,7 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
     "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}, {"01": 1},
                    dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
     "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
+    "prompt_logprobs": [-1, 21, True, "2"],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
     "tools": [[{"type": "function", "function": {"name": "f"}}]],  # of a target whose template has none
@@ -319,7 +320,7 @@ WRONG_CHATS = WRONG | {
     "logprobs": [1, "yes"], "top_logprobs": [2, 21, -1, True, 1.5, "2"],
 }  # fmt: skip
 WRONG_COMPLETIONS = WRONG | {
-    "best_of": [2], "echo": [True], "suffix": ["x"], "add_special_tokens": [False], "prompt_embeds": ["AAAA"],
+    "best_of": [2], "echo": ["yes", 1], "suffix": ["x"], "add_special_tokens": [False], "prompt_embeds": ["AAAA"],
     "prompt": ["", [], ["a", ""], ["a", 5], [["a"]], [1, "a"], [300], [-1], ["a", [300]], None, ["a"] * 9],
     "logprobs": [6, -1, True, False, "2"],
 }  # fmt: skip
