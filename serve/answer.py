@@ -59,10 +59,13 @@ class Answer:
 
     Args:
         strings: of a request for log-probabilities; the progress must then hold them.
-        parser: of the text, which ends before a stop string; it sees the special tokens in `shown`.
+        parser: of the text, which ends before a stop string.
+        shown: special tokens whose text is returned like others'.
         follow: pieces say where their text is from.
         echo: the prompt, if the text begins with it; the token that ends the answer then is one of those reported.
         prompt_alone: the answer is left out.
+        include_stop: the text ends with what ended it, a stop string or token.
+        least: tokens that it has before a stop string can end it.
     """
 
     def __init__(
@@ -77,8 +80,11 @@ class Answer:
         follow: bool = False,
         echo: Echo | None = None,
         prompt_alone: bool = False,
+        include_stop: bool = False,
+        least: int = 0,
     ) -> None:
         self._follow, self._prompt_alone = follow, prompt_alone
+        self._include_stop, self._least = include_stop, least
         self._echo, self._echoed = echo, False
         self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_tokens = prompt_tokens
@@ -90,7 +96,7 @@ class Answer:
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, before, shown)
         self._parser = parser
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, include_stop)
         self._queue = TokenQueue(strings) if strings else None
 
     @property
@@ -152,7 +158,8 @@ class Answer:
             self.committed += len(progress.step.tokens)
 
         text = ""
-        visible = progress.tokens[:-1] if progress.finish_reason == "stop" else progress.tokens
+        silent = progress.finish_reason == "stop" and not self._include_stop
+        visible = progress.tokens[:-1] if silent else progress.tokens
         single = visible  # one by one, where it matters which of them completed a stop string, or carries which text
         if self._queue is None and not self._scanner.stops:
             self.tokens += visible
@@ -177,7 +184,7 @@ class Answer:
     def _scan(self, text: str) -> str:
         if self._queue is not None:
             self._queue.completed(text, self._detokenizer.waiting)
-        return self._scanner.add(text)
+        return self._scanner.add(text, len(self.tokens) <= self._least)
 
     def _piece(self, text: str) -> Piece:
         if self._queue is None:

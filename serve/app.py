@@ -42,6 +42,7 @@ from .protocol import (
 from .replies import Replies, ReplyForm
 from .responses_api import responses
 from .state import ServerState
+from .text import special_tokens
 from .tokenizing import tokenizing
 
 STATS_S = 5.0
@@ -68,6 +69,7 @@ def create_app(
     request_timeout_s: float | None = None,
     root_path: str = "",
     allowed_origins: Sequence[str] = (),
+    scheduling_policy: str = "fair",
 ) -> FastAPI:
     """The application that serves `engine` as `model`.
 
@@ -80,11 +82,13 @@ def create_app(
         request_timeout_s: after so many seconds an answer is given up.
         root_path: where a proxy shows the routes.
         allowed_origins: pages of other sites that browsers may let ask.
+        scheduling_policy: "priority" lets requests say what comes first; otherwise turns are fair over keys.
     """
     metrics = Metrics(model)
     shared = state or ServerState()
     parsers = Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser)
-    service = _Service(engine, model, metrics, defaults or {}, max_queue, request_timeout_s)
+    priorities = scheduling_policy == "priority"
+    service = _Service(engine, model, metrics, defaults or {}, max_queue, request_timeout_s, priorities)
     card = {
         "id": model,
         "object": "model",
@@ -228,10 +232,11 @@ class _Service:
         defaults: Mapping[str, float],
         max_queue: int,
         request_timeout_s: float | None,
+        priorities: bool,
     ) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._most_open = engine.info.max_num_seqs + max_queue
-        self._timeout_s = request_timeout_s
+        self._timeout_s, self._priorities = request_timeout_s, priorities
         self._open = 0  # answers, running or queued
         self._strings = TokenStrings(engine.tokenizer)
         self._encoding = asyncio.Lock()
@@ -269,7 +274,11 @@ class _Service:
             raise ApiError(429, f"{self._open} answers are under way or wait; try again later", code="queue_full")
         if grammar and body.ignore_eos:
             raise ignores_its_end(grammar[0])
+        if body.priority and not self._priorities:  # whoever likes would go before all others
+            message = "`priority` counts only where the server was started with --scheduling-policy priority"
+            raise ApiError(400, message, param="priority", code="unsupported_parameter")
         limit, eos = self._engine.info.capacity.context_limit, self._engine.tokenizer.eos_token_id
+        least = body.least(body.length(limit), grammar and grammar[0])
         params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
         if params.prompt_logprobs is not None and scores > MOST_SCORES:
@@ -285,8 +294,11 @@ class _Service:
                     param="max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens",
                     code="context_length_exceeded",
                 )
-            try:
-                first = self._engine.request(ids, params, key)  # before a stream begins, whose status would be sent
+            if len(ids) < limit < len(ids) + least:
+                message = f"min_tokens is {least}, and the prompt leaves {limit - len(ids)} of a context of {limit}"
+                raise ApiError(400, message, param="min_tokens", code="context_length_exceeded")
+            try:  # before a stream begins, whose status would be sent
+                first = self._engine.request(ids, params, key, body.priority or 0)
             except UserError as error:
                 at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
@@ -317,6 +329,8 @@ class _Service:
         Args:
             echoes: the prompts, if they are given back.
         """
+        silent = body.skip_special_tokens is not False
+        everything = () if silent else tuple(special_tokens(self._engine.tokenizer).values())
         before = self._strings.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
         answers = [
             Answer(
@@ -326,10 +340,12 @@ class _Service:
                 replies.strings,
                 before,
                 parser,
-                shown if parser else (),
+                everything or (shown if parser else ()),
                 body.follow,
                 echoes[i // body.answers] if echoes else None,
                 body.prompt_alone,
+                bool(body.include_stop_str_in_output),
+                body.min_tokens or 0,
             )
             for i, (one, parser) in enumerate(zip_longest(asked, parse))
         ]

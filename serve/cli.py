@@ -46,6 +46,11 @@ class ServeConfig(ModelOptions):
         "clients must send one of its lines as their API key; so with those in $DFLASH_API_KEY, separated by commas",
     )
     max_queue: int = option(1024, "answers that may wait for a place in the batch; more are refused with a 429")
+    scheduling_policy: str = option(
+        "fair",
+        "whose turn it is: fair over API keys and requests, or priority, by what requests say (lower is earlier)",
+        choices=("fair", "priority"),
+    )
     request_timeout: float | None = option(None, "seconds after which an answer is given up (default: never)")
     client_timeout: float = option(30.0, "seconds that a client has to send a header, and behind it a body")
     max_connections: int | None = option(None, "clients connected at a time (default: what the system's limit leaves)")
@@ -158,6 +163,7 @@ def _run(config: ServeConfig) -> None:
             request_timeout_s=config.request_timeout,
             root_path=config.root_path,
             allowed_origins=config.allowed_origins,
+            scheduling_policy=config.scheduling_policy,
         )
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         address = url_of(bound, https=config.ssl_certfile is not None)

@@ -179,8 +179,6 @@ class GenerationRequest(Structured, _Strict):
 
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "min_tokens": (0,),
-        "priority": (0,),
         "cache_salt": (),
         "reasoning_effort": (),
         "reasoning": (),
@@ -194,8 +192,6 @@ class GenerationRequest(Structured, _Strict):
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
         "truncate_prompt_tokens": (),
-        "include_stop_str_in_output": (False,),
-        "skip_special_tokens": (True,),
         "structural_tag": (),
         "prompt_embeds": (),
         "thinking_token_budget": (),
@@ -220,9 +216,13 @@ class GenerationRequest(Structured, _Strict):
     logit_bias: dict[str, float] | None = None  # token id, as JSON keys are strings, -> what is added to its logit
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer before it has so many
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
     speculative: Speculative | None = None
     stop: list[str] | None = Field(None, max_length=4)
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
     return_token_ids: bool | None = False  # as vLLM and SGLang: `token_ids` and `prompt_token_ids` beside the text
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # as vLLM
@@ -321,6 +321,24 @@ class GenerationRequest(Structured, _Strict):
         """The most tokens of an answer, where there may be `most`."""
         return min(self.asked_tokens or most, most)
 
+    def least(self, most: int, grammar: str | None) -> int:
+        """The fewest tokens of an answer that may have `most`.
+
+        Args:
+            grammar: the parameter that says what the answer is to be, if one does.
+
+        Raises:
+            ApiError: (400) that is more than it may have, or its end is where what it is to be is complete.
+        """
+        least = self.min_tokens or 0
+        if least > most:
+            message = f"min_tokens is {least}, but the answer may have {most} tokens at most"
+            raise ApiError(400, message, param="min_tokens")
+        if least and grammar:
+            message = f"`min_tokens`: what `{grammar}` asks for ends where it is complete; leave one of them out"
+            raise ApiError(400, message, param="min_tokens")
+        return least
+
     def best_tokens(self) -> int | None:
         """How many to report beside each token; None: no log-probabilities at all."""
         raise NotImplementedError
@@ -360,6 +378,7 @@ class GenerationRequest(Structured, _Strict):
             prompt_logprobs=self.best_prompt_tokens(),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_new_tokens=self.length(most),
+            min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(ends),
             ignore_eos=bool(self.ignore_eos),
             drafting=self.speculative is None or self.speculative.num_speculative_tokens is None,

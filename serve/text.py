@@ -45,9 +45,13 @@ vocabulary = functools.lru_cache(maxsize=16)(Vocabulary)
 
 def silent_tokens(tokenizer: Any, shown: Collection[str] = ()) -> set[int]:
     """The special tokens, of which an answer's text has nothing, except those that are `shown`."""
-    added = tokenizer.added_tokens_decoder.items()
-    special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
-    return special - {i for i, token in added if token.content in shown}
+    return {i for i, text in special_tokens(tokenizer).items() if text not in shown}
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The tokens that are marks of a text and no part of it."""
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | added
 
 
 class Detokenizer:
@@ -124,17 +128,24 @@ class StopScanner:
     """Passes text through up to the stop string that is complete first, wherever the text is cut into pieces.
 
     Of those that end together the longest counts. Every character is looked at once (Knuth, Morris, Pratt).
+
+    Args:
+        include: the stop string is passed through too.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self.stops, self._include = tuple(stops), include
         self.stopped = False
         self._borders = [_borders(stop) for stop in self.stops]
         self._matched = [0] * len(self.stops)  # characters of each that the text ends with
         self._held = ""  # may be the start of a stop string
 
-    def add(self, piece: str) -> str:
-        """The text that is safe to send. After a stop string (`stopped`) there is none."""
+    def add(self, piece: str, early: bool = False) -> str:
+        """The text that is safe to send. After a stop string (`stopped`) there is none.
+
+        Args:
+            early: a stop string that ends within this piece ends nothing.
+        """
         if self.stopped or not self.stops:
             return "" if self.stopped else piece
         text = self._held + piece
@@ -147,10 +158,11 @@ class StopScanner:
                 self._matched[i] = matched = matched + (stop[matched] == letter)
                 if matched == len(stop):
                     complete = max(complete, matched)
-            if complete:
+                    self._matched[i] = borders[-1]
+            if complete and not early:
                 self.stopped, self._held = True, ""
-                return text[: end - complete]
-        keep = max(self._matched)
+                return text[: end - (0 if self._include else complete)]
+        keep = 0 if self._include else max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

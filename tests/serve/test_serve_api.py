@@ -185,6 +185,57 @@ def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
     assert (text, reason, usage) == (whole[: whole.find(stop)], "stop", stopped.usage)
 
 
+def test_a_stop_string_can_be_kept_and_can_come_too_early(client: OpenAI) -> None:
+    whole = complete(client, temperature=0).choices[0].text
+    stop = whole[9:12]
+    end = whole.find(stop) + len(stop)
+    extra: dict[str, Any] = {"include_stop_str_in_output": True}
+    kept = complete(client, temperature=0, stop=stop, extra_body=extra)
+    assert kept.choices[0].text == whole[:end] and kept.choices[0].finish_reason == "stop"
+    asked = {"stop": stop, "extra_body": extra | {"min_tokens": kept.usage.completion_tokens}}
+    longer = complete(client, temperature=0, **asked)
+    assert longer.choices[0].text.startswith(whole[: end + 1])
+    assert joined(complete(client, temperature=0, stream=True, **asked))[0] == longer.choices[0].text
+
+
+def test_an_answer_has_as_many_tokens_as_it_must(client: OpenAI) -> None:
+    every = list(range(0, 256, 2))
+    for least in (0, 7, 30):
+        extra = {"min_tokens": least, "stop_token_ids": every, "return_token_ids": True}
+        *before, last = complete(client, seed=4, extra_body=extra).choices[0].token_ids
+        assert len(before) >= least and last in every and not {*before[:least]} & {*every}
+    room = refusal(complete, client, prompt="a" * 500, max_tokens=None, extra_body={"min_tokens": 13})
+    assert (room.status_code, room.param) == (400, "min_tokens")
+    both = refusal(complete, client, extra_body={"min_tokens": 3, "regex": "a"})
+    assert (both.status_code, both.param) == (400, "min_tokens") and "regex" in str(both)
+
+
+def test_special_tokens_are_shown_where_they_are_wanted(client: OpenAI, target: Target) -> None:
+    mark = {"logit_bias": {str(target.tokenizer.convert_tokens_to_ids("<|user|>")): 100}, "max_tokens": 3}
+    for extra, text in (({}, ""), ({"skip_special_tokens": False}, "<|user|>" * 3)):
+        assert complete(client, extra_body=extra, **mark).choices[0].text == text
+        assert chat(client, extra_body=extra, **mark).choices[0].message.content == text
+
+
+def test_priority_reaches_the_engine_where_the_server_lets_it(
+    target: Target, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = refusal(chat, client, extra_body={"priority": -1})
+    assert (error.status_code, error.param) == (400, "priority") and "--scheduling-policy" in str(error)
+    engine, seen = make_engine(target, None), list[int]()
+    real = engine.engine.request
+
+    def request(*args: Any, **options: Any) -> Any:
+        seen.append(options["priority"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(engine.engine, "request", request)
+    with serving(engine, scheduling_policy="priority") as url:
+        for priority in (-3, None, 2):
+            chat(client_of(url), max_tokens=1, extra_body={"priority": priority})
+    assert seen == [-3, 0, 2]
+
+
 def test_ignore_eos_and_the_two_names_of_the_limit(client: OpenAI) -> None:
     answer = chat(client, max_tokens=3, max_completion_tokens=60, extra_body=LONG)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (60, "length")
@@ -258,8 +309,9 @@ def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=len)
 def test_a_client_that_leaves_stops_its_decoding(
-    engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool
+    engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("serve.app.STATS_S", 0.01)  # an engine that stands still answers no ping
     body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **LONG}
     name = 'dflash_requests_total{outcome="disconnected"}'
     before, address = counters(url).get(name, 0), httpx.URL(url)
@@ -302,6 +354,8 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
     "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
     "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}, {"01": 1},
                    dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
+    "min_tokens": [-1, 2**40, "1"], "priority": [1.5, 2**40, 1], "skip_special_tokens": ["no"],
+    "include_stop_str_in_output": [2],
     "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
     "prompt_logprobs": [-1, 21, True, "2"],
 }  # fmt: skip

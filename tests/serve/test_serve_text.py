@@ -130,12 +130,12 @@ def test_the_work_for_a_token_does_not_grow(tokenizer: Any, ids: list[int]) -> N
     assert sent + detokenizer.finish() == tokenizer.decode(answer)
 
 
-def first_stop(text: str, stops: list[str]) -> str:
-    """The definition: read character by character, cut at the first stop string that is complete."""
+def first_stop(text: str, stops: list[str], include: bool = False, least: int = 0) -> str:
+    """The definition: read character by character, cut at the first stop string that ends behind `least` bytes."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)]
+        if starts and len(text[:end].encode()) > least:
+            return text[: end if include else min(starts)]
     return text
 
 
@@ -143,18 +143,21 @@ def first_stop(text: str, stops: list[str]) -> str:
     text=st.text(alphabet="abc", max_size=14),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4),
     cuts=cuts,
+    include=st.booleans(),
 )
-@example(text="abc", stops=["abc", "b"], cuts=[])
-@example(text="aab", stops=["ab"], cuts=[1, 2])
-def test_a_stop_string_is_found_wherever_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
-    scanner = StopScanner(stops)
-    expected = first_stop(text, stops)
+@example(text="abc", stops=["abc", "b"], cuts=[], include=False)
+@example(text="aab", stops=["ab"], cuts=[1, 2], include=False)
+def test_a_stop_string_is_found_wherever_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    scanner = StopScanner(stops, include)
+    expected = first_stop(text, stops, include)
     sent = ""
     for piece in cut(text, cuts):
         sent += scanner.add(piece)
         assert expected.startswith(sent), "part of a stop string was sent"
     assert sent + scanner.finish() == expected
-    assert scanner.stopped == (expected != text)
+    assert scanner.stopped == (first_stop(text, stops) != text)
 
 
 def test_text_is_held_back_no_longer_than_it_may_be_a_stop_string() -> None:
@@ -168,14 +171,17 @@ def test_text_is_held_back_no_longer_than_it_may_be_a_stop_string() -> None:
     stops=st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=3),
     reason=st.sampled_from(["stop", "length"]),
     cuts=cuts,
+    include=st.booleans(),
+    least=st.integers(0, 6),
 )
+@example(text="aaa", stops=["a"], reason="length", cuts=[], include=False, least=2)
 def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
-    text: str, stops: list[str], reason: Any, cuts: list[int]
+    text: str, stops: list[str], reason: Any, cuts: list[int], include: bool, least: int
 ) -> None:
     ids = [*encode(text), EOS] if reason == "stop" else encode(text + "a")
 
     def play(steps: list[list[int]]) -> tuple[str, str | None, int]:
-        answer = Answer(BYTES, 1, stops)
+        answer = Answer(BYTES, 1, stops, include_stop=include, least=least)
         sent = ""
         for i, tokens in enumerate(steps):
             last = reason if i == len(steps) - 1 else None
@@ -187,13 +193,13 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
     played = play(cut(ids, cuts))
     assert played == play([[token] for token in ids])
     whole = BYTES.decode(ids, skip_special_tokens=True)
-    assert played[0] == first_stop(whole, stops)
-    assert played[1] == ("stop" if played[0] != whole else reason)
+    assert played[0] == first_stop(whole, stops, include, least)
+    assert played[1] == ("stop" if first_stop(whole, stops, least=least) != whole else reason)
 
 
-@pytest.mark.parametrize(("reason", "text"), [("stop", "a"), ("length", "ab")])
-def test_a_stop_token_is_no_text_even_when_it_has_some(reason: Any, text: str) -> None:
-    answer = Answer(BYTES, 1, ())
+@pytest.mark.parametrize(("reason", "include", "text"), [("stop", 0, "a"), ("stop", 1, "ab"), ("length", 0, "ab")])
+def test_a_stop_token_is_no_text_even_when_it_has_some(reason: Any, include: bool, text: str) -> None:
+    answer = Answer(BYTES, 1, (), include_stop=include)
     assert answer.add(Progress(tuple(encode("ab")), None, reason)).text == text
     assert answer.completion_tokens == 2
 
