@@ -51,7 +51,7 @@ def silent_tokens(tokenizer: Any, shown: Collection[str] = ()) -> set[int]:
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """The tokens that are marks of a text and no part of it."""
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | added
+    return {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids} | added
 
 
 class Detokenizer:
