@@ -28,6 +28,7 @@ from .answer import Answer, Piece, usage
 from .keys import matching
 from .logprobs import Echo, TokenStrings, prompt_logprobs
 from .metrics import CONTENT_TYPE, Clock, Metrics
+from .openapi import description
 from .page import page
 from .parsing import OutputParser, Parsers
 from .protocol import (
@@ -184,6 +185,7 @@ def create_app(
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
     routes.include_router(responses(answer_chat, read_body))
+    routes.include_router(description(model, bool(api_keys), root_path))
     routes.include_router(tokenizing(engine, service.check_model, read_body, service.in_thread))
 
     async def refuse(request: Request, error: Any) -> Response:
@@ -203,7 +205,7 @@ def create_app(
     async def failed(request: Request, error: Exception) -> Response:
         return _error_response(_as_api_error(error))
 
-    # no schema routes, so that every path that is not listed above is a 404 in OpenAI's form
+    # no schema routes of its own, so that every path that is not listed above is a 404 in OpenAI's form
     app = FastAPI(openapi_url=None, redirect_slashes=False, root_path=root_path)
     app.include_router(page())
     app.include_router(open_routes)

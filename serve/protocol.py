@@ -8,7 +8,7 @@ import difflib
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -111,7 +111,7 @@ class ChatMessage(_Strict):
     reasoning: str | None = None  # what vLLM calls it
     function_call: None = None  # OpenAI's older word for a tool call
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _as_parts(cls, content: Any, info: ValidationInfo) -> Any:
         if content is None and info.data.get("role") == "assistant":
@@ -163,6 +163,16 @@ class NamedTool(_Strict):
     """The function that `tool_choice` names."""
 
     name: str
+
+
+class NamedChoice(_Strict):
+    """How it is named."""
+
+    type: Literal["function"]
+    function: NamedTool
+
+
+Choice: TypeAlias = Literal["none", "auto", "required"]
 
 
 class TemplateOptions(_Strict):
@@ -227,7 +237,7 @@ class GenerationRequest(Structured, _Strict):
     return_token_ids: bool | None = False  # as vLLM and SGLang: `token_ids` and `prompt_token_ids` beside the text
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # as vLLM
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _as_list(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
@@ -409,7 +419,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = True
 
     @field_validator("tools")
@@ -422,7 +432,7 @@ class ChatRequest(GenerationRequest):
             seen.add(name)
         return tools
 
-    @field_validator("tool_choice", mode="wrap")
+    @field_validator("tool_choice", mode="wrap", json_schema_input_type=Choice | NamedChoice | None)
     @classmethod
     def _of_the_tools(cls, choice: Any, handler: Any, info: ValidationInfo) -> Any:
         if isinstance(choice, dict):
@@ -507,7 +517,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     echo: bool | None = False
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str | list[int]])
     @classmethod
     def _prompts(cls, prompt: Any, info: ValidationInfo) -> Any:
         several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)

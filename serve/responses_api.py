@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from dflash_toolkit.runtime.client import Asked
 from dflash_toolkit.sampling import MAX_LOGPROBS
@@ -25,6 +25,16 @@ from .protocol import ApiError, ChatRequest, Function, GenerationRequest, Templa
 from .replies import ReplyForm
 
 LOGPROBS = "message.output_text.logprobs"
+CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+            "required": ["type", "name"],
+        },
+    ]
+}
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 # names of the chat route -> what they are called here
@@ -179,7 +189,7 @@ class ResponsesRequest(GenerationRequest):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Any = None  # looked at with the tools, as in the chat route
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None  # looked at with the tools, as in the chat route
     parallel_tool_calls: bool | None = True
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

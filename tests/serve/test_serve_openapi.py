@@ -1,0 +1,128 @@
+"""The description at /openapi.json against what the routes do; `make test-peers` lets schemathesis look for more."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from jsonschema import Draft202012Validator
+from starlette.routing import Route
+from test_serve_engine import make_engine
+from test_serve_tools import TOOLS, make_reciting
+
+from serve.app import create_app
+from serve.responses_api import LOGPROBS
+
+MESSAGES = [{"role": "user", "content": "Please: h"}]
+CHAT = {"model": "m", "messages": MESSAGES, "max_tokens": 400}
+TEXT = {"model": "m", "prompt": "a", "max_tokens": 4}
+ITEMS = {"model": "m", "input": "Please: t", "max_output_tokens": 400}
+FUNCTIONS = [{"type": "function"} | tool["function"] for tool in TOOLS]
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(make_engine(make_reciting(), None), "m")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client: TestClient) -> dict[str, Any]:
+    return client.get("/openapi.json").json()
+
+
+def check(document: dict[str, Any], schema: Any, value: Any) -> list[str]:
+    """What is wrong with a value, by a schema of the document."""
+    validator = Draft202012Validator({**schema, "components": document["components"]})
+    return [f"{error.json_path}: {error.message[:200]}" for error in validator.iter_errors(value)]
+
+
+def test_it_names_every_route_and_no_other(client: TestClient, document: dict[str, Any]) -> None:
+    def routes_of(routes: Any) -> Iterator[tuple[str, str]]:
+        for route in routes:
+            if isinstance(route, Route):
+                yield from ((route.path.replace(":path", ""), method.lower()) for method in route.methods or ())
+            else:
+                yield from routes_of(route.original_router.routes)
+
+    found = {(path, method) for path, method in routes_of(client.app.routes) if method != "head"}  # type: ignore[attr-defined]
+    assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+
+
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"tools": TOOLS, "n": 2, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": NAMED, "stop": "x", "seed": 1, "user": "me"}),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "t"}]}]}),
+    ("/v1/completions", TEXT | {"logprobs": 2, "stop": ["x"], "best_of": 1}),
+    ("/v1/completions", TEXT | {"prompt": [[5, 6], "b"], "logit_bias": {"3": -1}, "suffix": None}),
+    ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "store": False}),
+    ("/v1/responses", ITEMS | {"input": [{"role": "user", "content": "a"}], "include": [LOGPROBS]}),
+    ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now"}, "metadata": {}}),
+    ("/tokenize", {"prompt": "a", "return_token_strs": True}),
+    ("/tokenize", {"model": "m", "messages": MESSAGES}),
+    ("/detokenize", {"tokens": [5, 6]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), TAKEN)
+def test_what_it_shows_is_taken_and_answered_so(
+    client: TestClient, document: dict[str, Any], path: str, body: Any
+) -> None:
+    operation = document["paths"][path]["post"]
+    assert check(document, operation["requestBody"]["content"]["application/json"]["schema"], body) == []
+    content = operation["responses"]["200"]["content"]
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    assert check(document, content["application/json"]["schema"], reply.json()) == []
+    if path.startswith("/v1/"):
+        reply = client.post(path, json=body | {"stream": True})
+        for line in reply.text.strip().split("\n\n"):
+            data = line.rpartition("data: ")[2]
+            event = content["text/event-stream"]["itemSchema"]["properties"]["data"]
+            assert data == "[DONE]" or check(document, event["contentSchema"], json.loads(data)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"temprature": 1}),
+        ("/v1/chat/completions", CHAT | {"reasoning_effort": "xhigh"}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}),
+        ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "allowed_tools"}}),
+        ("/v1/completions", TEXT | {"prompt": {}}),
+        ("/v1/completions", TEXT | {"best_of": 3}),
+        ("/v1/responses", ITEMS | {"store": True}),
+        ("/v1/responses", ITEMS | {"max_tokens": 3}),
+        ("/v1/responses", ITEMS | {"tools": [{"type": "web_search"}]}),
+        ("/detokenize", {"tokens": "5"}),
+    ],
+)
+def test_what_it_excludes_is_refused_in_its_form(
+    client: TestClient, document: dict[str, Any], path: str, body: Any
+) -> None:
+    operation = document["paths"][path]["post"]
+    assert check(document, operation["requestBody"]["content"]["application/json"]["schema"], body)
+    reply = client.post(path, json=body)
+    assert reply.status_code == 400
+    assert (
+        check(
+            document, document["components"]["responses"]["400"]["content"]["application/json"]["schema"], reply.json()
+        )
+        == []
+    )
+
+
+def test_a_key_is_described_where_one_is_asked_for() -> None:
+    app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under")
+    with TestClient(app) as client:
+        assert client.get("/openapi.json").status_code == 401
+        document = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
+    assert document["servers"] == [{"url": "/under"}]
+    paths = document["paths"]
+    assert "401" in paths["/v1/models"]["get"]["responses"] and "security" not in paths["/v1/models"]["get"]
+    assert paths["/health"]["get"]["security"] == [] and "401" not in paths["/health"]["get"]["responses"]
