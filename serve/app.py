@@ -98,7 +98,7 @@ def create_app(
         "max_model_len": engine.info.capacity.context_limit,
     }
 
-    def authorise(request: Request) -> None:
+    async def authorise(request: Request) -> None:  # in a thread it would wait for the interpreter
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         number = matching(api_keys, key.strip() if scheme.lower() == "bearer" else "")
         if api_keys and number is None:
@@ -398,7 +398,7 @@ class _Service:
                     if responses.ready:
                         continue
                     for index, pieces in waiting.items():
-                        if piece := Piece.joined(pieces):
+                        if piece := pieces[0] if len(pieces) == 1 else Piece.joined(pieces):
                             yield index, piece
                         if answers[index].finish_reason is not None:
                             yield index, None

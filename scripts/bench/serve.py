@@ -78,7 +78,7 @@ async def ask(address: tuple[str, int], body: dict[str, Any]) -> dict[str, Any]:
 
 
 def clients(address: tuple[str, int], bodies: list[dict[str, Any]], count: int, start: Any, results: Any) -> None:
-    """A process: `count` clients share out the bodies."""
+    """A process: `count` clients share out the bodies, once all processes stand at the start."""
 
     async def run() -> list[dict[str, Any]]:
         left = iter(bodies)
@@ -104,14 +104,13 @@ def load(url: str, bodies: list[dict[str, Any]], count: int, processes: int) -> 
     address = (parts.hostname or "", parts.port or 80)
     processes = min(processes, count)
     context = multiprocessing.get_context("spawn")
-    start, results = context.Event(), context.Queue()
+    start, results = context.Barrier(processes + 1), context.Queue()
     shares = [(bodies[i::processes], count // processes + (i < count % processes)) for i in range(processes)]
     workers = [context.Process(target=clients, args=(address, *share, start, results)) for share in shares]
     for worker in workers:
         worker.start()
-    time.sleep(2.0)  # until all stand at the start
+    start.wait()  # until all have imported what they need
     began = time.perf_counter()
-    start.set()
     found = []
     for _ in workers:
         part = results.get()
