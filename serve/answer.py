@@ -35,6 +35,7 @@ class Piece:
     deltas: tuple[Delta, ...] | None = None  # what the text is, if it is parsed
     steps: tuple[StepText, ...] = ()  # where the text is from, if that was asked for
     echo: Echo | None = None  # the prompt that the text begins with
+    ids: tuple[int, ...] = ()  # the tokens, whether or not their text may be sent, if they were asked for
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
@@ -44,11 +45,13 @@ class Piece:
         parsed = any(piece.deltas is not None for piece in pieces)
         steps = tuple(step for piece in pieces for step in piece.steps)
         echo = next((piece.echo for piece in pieces if piece.echo is not None), None)
-        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None, steps, echo)
+        ids = tuple(token for piece in pieces for token in piece.ids)
+        return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None, steps, echo, ids)
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self.tokens or self.steps or self.echo or (self.text if self.deltas is None else self.deltas))
+        more = self.tokens or self.steps or self.echo or self.ids
+        return bool(more or (self.text if self.deltas is None else self.deltas))
 
 
 class Answer:
@@ -66,6 +69,7 @@ class Answer:
         prompt_alone: the answer is left out.
         include_stop: the text ends with what ended it, a stop string or token.
         least: tokens that it has before a stop string can end it.
+        ids: pieces have their tokens.
     """
 
     def __init__(
@@ -82,9 +86,10 @@ class Answer:
         prompt_alone: bool = False,
         include_stop: bool = False,
         least: int = 0,
+        ids: bool = False,
     ) -> None:
         self._follow, self._prompt_alone = follow, prompt_alone
-        self._include_stop, self._least = include_stop, least
+        self._include_stop, self._least, self._ids = include_stop, least, ids
         self._echo, self._echoed = echo, False
         self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_tokens = prompt_tokens
@@ -111,7 +116,10 @@ class Answer:
             self.prompt_logprobs = progress.prompt_logprobs
         if self._prompt_alone:
             progress = Progress((), None, "length")
+        before = len(self.tokens)
         piece = self._followed(progress) if self._follow else self._add(progress)
+        if self._ids:
+            piece = replace(piece, ids=tuple(self.tokens[before:]))
         if self._echo is not None and not self._echoed:
             self._echoed = True
             echo = replace(self._echo, logprobs=self.prompt_logprobs)

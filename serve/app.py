@@ -160,7 +160,10 @@ def create_app(
         grammar = body.grammar_for(parsers.tool_calls, start)
         requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
         strings = service.strings_for(body)
-        replies: ReplyForm = Replies("chat", model, body.include_usage, strings, of_a_prompt=body.answers)
+        told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
+        replies: ReplyForm = Replies(
+            "chat", model, body.include_usage, strings, of_a_prompt=body.answers, prompt_ids=told
+        )
         if form is not None:
             replies = form(requests[0], strings)
         parallel, named = body.parallel_tool_calls is not False, isinstance(body.tool_choice, NamedTool)
@@ -181,7 +184,9 @@ def create_app(
         strings = service.strings_for(body)
         shown = await service.in_thread(texts) if strings or body.echo else []
         echoes = [Echo(*prompt, body.logprobs) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
-        replies = Replies("text", model, body.include_usage, strings, list(map(len, shown)), body.answers)
+        told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
+        lengths = list(map(len, shown))
+        replies = Replies("text", model, body.include_usage, strings, lengths, body.answers, prompt_ids=told)
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
     routes.include_router(responses(answer_chat, read_body))
@@ -348,12 +353,13 @@ class _Service:
                 body.prompt_alone,
                 bool(body.include_stop_str_in_output),
                 body.min_tokens or 0,
+                bool(body.return_token_ids),
             )
             for i, (one, parser) in enumerate(zip_longest(asked, parse))
         ]
         pieces = self._pieces(asked, answers)
         if body.stream:
-            return EventResponse(self._events(pieces, answers, replies))
+            return EventResponse(self._events(pieces, answers, replies, body.continuous_usage))
         whole = await _unless_disconnected(request, _join(pieces, len(answers)))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -363,8 +369,6 @@ class _Service:
             found = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
             for choice, answer, one in zip(found.get("choices", ()), answers, asked, strict=False):
                 ids, scores = one.prompt_ids, answer.prompt_logprobs
-                if body.return_token_ids:
-                    choice |= {"token_ids": answer.tokens, "prompt_token_ids": ids}
                 if body.prompt_logprobs is not None and scores is not None:
                     where = choice if replies.kind == "text" else found
                     where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
@@ -414,10 +418,15 @@ class _Service:
             for answer, clock in zip(answers, clocks, strict=True):
                 self._metrics.ended(clock, answer.finish_reason or outcome)
 
-    async def _events(self, pieces: Pieces, answers: list[Answer], replies: ReplyForm) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, pieces: Pieces, answers: list[Answer], replies: ReplyForm, continuous_usage: bool
+    ) -> AsyncGenerator[bytes]:
+        def event(chunk: dict[str, Any], index: int) -> bytes:
+            return replies.event(chunk | {"usage": usage([answers[index]], 1)} if continuous_usage else chunk)
+
         try:
-            for chunk in replies.opening(len(answers)):
-                yield replies.event(chunk)
+            for index, chunk in enumerate(replies.opening(len(answers))):
+                yield event(chunk, index)
             async with aclosing(pieces):
                 async for index, piece in pieces:
                     if piece is None:
@@ -427,7 +436,7 @@ class _Service:
                         make = functools.partial(replies.piece, index, piece)
                         chunks = await asyncio.to_thread(make) if long else make()
                     for chunk in chunks:
-                        yield replies.event(chunk)
+                        yield event(chunk, index)
             for chunk in replies.closing(usage(answers, replies.of_a_prompt)):
                 yield replies.event(chunk)
             if replies.end:
@@ -447,7 +456,8 @@ class EventResponse(StreamingResponse):
     """A streaming response that ends its generator, and so the decoding, when it is over for any reason."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream")
+        # nginx would hold events back until its buffer is full
+        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
         self._events = events
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

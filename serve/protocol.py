@@ -60,6 +60,7 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False  # with it: every chunk says what its answer has cost so far
     include_dflash: bool | None = False  # chunks say which text was drafted, step by step
 
 
@@ -262,12 +263,19 @@ class GenerationRequest(Structured, _Strict):
                 raise ValueError(f"the bias of token {token} must be in -100..100")
         return bias
 
-    @field_validator("return_token_ids", "prompt_logprobs")
+    @field_validator("prompt_logprobs")
     @classmethod
     def _of_whole_answers(cls, wanted: int | None, info: ValidationInfo) -> int | None:
-        if wanted is not None and wanted is not False and info.data.get("stream"):
+        if wanted is not None and info.data.get("stream"):
             raise ValueError("is not supported for streamed answers")
         return wanted
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_streams(cls, options: Any, info: ValidationInfo) -> Any:
+        if options is not None and not info.data.get("stream"):
+            raise ValueError("needs `stream: true`")
+        return options
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -316,6 +324,11 @@ class GenerationRequest(Structured, _Strict):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has a usage of its own."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def follow(self) -> bool:

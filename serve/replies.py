@@ -73,6 +73,8 @@ class Replies:
     unique: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
     end: bytes = DONE
+    prompt_ids: Sequence[Sequence[int]] = ()  # of each answer, if tokens were asked for
+    _begun: set[int] = field(default_factory=set)  # answers whose prompt was told
 
     def event(self, chunk: dict[str, Any]) -> bytes:
         return event(chunk)
@@ -88,13 +90,19 @@ class Replies:
             if self.kind == "chat":
                 content = {"message": _message(answer)}
             choices.append(self._choice(index, content, answer.tokens, finish_reason, answer.echo))
-        return {**self._body("chat.completion" if self.kind == "chat" else "text_completion", choices), "usage": usage}
+            if self.prompt_ids:
+                choices[-1]["token_ids"] = answer.ids
+        body = self._body("chat.completion" if self.kind == "chat" else "text_completion", choices)
+        for index in range(len(answers)):
+            self._tell_prompt(index, body, choices[index])
+        return {**body, "usage": usage}
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
         """The chunks before the first text: a chat names the role in every answer."""
         if self.kind == "text":
             return []
-        return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}, (), None) for i in range(answers)]
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return [self._told(i, [self._chunk(i, first, (), None)])[0] for i in range(answers)]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The chunks of a piece: one, or of a parsed answer one for each of its deltas."""
@@ -109,15 +117,29 @@ class Replies:
         ]
         if piece.steps:
             chunks[0]["choices"][0]["dflash"] = [asdict(step) for step in piece.steps]
-        return chunks
+        if self.prompt_ids:
+            chunks[0]["choices"][0]["token_ids"] = piece.ids
+        return self._told(index, chunks)
 
     def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
         """The chunk after the last text of an answer."""
-        return [self._chunk(index, {"delta": {}} if self.kind == "chat" else {"text": ""}, None, finish_reason)]
+        content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
+        return self._told(index, [self._chunk(index, content, None, finish_reason)])
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks after the last of all answers: the usage, without choices, when asked for."""
         return [{**self._body(self._chunk_name, []), "usage": usage}] if self.include_usage else []
+
+    def _told(self, index: int, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The chunks, the first of an answer with its prompt's tokens, if they were asked for."""
+        if index not in self._begun:
+            self._begun.add(index)
+            self._tell_prompt(index, chunks[0], chunks[0]["choices"][0])
+        return chunks
+
+    def _tell_prompt(self, index: int, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        if self.prompt_ids:  # a chat has one prompt
+            (body if self.kind == "chat" else choice)["prompt_token_ids"] = self.prompt_ids[index]
 
     @property
     def _chunk_name(self) -> str:

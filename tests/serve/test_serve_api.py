@@ -138,12 +138,40 @@ def test_the_drafter_changes_the_statistics_only(client: OpenAI, target: Target)
 @pytest.mark.parametrize("ask", [chat, complete])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, ask: Callable[..., Any], seed: int) -> None:
+    ask(client, max_tokens=1)  # from now on its prompt is in the cache
     answer = ask(client, seed=seed)
     choice = answer.choices[0]
     whole = choice.message.content if ask is chat else choice.text
     text, reason, usage = joined(ask(client, seed=seed, stream=True, stream_options={"include_usage": True}))
     assert (text, reason, usage) == (whole, choice.finish_reason, answer.usage)
     assert joined(ask(client, seed=seed, stream=True))[2] is None
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_every_chunk_says_its_tokens_and_what_they_cost(client: OpenAI, ask: Callable[..., Any], url: str) -> None:
+    options: dict[str, Any] = {"seed": 2, "n": 2, "stop": ["e"], "extra_body": {"return_token_ids": True} | LONG}
+    ask(client, max_tokens=1)  # from now on its prompt is in the cache
+    whole = ask(client, **options)
+    usages = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = ask(client, stream=True, stream_options=usages, **options)
+    assert last.usage == whole.usage and not last.choices
+    for index, choice in enumerate(whole.choices):
+        mine = [chunk for chunk in chunks if chunk.choices[0].index == index]
+        ids: list[int] = []
+        for chunk in mine:
+            ids += getattr(chunk.choices[0], "token_ids", None) or []
+            assert chunk.usage.completion_tokens == len(ids)
+            assert chunk.usage.prompt_tokens == whole.usage.prompt_tokens
+        assert ids == choice.token_ids
+        first, *others = [chunk if ask is chat else chunk.choices[0] for chunk in mine]
+        assert first.prompt_token_ids == (whole if ask is chat else choice).prompt_token_ids
+        assert not any(hasattr(other, "prompt_token_ids") for other in others)
+
+
+def test_no_proxy_holds_events_back(url: str) -> None:
+    body = {"model": "org/tiny", "prompt": "a", "max_tokens": 2, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LATE_S) as response:
+        assert response.headers["x-accel-buffering"] == "no"
 
 
 def test_sampling_parameters_reach_the_sampler(client: OpenAI, target: Target, drafter: Drafter) -> None:

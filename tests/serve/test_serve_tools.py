@@ -261,7 +261,7 @@ def test_a_conversation_with_calls_goes_through_the_template(engine: AsyncEngine
     messages = [asked, message.model_dump(), result]
     answer = chat(client, messages=messages, tools=TOOLS, max_tokens=20, extra_body={"return_token_ids": True})
     assert answer.choices[0].message.content == SAYS["a"]
-    prompt = engine.tokenizer.decode(answer.choices[0].prompt_token_ids)
+    prompt = engine.tokenizer.decode(answer.prompt_token_ids)
     assert '"name": "weather", "arguments": {"city"' in prompt, "as a mapping"
     assert '"description": "The weather of a city"' in prompt and "5 degrees, a" in prompt
 
