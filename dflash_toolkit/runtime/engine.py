@@ -1,5 +1,6 @@
 """The engine: a target and its drafter, many requests at once. Not thread-safe; `loop.py` steps it for others."""
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from .runner import StepRunner
 from .scheduler import Scheduler
 from .timing import cached_times, place_of
 from .weights import DrafterWeights, TargetWeights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -98,12 +101,20 @@ class Engine:
     ) -> None:
         device = target.embedding.device
         config = drafter.config if drafter else None
-        options = (options or EngineOptions()).fitted(target.spec, config, device)
+        asked = options or EngineOptions()
+        options = asked.fitted(target.spec, config, device)
         options = replace(options, draft_dtype=resolve_draft_dtype(options.draft_dtype, device, target.embedding.dtype))
         self.options = options
         assert options.max_num_seqs is not None and options.max_model_len is not None
         assert options.max_num_batched_tokens is not None
         max_batch, self.context_limit = options.max_num_seqs, options.max_model_len
+        if asked.max_model_len is None and self.context_limit < target.spec.context_limit:
+            log.warning(
+                "a request may have %d tokens, as many as kv_cache_tokens=%d holds; the target was made for %d",
+                self.context_limit,
+                options.kv_cache_tokens,
+                target.spec.context_limit,
+            )
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         ops = operations(device)
@@ -139,9 +150,7 @@ class Engine:
             room = room_for_cache(runner, specs, options, self.context_limit)
             self.runner = runner(room)
         self.pool = PagePool(room.pages, options.page_size)
-        overshoot = (self.runner.depth + 1) * max_block
-        held = self.pool.capacity * self.pool.page_size
-        self.capacity = Capacity(self.context_limit, self.vocabulary, held, overshoot)
+        self.capacity = Capacity(self.context_limit, self.vocabulary)
         own = weakref.proxy(self)  # an engine that nobody holds any more is gone at once, with the memory it has
         self.scheduler = Scheduler(
             self.runner,

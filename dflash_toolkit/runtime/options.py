@@ -110,9 +110,30 @@ class EngineOptions(DraftOptions):
         if (self.num_speculative_tokens or 0) > most:
             reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
+        overshoot = (2 if on_gpu else 1) * (self.block_size or most + 1)
         return replace(
             self,
             max_num_seqs=self.max_num_seqs or (32 if on_gpu else 4),
-            max_model_len=self.max_model_len or target.context_limit,
+            max_model_len=self._context(target.context_limit, overshoot),
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )
+
+    def _context(self, longest: int, overshoot: int) -> int:
+        """Tokens of one request; as many as the cache holds where that was asked for and the context was not.
+
+        Args:
+            longest: what the target was made for.
+            overshoot: tokens that steps in flight may write behind an answer's end.
+        """
+        wanted = self.max_model_len or longest
+        if self.kv_cache_tokens is None:
+            return wanted
+        room = -(-self.kv_cache_tokens // self.page_size) * self.page_size - overshoot
+        least = self.max_model_len or 2
+        if room < least:
+            lower = f", or lower max_model_len to {room}" if room > 1 else ""
+            raise UserError(
+                f"kv_cache_tokens is {self.kv_cache_tokens} and a request of {least} tokens (max_model_len) needs "
+                f"{least + overshoot} with the drafts behind it; raise kv_cache_tokens{lower}"
+            )
+        return min(wanted, room)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config import UserError
 from ..generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
 from .line import Place
@@ -17,12 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine can hold of one request."""
+    """What an engine can hold of one request; its cache holds as much."""
 
     context_limit: int  # prompt and answer together, in tokens
     vocabulary: int  # prompt ids must be below this
-    cache_tokens: int  # that all requests share
-    overshoot: int  # tokens of cache that steps in flight may need beyond an answer's end
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """The tokens that the answer may have.
@@ -30,18 +27,10 @@ class Capacity:
         Raises:
             PromptError: an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
             BiasError: a biased token outside the vocabulary.
-            UserError: a request that the cache cannot hold.
         """
         check_prompt(prompt_ids, self.context_limit, self.vocabulary)
         params.check_bias(self.vocabulary)
-        limit = min(params.max_new_tokens, self.context_limit - len(prompt_ids))
-        needed = len(prompt_ids) + limit + self.overshoot
-        if needed > self.cache_tokens:
-            raise UserError(
-                f"the request may need {needed} tokens of cache and there are {self.cache_tokens}; "
-                f"ask for fewer tokens or start the engine with more kv_cache_tokens"
-            )
-        return limit
+        return min(params.max_new_tokens, self.context_limit - len(prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)

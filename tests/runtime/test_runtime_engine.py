@@ -254,14 +254,34 @@ def test_synthetic_acceptance_is_as_long_as_asked(synthetic: dict[str, float], e
         ([1] * 512, {}, "the prompt has 512 tokens; the context limit is 512"),
         ([1, 300], {}, r"the prompt holds token 300; the target's embedding has rows 0\.\.299"),
         ([1], {"logit_bias": ((300, 1.0),)}, "logit_bias names token 300"),
-        ([1] * 100, {"max_new_tokens": 100}, "the request may need 208 tokens of cache and there are 100"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: dict[str, Any], message: str) -> None:
-    engine = make_engine(*pair(), kv_cache_tokens=100 if len(prompt) == 100 else 1200)
+    engine = make_engine(*pair())
     with pytest.raises(UserError, match=message):
         engine.submit(prompt, SamplingParams(**params))
     assert engine.scheduler.idle
+
+
+def test_a_context_that_the_cache_does_not_hold_is_refused_at_the_start_or_as_long_as_it_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    models = pair()
+    for tokens, limit, line in (
+        (100, 93, r"kv_cache_tokens is 100 and a request of 93 tokens \(max_model_len\) needs 101 .*; raise "
+         "kv_cache_tokens, or lower max_model_len to 92$"),
+        (8, None, "kv_cache_tokens is 8 and a request of 2 tokens .* needs 10 .*; raise kv_cache_tokens$"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=line):
+            make_engine(*models, kv_cache_tokens=tokens, max_model_len=limit)
+    engine = make_engine(*models, kv_cache_tokens=97)
+    assert engine.context_limit == engine.capacity.context_limit == 92
+    assert "a request may have 92 tokens, as many as kv_cache_tokens=97 holds" in caplog.text
+    (answer,) = engine.generate([[1] * 40], SamplingParams(ignore_eos=True))
+    assert len(answer.tokens) == 52, "and such a one is served"
+    caplog.clear()
+    make_engine(*models), make_engine(*models, kv_cache_tokens=100, max_model_len=92)
+    assert not caplog.records
 
 
 def test_a_refused_prompt_leaves_nothing_of_the_others_behind() -> None:
