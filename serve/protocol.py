@@ -29,6 +29,7 @@ from .structured import Structured
 
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
 COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
+MOST_STOPS = 16  # strings; OpenAI takes four, tasks of lm-eval have more
 MOST_OF_A_PROMPT = 128  # answers, OpenAI's limit
 MOST_BIASED = 1024  # tokens; they are added for every answer
 MOST_SCORES = 1 << 19  # log-probabilities of the prompts of one request, the most probable tokens' included
@@ -230,7 +231,7 @@ class GenerationRequest(Structured, _Strict):
     min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer before it has so many
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
     speculative: Speculative | None = None
-    stop: list[str] | None = Field(None, max_length=4)
+    stop: list[str] | None = Field(None, max_length=MOST_STOPS)
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True

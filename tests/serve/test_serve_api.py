@@ -384,7 +384,7 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
                    dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
     "min_tokens": [-1, 2**40, "1"], "priority": [1.5, 2**40, 1], "skip_special_tokens": ["no"],
     "include_stop_str_in_output": [2],
-    "stop": [["a"] * 5, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
+    "stop": [["a"] * 17, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
     "prompt_logprobs": [-1, 21, True, "2"],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
