@@ -5,10 +5,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from itertools import zip_longest
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -16,7 +16,6 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 from dflash_toolkit.runtime.client import Asked
@@ -26,6 +25,7 @@ from dflash_toolkit.version import __version__
 from .access import Access
 from .answer import Answer, Piece, usage
 from .keys import matching
+from .lanes import CLIENT_CLOSED_REQUEST, Lanes, unless_disconnected
 from .logprobs import Echo, TokenStrings, prompt_logprobs
 from .metrics import CONTENT_TYPE, Clock, Metrics
 from .openapi import description
@@ -44,14 +44,11 @@ from .replies import Replies, ReplyForm
 from .responses_api import responses
 from .state import ServerState
 from .text import special_tokens
-from .tokenizing import tokenizing
+from .tokenizing import Encoder, tokenizing
 
 STATS_S = 5.0
 ENGINE_TIMEOUT_S = 30.0  # an engine that says nothing for so long is taken for hung
 MAX_QUEUE = 1024  # answers
-MAX_BODY = 4 * 1024 * 1024  # bytes
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for an answer that nobody waits for
-T = TypeVar("T")
 MakeForm: TypeAlias = Callable[[Asked, TokenStrings | None], ReplyForm]
 Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # each with its answer's number; None is the end of one
 log = logging.getLogger("dflash_toolkit.serve")
@@ -90,6 +87,7 @@ def create_app(
     parsers = Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser)
     priorities = scheduling_policy == "priority"
     service = _Service(engine, model, metrics, defaults or {}, max_queue, request_timeout_s, priorities)
+    lanes, encoder = Lanes(), Encoder(engine.tokenizer, engine.info.capacity.context_limit)
     card = {
         "id": model,
         "object": "model",
@@ -144,18 +142,18 @@ def create_app(
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer_chat(request, ChatRequest.parse(await read_body(request)))
+        return await answer_chat(request, await lanes.parsed(request, ChatRequest.parse))
 
     async def answer_chat(request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
         """Answer in another form than the route's own, if there is one."""
         service.check_model(body.model)
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-        messages = [message.plain() for message in body.messages]
         tools = body.tools_for(parsers.tool_calls)
-        try:
-            ids = await service.in_thread(lambda: encode_chat(engine.tokenizer, messages, thinking, tools))
-        except UserError as error:
-            raise ApiError(400, str(error), param="messages") from error
+
+        def encoded() -> list[int]:
+            return encoder.chat([message.plain() for message in body.messages], thinking, tools)
+
+        ids = await lanes.run(request, encoded)
         start = parsers.start_of(engine.tokenizer, ids)
         grammar = body.grammar_for(parsers.tool_calls, start)
         requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
@@ -172,26 +170,26 @@ def create_app(
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = CompletionRequest.parse(await read_body(request))
+        body = await lanes.parsed(request, CompletionRequest.parse)
         service.check_model(body.model)
-        encode, decode = engine.tokenizer.encode, engine.tokenizer.decode
+        decode = engine.tokenizer.decode
 
         def texts() -> list[str]:
             return [p if isinstance(p, str) else decode(p, clean_up_tokenization_spaces=False) for p in body.prompt]
 
-        prompts = await service.in_thread(lambda: [list(encode(p)) if isinstance(p, str) else p for p in body.prompt])
+        prompts = await lanes.run(request, lambda: [encoder.text(p) if isinstance(p, str) else p for p in body.prompt])
         requests = await service.requests(body, prompts, "prompt", request.state.key, body.grammar())
         strings = service.strings_for(body)
-        shown = await service.in_thread(texts) if strings or body.echo else []
+        shown = await lanes.run(request, texts) if strings or body.echo else []
         echoes = [Echo(*prompt, body.logprobs) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
         told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         lengths = list(map(len, shown))
         replies = Replies("text", model, body.include_usage, strings, lengths, body.answers, prompt_ids=told)
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
-    routes.include_router(responses(answer_chat, read_body))
+    routes.include_router(responses(answer_chat, lanes))
     routes.include_router(description(model, bool(api_keys), root_path))
-    routes.include_router(tokenizing(engine, service.check_model, read_body, service.in_thread))
+    routes.include_router(tokenizing(engine, service.check_model, lanes, encoder))
 
     async def refuse(request: Request, error: Any) -> Response:
         metrics.refused(error.status)
@@ -246,12 +244,6 @@ class _Service:
         self._timeout_s, self._priorities = request_timeout_s, priorities
         self._open = 0  # answers, running or queued
         self._strings = TokenStrings(engine.tokenizer)
-        self._encoding = asyncio.Lock()
-
-    async def in_thread(self, encode: Callable[[], T]) -> T:
-        """Encode prompts, one request's at a time, while answers go on: megabytes of text take seconds."""
-        async with self._encoding:
-            return await asyncio.to_thread(encode)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) for a name that is not served."""
@@ -360,7 +352,7 @@ class _Service:
         pieces = self._pieces(asked, answers)
         if body.stream:
             return EventResponse(self._events(pieces, answers, replies, body.continuous_usage))
-        whole = await _unless_disconnected(request, _join(pieces, len(answers)))
+        whole = await unless_disconnected(request, _join(pieces, len(answers)))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reasons = [answer.reason for answer in answers]
@@ -467,24 +459,6 @@ class EventResponse(StreamingResponse):
             await self._events.aclose()  # a response cancelled while it sends leaves its generator suspended
 
 
-async def read_body(request: Request) -> bytes:
-    """The request body. Raises ApiError as soon as it is longer than MAX_BODY bytes, or when the client leaves."""
-    too_long = ApiError(413, f"the request body is longer than {MAX_BODY} bytes", code="request_too_large")
-    if int(request.headers.get("content-length", 0)) > MAX_BODY:
-        raise too_long
-    body = bytearray()
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before it had sent its request")
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY:  # a chunked body does not announce its length
-            raise too_long
-        more = message.get("more_body", False)
-    return bytes(body)
-
-
 async def _join(pieces: Pieces, answers: int) -> list[Piece]:
     """Each answer in one piece."""
     parts: list[list[Piece]] = [[] for _ in range(answers)]
@@ -493,22 +467,6 @@ async def _join(pieces: Pieces, answers: int) -> list[Piece]:
             if piece is not None:
                 parts[index].append(piece)
     return [Piece.joined(each) for each in parts]
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None when the client left first; `work` is then cancelled."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _as_api_error(error: Exception) -> ApiError:

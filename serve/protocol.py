@@ -8,7 +8,7 @@ import difflib
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -34,6 +34,12 @@ MOST_OF_A_PROMPT = 128  # answers, OpenAI's limit
 MOST_BIASED = 1024  # tokens; they are added for every answer
 MOST_SCORES = 1 << 19  # log-probabilities of the prompts of one request, the most probable tokens' included
 MOST_ANSWERS = 1024  # of one request, to all of its prompts
+MOST_MESSAGES = 8192
+MOST_OF_A_MESSAGE = 1024  # parts, or calls
+MOST_TOOLS = 1024
+MOST_STOP_IDS = 1024
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]  # a million things that are wrong take as long to list
 
 
 # of OpenAI's parameters, those that change nothing of an answer
@@ -52,7 +58,13 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = self.param and clipped(self.param, 200)
+        return {"error": {"message": clipped(self.message, 1000), "type": kind, "param": param, "code": self.code}}
+
+
+def clipped(text: str, most: int) -> str:
+    """The text without its middle, if it has more than `most` characters: what a client sent may be megabytes."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 :]}"
 
 
 class _Strict(BaseModel):
@@ -105,8 +117,10 @@ class ChatMessage(_Strict):
     """One turn. `developer` is OpenAI's newer word for `system`; chat templates know the older one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[TextPart] = Field(None, validate_default=True)  # an assistant's may be null
-    tool_calls: list[ToolCall] | None = None
+    content: List[TextPart] = Field(
+        None, validate_default=True, max_length=MOST_OF_A_MESSAGE
+    )  # an assistant's may be null
+    tool_calls: List[ToolCall] | None = Field(None, max_length=MOST_OF_A_MESSAGE)
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -231,8 +245,8 @@ class GenerationRequest(Structured, _Strict):
     min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer before it has so many
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
     speculative: Speculative | None = None
-    stop: list[str] | None = Field(None, max_length=MOST_STOPS)
-    stop_token_ids: list[int] | None = None
+    stop: List[str] | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: List[int] | None = Field(None, max_length=MOST_STOP_IDS)
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
@@ -427,12 +441,12 @@ class ChatRequest(GenerationRequest):
         "documents": ([],),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: List[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: TemplateOptions | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: List[Tool] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = True
 
@@ -526,7 +540,7 @@ class CompletionRequest(GenerationRequest):
         "add_special_tokens": (True,),
     }
 
-    prompt: list[str | list[int]]  # one prompt may come without the list around it
+    prompt: List[str | List[int]]  # one prompt may come without the list around it
     max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     echo: bool | None = False
@@ -536,13 +550,13 @@ class CompletionRequest(GenerationRequest):
     def _prompts(cls, prompt: Any, info: ValidationInfo) -> Any:
         several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
         prompts = prompt if several else [prompt]
+        if len(prompts) * (info.data.get("n") or 1) > MOST_ANSWERS:
+            raise ValueError(f"asks for more than {MOST_ANSWERS} answers, `n` to each prompt; send several requests")
         for one in prompts:
             if not isinstance(one, str) and not (isinstance(one, list) and all(type(item) is int for item in one)):
                 raise ValueError("must be a string, a list of token ids, or a list of such prompts")
             if not one:
                 raise ValueError("must not be empty")
-        if len(prompts) * (info.data.get("n") or 1) > MOST_ANSWERS:
-            raise ValueError(f"asks for more than {MOST_ANSWERS} answers, `n` to each prompt; send several requests")
         return prompts
 
     def check(self) -> None:

@@ -19,9 +19,21 @@ from dflash_toolkit.runtime.client import Asked
 from dflash_toolkit.sampling import MAX_LOGPROBS
 
 from .answer import Piece
+from .lanes import Lanes
 from .logprobs import AnswerToken, TokenStrings, chat_logprobs
 from .parsing import Delta
-from .protocol import ApiError, ChatRequest, Function, GenerationRequest, TemplateOptions, _Strict
+from .protocol import (
+    MOST_MESSAGES,
+    MOST_OF_A_MESSAGE,
+    MOST_TOOLS,
+    ApiError,
+    ChatRequest,
+    Function,
+    GenerationRequest,
+    List,
+    TemplateOptions,
+    _Strict,
+)
 from .replies import ReplyForm
 
 LOGPROBS = "message.output_text.logprobs"
@@ -64,7 +76,7 @@ class InputMessage(_Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: list[InputText]
+    content: List[InputText] = Field(max_length=MOST_OF_A_MESSAGE)
 
     _parts = field_validator("content", mode="before", json_schema_input_type=str | list[InputText])(_as_parts)
 
@@ -79,7 +91,7 @@ class FunctionCall(_Strict):
 class FunctionCallOutput(_Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: list[InputText]
+    output: List[InputText] = Field(max_length=MOST_OF_A_MESSAGE)
 
     _parts = field_validator("output", mode="before", json_schema_input_type=str | list[InputText])(_as_parts)
 
@@ -93,8 +105,8 @@ class ReasoningItem(_Strict):
     """Thoughts of an earlier answer; chat templates know what to do with them."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[ReasoningText] | None = None  # taken where there is no content
+    content: List[ReasoningText] | None = Field(None, max_length=MOST_OF_A_MESSAGE)
+    summary: List[ReasoningText] | None = Field(None, max_length=MOST_OF_A_MESSAGE)  # taken where there is no content
     encrypted_content: None = None  # only OpenAI can read its own
 
     @property
@@ -182,16 +194,16 @@ class ResponsesRequest(GenerationRequest):
         "prompt_cache_options": (),
     }
 
-    input: list[Item]
+    input: List[Item] = Field(max_length=MOST_MESSAGES)
     instructions: str | None = None
     stream_options: EventOptions | None = None  # type: ignore[assignment]
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: List[FunctionTool] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None  # looked at with the tools, as in the chat route
     parallel_tool_calls: bool | None = True
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: List[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: TemplateOptions | None = None
     metadata: dict[str, Any] | None = None  # comes back with the answer
@@ -251,7 +263,10 @@ class ResponsesRequest(GenerationRequest):
         }
         if self.reasoning and self.reasoning.effort is not None:
             chat["reasoning_effort"] = self.reasoning.effort
-        return ChatRequest.parse(json.dumps(chat).encode())
+        try:
+            return ChatRequest.parse(json.dumps(chat).encode())
+        except ApiError as error:
+            raise in_own_words(error) from error
 
     def _messages(self) -> list[dict[str, Any]]:
         """The items as messages: thoughts, words and calls of the assistant that follow each other are one."""
@@ -507,21 +522,25 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 def responses(
     answer: Callable[[Request, ChatRequest, Callable[[Asked, TokenStrings | None], ReplyForm]], Awaitable[Response]],
-    read_body: Callable[[Request], Any],
+    lanes: Lanes,
 ) -> APIRouter:
     """The route.
 
     Args:
         answer: what answers a chat request, in the form that it is given.
-        read_body: of a request.
+        lanes: read long bodies beside the event loop.
     """
     routes = APIRouter()
 
     @routes.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        body = ResponsesRequest.parse(await read_body(request))
+        def parse(raw: bytes) -> tuple[ResponsesRequest, ChatRequest]:
+            body = ResponsesRequest.parse(raw)
+            return body, body.chat()
+
+        body, chat = await lanes.parsed(request, parse)
         try:
-            return await answer(request, body.chat(), lambda asked, strings: ResponseReply(body, asked, strings))
+            return await answer(request, chat, lambda asked, strings: ResponseReply(body, asked, strings))
         except ApiError as error:
             raise in_own_words(error) from error
 

@@ -18,7 +18,7 @@ def _not_empty(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_not_empty)]
 Schema = Text | dict[str, Any]
-Choices = Annotated[list[str], Field(min_length=1)]
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 class _Strict(BaseModel):

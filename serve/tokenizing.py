@@ -1,6 +1,6 @@
-"""`/tokenize` and `/detokenize`, with vLLM's bodies and replies."""
+"""Texts to token ids and back; `/tokenize` and `/detokenize`, with vLLM's bodies and replies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from fastapi import APIRouter, Request
@@ -8,10 +8,45 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.data.prompts import Message, Tool, apply_template
 from dflash_toolkit.runtime import EngineClient
 
-from .protocol import ApiError, ChatMessage, describe
+from .lanes import Lanes
+from .protocol import MOST_MESSAGES, ApiError, ChatMessage, List, describe
+
+
+class Encoder:
+    """Texts and conversations to token ids, from any thread.
+
+    Args:
+        limit: tokens of the context. A text of more bytes than so many tokens can have is refused before it is encoded.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int) -> None:
+        self._tokenizer, self._limit = tokenizer, limit
+        self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+        tokenizer.encode("a")  # the first call settles how texts are cut, which those of several threads may not change
+
+    def text(self, text: str, special: bool = True) -> list[int]:
+        """Raises ApiError (400) for a text that no context of this length holds."""
+        size = len(text.encode(errors="replace"))
+        if size > (most := self._limit * self._longest):
+            raise ApiError(
+                400,
+                f"the text has {size} bytes, and a context of {self._limit} tokens holds {most} at most; shorten it",
+                code="context_length_exceeded",
+            )
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def chat(self, messages: Sequence[Message], thinking: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
+        """Raises ApiError (400) as `text`, and where the chat template refuses the messages."""
+        try:
+            rendered = apply_template(
+                self._tokenizer, messages, thinking, tools, tokenize=False, add_generation_prompt=True
+            )
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        return self.text(rendered, special=False)
 
 
 class _Body(BaseModel):
@@ -31,7 +66,7 @@ class TokenizeRequest(_Body):
     """The body of POST /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: List[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool = True  # of a text; a chat template has its own
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
@@ -48,39 +83,35 @@ class TokenizeRequest(_Body):
 class DetokenizeRequest(_Body):
     """The body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: List[int]
 
 
 def tokenizing(
     engine: EngineClient,
     check_model: Callable[[str], None],
-    read_body: Callable[[Request], Any],
-    in_thread: Callable[[Callable[[], Any]], Any],
+    lanes: Lanes,
+    encoder: Encoder,
 ) -> APIRouter:
     """The routes.
 
     Args:
         check_model: raises for the name of a model that is not served.
-        read_body: of a request.
-        in_thread: runs what takes long beside the event loop.
+        lanes: run what takes long beside the event loop.
     """
     routes, tokenizer = APIRouter(), engine.tokenizer
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = TokenizeRequest.parse(await read_body(request))
+        body = await lanes.parsed(request, TokenizeRequest.parse)
         if body.model is not None:
             check_model(body.model)
 
         def encoded() -> list[int]:
             if body.messages is not None:
-                return list(encode_chat(tokenizer, [message.plain() for message in body.messages]))
-            return list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+                return encoder.chat([message.plain() for message in body.messages])
+            return encoder.text(body.prompt or "", body.add_special_tokens)
 
-        try:
-            ids = await in_thread(encoded)
-        except UserError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        ids = await lanes.run(request, encoded)
         reply: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.info.capacity.context_limit,
@@ -91,13 +122,13 @@ def tokenizing(
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = DetokenizeRequest.parse(await read_body(request))
+        body = await lanes.parsed(request, DetokenizeRequest.parse)
         if body.model is not None:
             check_model(body.model)
         vocabulary = engine.info.capacity.vocabulary
         if wrong := next((token for token in body.tokens if not 0 <= token < vocabulary), None):
             raise ApiError(400, f"token {wrong} is not in 0..{vocabulary - 1}", param="tokens")
-        text = await in_thread(lambda: tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
+        text = await lanes.run(request, lambda: tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
         return JSONResponse({"prompt": text})
 
     return routes

@@ -20,7 +20,8 @@ from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
-from serve.app import MAX_BODY, create_app
+from serve.app import create_app
+from serve.lanes import MAX_BODY
 from serve.server import Server, bind, url_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]

@@ -1,14 +1,23 @@
 """Tokens of texts and conversations, as the server counts them."""
 
+import http.client
+import json
+import threading
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
-from test_serve_engine import make_engine
+from pydantic import ValidationError
+from test_serve_api import serving
+from test_serve_engine import LATE_S, make_engine, wait_until
 
 from dflash_toolkit import Target, __version__
 from dflash_toolkit.data.prompts import encode_chat
 from serve.app import create_app
+from serve.lanes import MOST_STRINGS, SHORT_BODY
+from serve.protocol import MOST_MESSAGES, ApiError, ChatRequest, CompletionRequest
+from serve.tokenizing import DetokenizeRequest, Encoder
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 
@@ -50,3 +59,91 @@ def test_what_is_wrong_is_named(client: TestClient, path: str, body: dict[str, A
 
 def test_the_version_is_told_to_everybody(client: TestClient) -> None:
     assert client.get("/version").json() == {"version": __version__}
+
+
+def test_a_text_that_no_context_holds_is_refused_before_it_is_encoded(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = Encoder(target.tokenizer, 5)
+    longest = max(len(token.encode()) for token in target.tokenizer.get_vocab())
+    assert encoder.text("é" * 3) == target.tokenizer.encode("é" * 3)
+    monkeypatch.setattr(type(target.tokenizer), "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    for ask in (encoder.text, lambda text: encoder.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ApiError, match=rf"has \d+ bytes, and a context of 5 tokens holds {5 * longest} at most"):
+            ask("a" * (5 * longest + 1))
+
+
+def test_long_texts_keep_no_short_one_waiting_and_are_not_encoded_for_clients_that_left(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, gate, real = [], threading.Event(), Encoder.text
+
+    def held(self: Encoder, text: str, special: bool = True) -> list[int]:
+        if len(text) > SHORT_BODY:
+            began.append(text)
+            gate.wait(LATE_S)
+        return real(self, text, special)
+
+    monkeypatch.setattr(Encoder, "text", held)
+    with serving(make_engine(target, None)) as url:
+
+        def post(text: str) -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LATE_S)
+            connection.request("POST", "/tokenize", json.dumps({"prompt": text}))
+            return connection
+
+        long = [post("a" * (SHORT_BODY + 1)) for _ in range(2)]
+        wait_until(lambda: len(began) == 2)
+        for left in [post("b" * (SHORT_BODY + 1)) for _ in range(3)]:
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
+            left.close()
+        wait_until(lambda: 'status="499"} 3.0' in httpx.get(f"{url}/metrics").text)
+        assert httpx.post(f"{url}/tokenize", json={"prompt": "hello"}, timeout=LATE_S).status_code == 200
+        gate.set()
+        assert [one.getresponse().status for one in long] == [400, 400], "no context holds them"
+    assert len(began) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [1] * 9}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 9}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": ""}], "tools": [1] * 9}),
+        (ChatRequest, {"messages": [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 9}),
+        (DetokenizeRequest, {"tokens": ["a"] * 9}),
+    ],
+)
+def test_of_what_is_wrong_with_a_list_only_the_first_is_looked_for(kind: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body | {"model": "m"})
+    assert found.value.error_count() == 1
+
+
+def test_a_long_body_is_read_beside_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, real = [], ChatRequest.parse
+    monkeypatch.setattr(
+        ChatRequest, "parse", lambda body: threads.append(threading.current_thread().name) or real(body)
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": "a" * SHORT_BODY}]}
+    assert client.post("/v1/chat/completions", json=body).status_code == 400
+    assert threads[0].startswith("long")
+    body["stop"] = ["a"] * (MOST_STRINGS + 1)
+    refused = client.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and f"at most {MOST_STRINGS} are read" in refused.text and len(threads) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (f"/{'a' * 30000}", {}),
+        (f"/v1/models/{'a' * 30000}", {}),
+        ("/v1/completions", {"model": "a" * 30000, "prompt": "a"}),
+        ("/v1/completions", {"model": "m", "prompt": "a", "structured_outputs": {"a" * 30000: 1}}),
+        ("/v1/completions", {"model": "m", "prompt": "a", "a" * 30000: 1}),
+    ],
+)
+def test_an_error_repeats_little_of_what_was_sent(client: TestClient, path: str, body: dict[str, Any]) -> None:
+    reply = client.post(path, json=body) if body else client.get(path)
+    assert reply.status_code in (400, 404) and reply.json()["error"]["message"] and len(reply.content) < 1500
