@@ -16,6 +16,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.data.prompts import template_variables
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 from dflash_toolkit.runtime.client import Asked
@@ -147,20 +148,20 @@ def create_app(
     async def answer_chat(request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
         """Answer in another form than the route's own, if there is one."""
         service.check_model(body.model)
-        thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
         tools = body.tools_for(parsers.tool_calls)
+        told = body.variables(template_variables(engine.tokenizer, tools))
 
         def encoded() -> list[int]:
-            return encoder.chat([message.plain() for message in body.messages], thinking, tools)
+            return encoder.chat([message.plain() for message in body.messages], tools, told)
 
         ids = await lanes.run(request, encoded)
         start = parsers.start_of(engine.tokenizer, ids)
         grammar = body.grammar_for(parsers.tool_calls, start)
         requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
         strings = service.strings_for(body)
-        told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
+        shown = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         replies: ReplyForm = Replies(
-            "chat", model, body.include_usage, strings, of_a_prompt=body.answers, prompt_ids=told
+            "chat", model, body.include_usage, strings, of_a_prompt=body.answers, prompt_ids=shown
         )
         if form is not None:
             replies = form(requests[0], strings)

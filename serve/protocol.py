@@ -7,7 +7,7 @@ does not implement is refused by name; one that would not (`user`, `metadata`, .
 import difflib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -191,13 +191,6 @@ class NamedChoice(_Strict):
 Choice: TypeAlias = Literal["none", "auto", "required"]
 
 
-class TemplateOptions(_Strict):
-    """`chat_template_kwargs`: only the switch of templates with a thinking mode."""
-
-    model_config = ConfigDict(extra="forbid")
-    enable_thinking: bool | None = None
-
-
 class GenerationRequest(Structured, _Strict):
     """What both endpoints share. `null` means the default, as it does for OpenAI."""
 
@@ -206,7 +199,6 @@ class GenerationRequest(Structured, _Strict):
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "cache_salt": (),
-        "reasoning_effort": (),
         "reasoning": (),
         "include_reasoning": (True,),
         "guided_decoding_backend": (),
@@ -443,7 +435,8 @@ class ChatRequest(GenerationRequest):
 
     messages: List[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # of the target's template
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: List[Tool] | None = Field(None, max_length=MOST_TOOLS)
@@ -499,6 +492,32 @@ class ChatRequest(GenerationRequest):
             message = "`tools`: it is not known how this target writes tool calls; start with --tool-call-parser"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         return [tool.plain() for tool in self.tools]
+
+    def variables(self, known: Collection[str]) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools.
+
+        Args:
+            known: the variables that it looks at.
+
+        Raises:
+            ApiError: (400) it does not look at what is asked for.
+        """
+        told = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        if not isinstance(told.get("enable_thinking", False), bool):
+            raise ApiError(400, "enable_thinking must be true or false", param="chat_template_kwargs.enable_thinking")
+        if told.get("enable_thinking") is False and "enable_thinking" not in known:
+            del told["enable_thinking"]  # of a template without thoughts many clients ask for none
+        if unknown := next((name for name in told if name not in known), None):
+            knows = ", ".join(sorted(known)) or "none"
+            message = f"the target's chat template takes no {unknown[:100]!r}; those that it takes: {knows}"
+            raise ApiError(400, message, param=f"chat_template_kwargs.{unknown[:100]}")
+        if (effort := self.reasoning_effort) is None:
+            return told
+        if not {"reasoning_effort", "enable_thinking"} & set(known):
+            message = "`reasoning_effort`: the target's chat template has no such switch; leave it out"
+            raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
+        asked = {"enable_thinking": effort != "none"} | told | {"reasoning_effort": effort}
+        return {name: value for name, value in asked.items() if name in known}
 
     def grammar_for(self, form: str | None, start: Start) -> tuple[str, Grammar] | None:
         """What the answer is to be, a tool's call too, and the parameter that says so.

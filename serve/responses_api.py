@@ -31,7 +31,6 @@ from .protocol import (
     Function,
     GenerationRequest,
     List,
-    TemplateOptions,
     _Strict,
 )
 from .replies import ReplyForm
@@ -205,7 +204,7 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool | None = True
     include: List[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None  # comes back with the answer
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[Item])

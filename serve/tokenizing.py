@@ -1,6 +1,7 @@
 """Texts to token ids and back; `/tokenize` and `/detokenize`, with vLLM's bodies and replies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,8 @@ from dflash_toolkit.runtime import EngineClient
 
 from .lanes import Lanes
 from .protocol import MOST_MESSAGES, ApiError, ChatMessage, List, describe
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Encoder:
@@ -38,11 +41,20 @@ class Encoder:
             )
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
-    def chat(self, messages: Sequence[Message], thinking: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Raises ApiError (400) as `text`, and where the chat template refuses the messages."""
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, Any] = NOTHING
+    ) -> list[int]:
+        """What the chat template makes of a conversation.
+
+        Args:
+            variables: more that the template is told.
+
+        Raises:
+            ApiError: (400) as `text`, and where the template refuses the messages.
+        """
         try:
             rendered = apply_template(
-                self._tokenizer, messages, thinking, tools, tokenize=False, add_generation_prompt=True
+                self._tokenizer, messages, variables, tools, tokenize=False, add_generation_prompt=True
             )
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error

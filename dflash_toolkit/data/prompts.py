@@ -1,9 +1,10 @@
 """Prompts to be answered, and chat templates: rows become messages, messages become token ids."""
 
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,9 @@ def _parse(found: Found, source: Source) -> Prompt:
 
 # ---- chat templates ------------------------------------------------------------------------------------------
 
+_shown: set[int] = set()  # kinds of chats, see `_kind`, that a template has shown whole
+MOST_KINDS = 4096
+
 
 def encode_chat(
     tokenizer: Any,
@@ -146,6 +150,7 @@ def encode_chat(
     tools: Sequence[Tool] = (),
     *,
     ask: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the rendered chat, ready for the assistant's first token.
 
@@ -153,30 +158,78 @@ def encode_chat(
         thinking: passed to templates that know `enable_thinking`; None leaves it to the template.
         tools: passed to the template, which must show them.
         ask: False for a chat that ends with what it says.
+        variables: more that the template is told, see `template_variables`.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these messages or leaves their tools out.
     """
-    return list(apply_template(tokenizer, messages, thinking, tools, add_generation_prompt=ask, return_dict=False))
+    told = {} if thinking is None else {"enable_thinking": thinking}
+    told |= variables or {}
+    return list(apply_template(tokenizer, messages, told, tools, add_generation_prompt=ask, return_dict=False))
+
+
+def template_variables(tokenizer: Any, tools: Sequence[Tool] = ()) -> frozenset[str]:
+    """What a chat template looks at beside messages and tools, by its own names; nothing where there is no template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return frozenset()
+    given = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", *tokenizer.special_tokens_map}
+    given |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    return _looked_up(tokenizer.get_chat_template(None, list(tools) or None)) - given
+
+
+@lru_cache(maxsize=16)
+def _looked_up(template: str) -> frozenset[str]:
+    from jinja2 import Environment, TemplateError, meta, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """Hugging Face's tags around what an assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 - as its base declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        return frozenset(
+            meta.find_undeclared_variables(Environment(extensions=[Generation, loopcontrols]).parse(template))
+        )
+    except TemplateError:  # whoever renders it says so
+        return frozenset()
 
 
 def apply_template(
-    tokenizer: Any, messages: Sequence[Message], thinking: bool | None, tools: Sequence[Tool], **options: Any
+    tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool], **options: Any
 ) -> Any:
     """`tokenizer.apply_chat_template`. Raises as `encode_chat` does."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the target's tokenizer has no chat template; use an instruction-tuned target")
-    extra = {} if thinking is None else {"enable_thinking": thinking}
 
     def render(messages: list[Message], tools: list[Tool], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, tools=tools or None, **options, **extra)
+        return tokenizer.apply_chat_template(messages, tools=tools or None, **options, **variables)
 
     try:
-        if lost := _lost(partial(render, tokenize=False), list(messages), list(tools)):
-            raise ValueError(f"it leaves out {lost}")
+        kind = _kind(tokenizer, messages, variables, tools)
+        if kind not in _shown:
+            if lost := _lost(partial(render, tokenize=False), list(messages), list(tools)):
+                raise ValueError(f"it leaves out {lost}")
+            if len(_shown) == MOST_KINDS:
+                _shown.clear()
+            _shown.add(kind)
         return render(list(messages), list(tools), **options)
     except Exception as error:  # jinja's own errors and whatever a template raises
         raise UserError(f"the chat template refuses these messages: {error}") from error
+
+
+def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool]) -> int:
+    """What decides whether a template shows a chat whole: the template, and what kinds of messages there are.
+
+    Each rendering of a long chat with tools takes tens of milliseconds, and finding out takes four.
+    """
+    kinds = frozenset((m.get("role"), bool(m.get("content")), bool(m.get("tool_calls"))) for m in messages)
+    return hash((str(tokenizer.chat_template), kinds, bool(tools), repr(sorted(variables.items()))))
 
 
 def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool]) -> str | None:

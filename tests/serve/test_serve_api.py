@@ -438,9 +438,9 @@ def test_a_prompt_longer_than_the_context_is_refused(client: OpenAI) -> None:
 
 
 def test_a_parameter_that_nobody_knows_is_refused_and_the_one_that_was_meant_named(client: OpenAI) -> None:
-    for name, said in (("temprature", "did you mean `temperature`?"), ("reasoning_effort", "not supported"),
+    for name, said in (("temprature", "did you mean `temperature`?"), ("reasoning_effort", "no such switch"),
                        ("cache_salt", "not supported"), ("x" * 5000, "is no parameter")):  # fmt: skip
-        error = refusal(chat, client, extra_body={name: "a"})
+        error = refusal(chat, client, extra_body={name: "low"})
         assert error.status_code == 400 and said in error_of(error.response)["message"]
         assert len(error_of(error.response)["message"]) < 300
 

@@ -47,7 +47,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} Write <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
+    "{% if add_generation_prompt %}{{ note }}<|assistant|>{% if enable_thinking is defined %}"
     "{{ '<think>' if enable_thinking else '</think>' }}{% else %}{{ messages[-1].content[-1] }}{% endif %}{% endif %}"
 )  # fmt: skip
 
@@ -234,6 +234,23 @@ def test_reasoning_is_apart_whoever_opens_it(client: OpenAI, tools: list[Any]) -
     message = say(client, "t", tools=tools).message
     assert message.reasoning_content == "\nhm, hm\n"
     assert (message.content is None) == bool(message.tool_calls) == bool(tools)
+
+
+def test_the_template_is_told_what_it_knows(client: OpenAI) -> None:
+    for effort, thoughts in (("none", None), ("low", "\nwell, well\n"), ("max", "\nwell, well\n")):
+        message = say(client, "a", tools=[], extra_body={"reasoning_effort": effort}).message
+        assert getattr(message, "reasoning_content", None) == thoughts
+    kept = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False, "note": "Note!"}}
+    messages = [{"role": "user", "content": "a"}]
+    answer = chat(client, messages=messages, max_tokens=1, extra_body=kept | {"return_token_ids": True})
+    prompt = make_tokenizer().decode([token for token in answer.prompt_token_ids if token < 256])
+    assert "Note!" in prompt and answer.usage.completion_tokens_details.reasoning_tokens == 0
+    for value, param in (({"nope": 1}, "chat_template_kwargs.nope"), ({"tools": []}, "chat_template_kwargs.tools"),
+                         ({"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking")):  # fmt: skip
+        error = refusal(say, client, "a", extra_body={"chat_template_kwargs": value})
+        assert (error.status_code, error.param) == (400, param)
+    error = refusal(say, client, "a", extra_body={"reasoning_effort": "much"})
+    assert (error.status_code, error.param) == (400, "reasoning_effort")
 
 
 def test_reasoning_that_was_cut_is_reasoning(client: OpenAI) -> None:

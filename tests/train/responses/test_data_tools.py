@@ -12,7 +12,7 @@ from test_data_conversation import PARAMS, WORDS, answer, said
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
-from dflash_toolkit.data.prompts import Message, encode_chat, read_chat
+from dflash_toolkit.data.prompts import Message, encode_chat, read_chat, template_variables
 from train.config import AnswerOptions, DataOptions, TrainConfig
 from train.prompts.split import PROMPTS, Reading, choose_prompts
 from train.responses.build_corpus import write_recorded
@@ -123,6 +123,34 @@ def test_tools_reach_the_template_which_must_show_all_of_them() -> None:
         with pytest.raises(UserError, match=f"refuses these messages: it leaves out {part}"):
             encode_chat(tokenizer, messages, tools=tools)
     assert encode_chat(tokenizer, [user("Hi")]) == tokenizer("Hi").input_ids
+
+
+def test_a_template_that_has_shown_such_a_chat_renders_the_next_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = words(WITH_TOOLS)
+    messages, tools = read_chat(SHAPES["ShareGPT"][0] | {"tools": [SEARCH]})
+    encode_chat(tokenizer, messages, tools=tools)
+    real, rendered = tokenizer.apply_chat_template, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        rendered.append(real(*args, **options))
+        return rendered[-1]
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    longer = [*messages, *messages]
+    assert rendered == [encode_chat(tokenizer, longer, tools=tools)]
+    encode_chat(tokenizer, [m | {"content": ""} for m in longer], tools=tools)
+    assert len(rendered) > 2, "another kind of chat, which the template may show otherwise"
+
+
+def test_the_variables_of_a_template_are_those_that_it_looks_up() -> None:
+    tokenizer = words(
+        "{{ bos_token }}{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% if a %}{% break %}"
+        "{% endif %}{% endfor %}{% set c = b | default(1) %}{{ c }}{{ tools }}{{ raise_exception('x') }}"
+        "{% if add_generation_prompt and enable_thinking is defined %}?{% endif %}"
+    )
+    assert template_variables(tokenizer) == {"a", "b", "enable_thinking"}
+    tokenizer.chat_template = "{{"
+    assert template_variables(tokenizer) == frozenset()
 
 
 # ---- answered by the target ------------------------------------------------------------------------------------
