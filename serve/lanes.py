@@ -11,6 +11,7 @@ from .protocol import ApiError
 
 MAX_BODY = 4 * 1024 * 1024  # bytes
 MOST_STRINGS = 65536  # in a body, names too; each is an object that takes time to make
+TINY_BODY = 8 * 1024  # bytes; read and encoded in less time than a thread gets the interpreter from a busy loop
 SHORT_BODY = 64 * 1024  # bytes; what is longer waits for others like it, and nobody else for it
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for an answer that nobody waits for
 T = TypeVar("T")
@@ -27,17 +28,19 @@ class Lanes:
         raw = await read_body(request)
         if (strings := raw.count(b'"') - raw.count(b'\\"')) > 2 * MOST_STRINGS:
             raise ApiError(400, f"the body holds {strings // 2} strings; at most {MOST_STRINGS} are read")
-        request.state.long = len(raw) > SHORT_BODY
-        return await self.run(request, lambda: parse(raw)) if request.state.long else parse(raw)
+        request.state.size = len(raw)
+        return await self.run(request, lambda: parse(raw)) if len(raw) > SHORT_BODY else parse(raw)
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
-        """The result of `work`, done in a thread, for a request that `parsed` has read.
+        """The result of `work`, for a request that `parsed` has read; done in a thread, unless it is tiny.
 
         Raises:
             ApiError: (499) the client of a long one has left; work that had not begun is not done.
         """
+        if request.state.size <= TINY_BODY:
+            return work()
         loop = asyncio.get_running_loop()
-        if not request.state.long:
+        if request.state.size <= SHORT_BODY:
             return await loop.run_in_executor(self._short, work)
         done = await unless_disconnected(request, _single(loop.run_in_executor(self._long, work)))
         if done is None:
