@@ -33,7 +33,7 @@ from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
 
-WORDS = "What is the sum of two small odd numbers , and why does a river bend before it meets the sea ?".split()
+TALE = "What is the sum of two small odd numbers , and why does a river bend before it meets the sea ?"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {
     "type": "object",
@@ -53,7 +53,7 @@ REFUSED: tuple[tuple[str, Any], ...] = (
     (TEXT, {"prompt": "a", "logprobs": -7}),
     ("/v1/nothing", {}),
 )
-GARBAGE = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST " + CHAT.encode() + b" HTTP/1.1\r\nContent-Le")
+GARBAGE = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\nContent-Le")
 GONE = (httpx.TransportError, httpx.StreamError)
 
 
@@ -111,14 +111,14 @@ def _parent(pid: int) -> int:
     return _status(pid, "PPid")
 
 
-# ---- what is asked -----------------------------------------------------------------------------------------------------
+# ---- what is asked ---------------------------------------------------------------------------------------------------
 
 
 def decided(dice: random.Random, count: int) -> list[tuple[str, dict[str, Any]]]:
     """Requests whose answers nothing else decides."""
 
     def words(least: int, most: int) -> str:
-        return " ".join(dice.choice(WORDS) for _ in range(dice.randint(least, most)))
+        return " ".join(dice.choice(TALE.split()) for _ in range(dice.randint(least, most)))
 
     shared = words(30, 40)  # prefixes are found in the cache
     forms: list[dict[str, Any]] = [
@@ -262,7 +262,8 @@ class Soak:
 
     async def _refused(self, client: httpx.AsyncClient) -> str | None:
         path, change = self.dice.choice(REFUSED)
-        body = {"model": self.model, **({"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}), **change}
+        least = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}
+        body = {"model": self.model, **least, **change}
         reply = await client.post(path, json=body)
         return None if 400 <= reply.status_code < 500 else f"{change}: {reply.status_code} {reply.text[:200]}"
 
@@ -282,7 +283,8 @@ def metric(text: str, name: str) -> float:
 
 async def settled(client: httpx.AsyncClient) -> dict[str, float]:
     """What the server says it holds, once it has had time to let go."""
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "dflash_requests_open")
+    of_vllm = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    names = ("dflash_requests_open", *(f"vllm:{name}" for name in of_vllm))
     for _ in range(100):
         text = (await client.get("/metrics")).text
         held = {name: metric(text, name) for name in names}

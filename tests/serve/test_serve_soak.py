@@ -1,4 +1,4 @@
-"""The clients of scripts/soak.py against a server of this process; the program itself ends servers and takes minutes."""
+"""The clients of scripts/soak.py and a server of this process; the program itself ends servers and takes minutes."""
 
 import asyncio
 import random
