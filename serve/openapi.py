@@ -93,6 +93,12 @@ class TextLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CalledFunctionReply(BaseModel):
     name: str
     arguments: str
@@ -126,6 +132,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
 
 
 class FunctionDelta(BaseModel):
@@ -167,6 +174,7 @@ class TextChoice(BaseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
     finish_reason: Literal["stop", "length"] | None  # null in the chunks before the last
 
 

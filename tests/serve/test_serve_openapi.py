@@ -60,6 +60,9 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "t"}]}]}),
     ("/v1/completions", TEXT | {"logprobs": 2, "stop": ["x"], "best_of": 1}),
     ("/v1/completions", TEXT | {"prompt": [[5, 6], "b"], "logit_bias": {"3": -1}, "suffix": None}),
+    ("/v1/completions", TEXT | {"echo": True, "logprobs": 1, "max_tokens": 0}),
+    ("/v1/completions", TEXT | {"prompt_logprobs": 1}),
+    ("/v1/chat/completions", CHAT | {"prompt_logprobs": 0}),
     ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "store": False}),
     ("/v1/responses", ITEMS | {"input": [{"role": "user", "content": "a"}], "include": [LOGPROBS]}),
     ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now"}, "metadata": {}}),
@@ -79,7 +82,8 @@ def test_what_it_shows_is_taken_and_answered_so(
     reply = client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     assert check(document, content["application/json"]["schema"], reply.json()) == []
-    if path.startswith("/v1/"):
+    assert ("prompt_logprobs" in reply.text) == ("prompt_logprobs" in body)
+    if path.startswith("/v1/") and "prompt_logprobs" not in body:
         reply = client.post(path, json=body | {"stream": True})
         for line in reply.text.strip().split("\n\n"):
             data = line.rpartition("data: ")[2]
@@ -91,7 +95,7 @@ def test_what_it_shows_is_taken_and_answered_so(
     ("path", "body"),
     [
         ("/v1/chat/completions", CHAT | {"temprature": 1}),
-        ("/v1/chat/completions", CHAT | {"reasoning_effort": "xhigh"}),
+        ("/v1/chat/completions", CHAT | {"reasoning_effort": "much"}),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}),
         ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "allowed_tools"}}),
         ("/v1/completions", TEXT | {"prompt": {}}),
