@@ -1,5 +1,6 @@
 """Texts to token ids and back; `/tokenize` and `/detokenize`, with vLLM's bodies and replies."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
@@ -29,6 +30,8 @@ class Encoder:
         self._tokenizer, self._limit = tokenizer, limit
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
         tokenizer.encode("a")  # the first call settles how texts are cut, which those of several threads may not change
+        with contextlib.suppress(ApiError):  # the first client shall not wait until the template is compiled
+            self.chat([{"role": "user", "content": "a"}])
 
     def text(self, text: str, special: bool = True) -> list[int]:
         """Raises ApiError (400) for a text that no context of this length holds."""
