@@ -149,7 +149,7 @@ def create_app(
         """Answer in another form than the route's own, if there is one."""
         service.check_model(body.model)
         tools = body.tools_for(parsers.tool_calls)
-        told = body.variables(template_variables(engine.tokenizer, tools))
+        told = body.variables(template_variables(engine.tokenizer, tools)) if body.tells_the_template else {}
 
         def encoded() -> list[int]:
             return encoder.chat([message.plain() for message in body.messages], tools, told)

@@ -493,6 +493,11 @@ class ChatRequest(GenerationRequest):
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         return [tool.plain() for tool in self.tools]
 
+    @property
+    def tells_the_template(self) -> bool:
+        """Whether `variables` are asked for."""
+        return bool(self.chat_template_kwargs) or self.reasoning_effort is not None
+
     def variables(self, known: Collection[str]) -> dict[str, Any]:
         """What the chat template is told beside messages and tools.
 

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -166,6 +167,7 @@ class Server(uvicorn.Server):
         self._ready, self._drain, self._stop, self._drain_s = ready, drain, stop, drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await anyio.sleep(0)  # which loads what the first answer would wait for
         await super().startup(sockets)
         self._ready()
 
