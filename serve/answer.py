@@ -70,6 +70,7 @@ class Answer:
         include_stop: the text ends with what ended it, a stop string or token.
         least: tokens that it has before a stop string can end it.
         ids: pieces have their tokens.
+        trace: what became of each draft is kept.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Answer:
         include_stop: bool = False,
         least: int = 0,
         ids: bool = False,
+        trace: bool = False,
     ) -> None:
         self._follow, self._prompt_alone = follow, prompt_alone
         self._include_stop, self._least, self._ids = include_stop, least, ids
@@ -97,6 +99,8 @@ class Answer:
         self.verify_steps = self.drafted = self.accepted = 0
         self.cached_tokens = 0  # of the prompt
         self.reasoning_tokens = 0  # up to the mark that ends the reasoning, included
+        self.drafts: list[tuple[int, int]] = []  # tokens proposed and taken, if that is kept
+        self._trace = trace
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, before, shown)
@@ -164,6 +168,8 @@ class Answer:
             self.drafted += progress.step.drafted
             self.accepted += progress.step.accepted
             self.committed += len(progress.step.tokens)
+            if self._trace and progress.step.drafted:
+                self.drafts.append((progress.step.drafted, progress.step.accepted))
 
         text = ""
         silent = progress.finish_reason == "stop" and not self._include_stop
@@ -231,3 +237,23 @@ def usage(answers: Sequence[Answer], of_a_prompt: int) -> dict[str, Any]:
             "acceptance_length": committed / verify_steps if verify_steps else None,
         },
     }
+
+
+def speculative_decoding(answer: Answer, longest: int, detailed: bool) -> dict[str, Any]:
+    """vLLM's `metrics.speculative_decoding` of an answer whose drafts were kept.
+
+    Args:
+        longest: tokens that a draft can have.
+        detailed: with every draft by itself.
+    """
+    proposed, taken = [drafted for drafted, _ in answer.drafts], [accepted for _, accepted in answer.drafts]
+    found: dict[str, Any] = {
+        "mean_acceptance_length": 1.0 + (sum(taken) / len(taken) if taken else 0.0),
+        "draft_acceptance_rate": sum(taken) / sum(proposed) if proposed else 0.0,
+        "acceptance_histogram": [taken.count(accepted) for accepted in range(longest + 1)],
+        "num_spec_steps": len(taken),
+        "num_accepted_draft_tokens": sum(taken),
+        "num_draft_tokens": sum(proposed),
+        "num_spec_tokens": longest,
+    }
+    return found | ({"per_step_accepted": taken, "per_step_drafted": proposed} if detailed else {})

@@ -24,7 +24,7 @@ from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
 from dflash_toolkit.version import __version__
 
 from .access import Access
-from .answer import Answer, Piece, usage
+from .answer import Answer, Piece, speculative_decoding, usage
 from .keys import matching
 from .lanes import CLIENT_CLOSED_REQUEST, Lanes, unless_disconnected
 from .logprobs import Echo, TokenStrings, prompt_logprobs
@@ -69,6 +69,7 @@ def create_app(
     root_path: str = "",
     allowed_origins: Sequence[str] = (),
     scheduling_policy: str = "fair",
+    per_request_spec_decode_metrics: str = "none",
 ) -> FastAPI:
     """The application that serves `engine` as `model`.
 
@@ -82,19 +83,30 @@ def create_app(
         root_path: where a proxy shows the routes.
         allowed_origins: pages of other sites that browsers may let ask.
         scheduling_policy: "priority" lets requests say what comes first; otherwise turns are fair over keys.
+        per_request_spec_decode_metrics: "summary" or "detailed" says in an answer what became of its drafts.
     """
     metrics = Metrics(model)
     shared = state or ServerState()
     parsers = Parsers.choose(engine.tokenizer, tool_call_parser, reasoning_parser)
     priorities = scheduling_policy == "priority"
-    service = _Service(engine, model, metrics, defaults or {}, max_queue, request_timeout_s, priorities)
-    lanes, encoder = Lanes(), Encoder(engine.tokenizer, engine.info.capacity.context_limit)
+    service = _Service(
+        engine,
+        model,
+        metrics,
+        defaults or {},
+        max_queue,
+        request_timeout_s,
+        priorities,
+        per_request_spec_decode_metrics,
+    )
+    limit = engine.info.capacity.context_limit
+    lanes, encoder = Lanes(), Encoder(engine.tokenizer, limit)
     card = {
         "id": model,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "dflash-toolkit",
-        "max_model_len": engine.info.capacity.context_limit,
+        "max_model_len": limit,
     }
 
     async def authorise(request: Request) -> None:  # in a thread it would wait for the interpreter
@@ -150,9 +162,10 @@ def create_app(
         service.check_model(body.model)
         tools = body.tools_for(parsers.tool_calls)
         told = body.variables(template_variables(engine.tokenizer, tools)) if body.tells_the_template else {}
+        cut = body.cut(limit)
 
         def encoded() -> list[int]:
-            return encoder.chat([message.plain() for message in body.messages], tools, told)
+            return encoder.chat([message.plain() for message in body.messages], tools, told, cut)
 
         ids = await lanes.run(request, encoded)
         start = parsers.start_of(engine.tokenizer, ids)
@@ -161,7 +174,13 @@ def create_app(
         strings = service.strings_for(body)
         shown = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         replies: ReplyForm = Replies(
-            "chat", model, body.include_usage, strings, of_a_prompt=body.answers, prompt_ids=shown
+            "chat",
+            model,
+            body.include_usage,
+            strings,
+            of_a_prompt=body.answers,
+            unique=body.request_id or request.state.request_id,
+            prompt_ids=shown,
         )
         if form is not None:
             replies = form(requests[0], strings)
@@ -173,19 +192,26 @@ def create_app(
     async def completions(request: Request) -> Response:
         body = await lanes.parsed(request, CompletionRequest.parse)
         service.check_model(body.model)
-        decode = engine.tokenizer.decode
+        decode, cut = engine.tokenizer.decode, body.cut(limit)
 
-        def texts() -> list[str]:
-            return [p if isinstance(p, str) else decode(p, clean_up_tokenization_spaces=False) for p in body.prompt]
+        def encoded(prompt: str | list[int]) -> list[int]:
+            return encoder.text(prompt, cut=cut) if isinstance(prompt, str) else cut.of(prompt) if cut else prompt
 
-        prompts = await lanes.run(request, lambda: [encoder.text(p) if isinstance(p, str) else p for p in body.prompt])
+        def text_of(prompt: str | list[int], ids: list[int]) -> str:
+            whole = isinstance(prompt, str) and (cut is None or len(ids) < cut.most)
+            return str(prompt) if whole else decode(ids, clean_up_tokenization_spaces=False)
+
+        prompts = await lanes.run(request, lambda: list(map(encoded, body.prompt)))
         requests = await service.requests(body, prompts, "prompt", request.state.key, body.grammar())
         strings = service.strings_for(body)
-        shown = await lanes.run(request, texts) if strings or body.echo else []
+        shown = (
+            await lanes.run(request, lambda: list(map(text_of, body.prompt, prompts))) if strings or body.echo else []
+        )
         echoes = [Echo(*prompt, body.logprobs) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
         told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         lengths = list(map(len, shown))
-        replies = Replies("text", model, body.include_usage, strings, lengths, body.answers, prompt_ids=told)
+        name = body.request_id or request.state.request_id
+        replies = Replies("text", model, body.include_usage, strings, lengths, body.answers, name, prompt_ids=told)
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
     routes.include_router(responses(answer_chat, lanes))
@@ -239,10 +265,11 @@ class _Service:
         max_queue: int,
         request_timeout_s: float | None,
         priorities: bool,
+        draft_metrics: str,
     ) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._most_open = engine.info.max_num_seqs + max_queue
-        self._timeout_s, self._priorities = request_timeout_s, priorities
+        self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
         self._open = 0  # answers, running or queued
         self._strings = TokenStrings(engine.tokenizer)
 
@@ -347,6 +374,7 @@ class _Service:
                 bool(body.include_stop_str_in_output),
                 body.min_tokens or 0,
                 bool(body.return_token_ids),
+                self._draft_metrics != "none" and len(asked) == 1,
             )
             for i, (one, parser) in enumerate(zip_longest(asked, parse))
         ]
@@ -360,6 +388,7 @@ class _Service:
 
         def reply() -> Response:
             found = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
+            found |= self._beside_usage(answers, replies)
             for choice, answer, one in zip(found.get("choices", ()), answers, asked, strict=False):
                 ids, scores = one.prompt_ids, answer.prompt_logprobs
                 if body.prompt_logprobs is not None and scores is not None:
@@ -431,7 +460,7 @@ class _Service:
                     for chunk in chunks:
                         yield event(chunk, index)
             for chunk in replies.closing(usage(answers, replies.of_a_prompt)):
-                yield replies.event(chunk)
+                yield replies.event(chunk | self._beside_usage(answers, replies))
             if replies.end:
                 yield replies.end
         except Exception as error:  # the status has been sent, so the error can only be an event
@@ -439,6 +468,13 @@ class _Service:
                 log.exception("a streamed answer failed")
             for chunk in replies.failed(_as_api_error(error)):
                 yield replies.event(chunk)
+
+    def _beside_usage(self, answers: list[Answer], replies: ReplyForm) -> dict[str, Any]:
+        """As in vLLM, of a request with one answer and in the two routes only."""
+        if self._draft_metrics == "none" or len(answers) > 1 or not isinstance(replies, Replies):
+            return {}
+        longest, detailed = self._engine.info.block_size - 1, self._draft_metrics == "detailed"
+        return {"metrics": {"speculative_decoding": speculative_decoding(answers[0], longest, detailed)}}
 
 
 class LateError(Exception):

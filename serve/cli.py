@@ -72,6 +72,11 @@ class ServeConfig(ModelOptions):
         "how the target marks its reasoning, which becomes reasoning_content; auto goes by its chat template",
         choices=REASONING_PARSERS,
     )
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "what an answer says of its drafts beside `usage`: nothing, a summary, or every step too",
+        choices=("none", "summary", "detailed"),
+    )
     drain_timeout: float = option(25.0, "seconds that open answers get to finish when the server is told to stop")
     served_model_name: str | None = option(None, "the name clients ask for (default: the target, as given)")
 
@@ -82,6 +87,8 @@ class ServeConfig(ModelOptions):
         for name in ("host", "uds", "api_key_file", "served_model_name"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
+        if self.per_request_spec_decode_metrics != "none" and self.drafter is None:
+            raise ValueError("per_request_spec_decode_metrics needs a drafter")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("https needs both ssl_keyfile and ssl_certfile")
         for name, least in (("max_queue", 0), ("max_connections", 1), ("drain_timeout", 0)):
@@ -164,6 +171,7 @@ def _run(config: ServeConfig) -> None:
             root_path=config.root_path,
             allowed_origins=config.allowed_origins,
             scheduling_policy=config.scheduling_policy,
+            per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
         )
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         address = url_of(bound, https=config.ssl_certfile is not None)

@@ -127,6 +127,7 @@ VLLM = Engine(
         "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek_r1"}),
         "drain_timeout": lambda value: ["--shutdown-timeout", str(math.ceil(value))],
         "uds": _flag("--uds"),
+        "per_request_spec_decode_metrics": _flag("--per-request-spec-decode-metrics"),
         "scheduling_policy": lambda value: ["--scheduling-policy", "fcfs" if value == "fair" else value],
         "root_path": _flag("--root-path"),
         "allowed_origins": lambda value: ["--allowed-origins", json.dumps(value)],

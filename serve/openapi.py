@@ -72,6 +72,22 @@ class Usage(BaseModel):
     dflash: Acceptance
 
 
+class DraftMetrics(BaseModel):
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # steps by their accepted tokens
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] = []
+    per_step_drafted: list[int] = []
+
+
+class AnswerMetrics(BaseModel):
+    speculative_decoding: DraftMetrics
+
+
 class TopLogprob(BaseModel):
     token: str
     logprob: float
@@ -123,6 +139,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] = []
 
 
 class ChatCompletion(BaseModel):
@@ -133,6 +150,8 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
+    metrics: AnswerMetrics | None = None
+    prompt_token_ids: list[int] = []
 
 
 class FunctionDelta(BaseModel):
@@ -159,6 +178,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] = []
 
 
 class ChatCompletionChunk(BaseModel):
@@ -168,6 +188,8 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: AnswerMetrics | None = None
+    prompt_token_ids: list[int] = []
 
 
 class TextChoice(BaseModel):
@@ -176,6 +198,8 @@ class TextChoice(BaseModel):
     logprobs: TextLogprobs | None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
     finish_reason: Literal["stop", "length"] | None  # null in the chunks before the last
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
 
 
 class Completion(BaseModel):
@@ -187,6 +211,7 @@ class Completion(BaseModel):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
+    metrics: AnswerMetrics | None = None
 
 
 class OutputText(BaseModel):

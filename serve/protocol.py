@@ -8,7 +8,7 @@ import difflib
 import json
 import secrets
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -44,8 +44,7 @@ List = Annotated[list[T], Field(fail_fast=True)]  # a million things that are wr
 
 # of OpenAI's parameters, those that change nothing of an answer
 IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "request_id", "verbosity",
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id",
 }  # fmt: skip
 
 
@@ -191,6 +190,24 @@ class NamedChoice(_Strict):
 Choice: TypeAlias = Literal["none", "auto", "required"]
 
 
+class Cut(NamedTuple):
+    """What is kept of a prompt that is too long."""
+
+    most: int  # tokens
+    side: Literal["left", "right"] | None  # where it is cut; None: on the left, behind what begins a text
+
+    def of(self, ids: list[int], head: int = 0) -> list[int]:
+        """The tokens that are kept.
+
+        Args:
+            head: tokens that begin a text.
+        """
+        if len(ids) <= self.most:
+            return ids
+        head = 0 if self.side else min(head, self.most)
+        return ids[: self.most] if self.side == "right" else ids[:head] + ids[len(ids) - (self.most - head) :]
+
+
 class GenerationRequest(Structured, _Strict):
     """What both endpoints share. `null` means the default, as it does for OpenAI."""
 
@@ -198,6 +215,9 @@ class GenerationRequest(Structured, _Strict):
 
     # parameter -> the values that ask for nothing; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "verbosity": ("medium",),
         "cache_salt": (),
         "reasoning": (),
         "include_reasoning": (True,),
@@ -209,7 +229,6 @@ class GenerationRequest(Structured, _Strict):
         "logits_processors": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
-        "truncate_prompt_tokens": (),
         "structural_tag": (),
         "prompt_embeds": (),
         "thinking_token_budget": (),
@@ -218,6 +237,26 @@ class GenerationRequest(Structured, _Strict):
         "min_new_tokens": (0,),
         "typical_p": (1.0, 1),
         "custom_logit_processor": (),
+        "watermarking": (False,),
+        "logprob_token_ids": ([],),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "mm_payload": ("tensors",),
+        "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "vllm_xargs": ({},),
+        "repetition_detection": (),
+        "stream_interval": (1,),
+        "return_weight_versions": (False,),
+        "return_token_offsets": (False,),
+        "return_prompt_text": (False,),
+        "routed_experts_prompt_start": (0,),
+        "return_hidden_states": (False,),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "no_stop_trim": (False,),
+        "lora_path": (),
+        "prediction": (),
     }
 
     model: str
@@ -236,6 +275,9 @@ class GenerationRequest(Structured, _Strict):
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer before it has so many
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # so many are kept; -1: what the context holds
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: str | None = Field(None, pattern=r"^[\w.:-]{1,128}$")
     speculative: Speculative | None = None
     stop: List[str] | None = Field(None, max_length=MOST_STOPS)
     stop_token_ids: List[int] | None = Field(None, max_length=MOST_STOP_IDS)
@@ -346,6 +388,14 @@ class GenerationRequest(Structured, _Strict):
     def asked_tokens(self) -> int | None:
         """The longest answer, as the client asked for it."""
         return self.max_tokens
+
+    def cut(self, limit: int) -> Cut | None:
+        """What is kept of a prompt. Raises ApiError (400) for more tokens than the context, `limit`, has."""
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept > limit:
+            message = f"truncate_prompt_tokens is {kept}; the context has {limit}"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
+        return None if kept is None else Cut(limit - 1 if kept < 0 else kept, self.truncation_side)
 
     def length(self, most: int) -> int:
         """The most tokens of an answer, where there may be `most`."""
@@ -559,7 +609,6 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions: prompts, as text or as token ids."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "best_of": (1,),
         "suffix": ("",),
         "add_special_tokens": (True,),
     }
@@ -568,6 +617,14 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     echo: bool | None = False
+    best_of: int | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _all(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in (None, 1, info.data.get("n") or 1):
+            raise ValueError("is supported where it is `n`: every answer is returned")
+        return best_of
 
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str | list[int]])
     @classmethod

@@ -14,7 +14,8 @@ from dflash_toolkit.data.prompts import Message, Tool, apply_template
 from dflash_toolkit.runtime import EngineClient
 
 from .lanes import Lanes
-from .protocol import MOST_MESSAGES, ApiError, ChatMessage, List, describe
+from .protocol import MOST_MESSAGES, ApiError, ChatMessage, Cut, List, describe
+from .text import special_tokens
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -33,8 +34,14 @@ class Encoder:
         with contextlib.suppress(ApiError):  # the first client shall not wait until the template is compiled
             self.chat([{"role": "user", "content": "a"}])
 
-    def text(self, text: str, special: bool = True) -> list[int]:
-        """Raises ApiError (400) for a text that no context of this length holds."""
+    def text(self, text: str, special: bool = True, cut: Cut | None = None) -> list[int]:
+        """Raises ApiError (400) for a text that no context of this length holds, unless it is `cut`."""
+        if cut is not None:  # characters that no token kept is of are not encoded
+            most = cut.most * self._longest + 1
+            text = text[:most] if cut.side == "right" else text[max(0, len(text) - most) :]
+            ids = list(self._tokenizer.encode(text, add_special_tokens=special))
+            marks = special_tokens(self._tokenizer) if special else {}
+            return cut.of(ids, next((i for i, token in enumerate(ids) if token not in marks), 0))
         size = len(text.encode(errors="replace"))
         if size > (most := self._limit * self._longest):
             raise ApiError(
@@ -45,7 +52,11 @@ class Encoder:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, Any] = NOTHING
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] = NOTHING,
+        cut: Cut | None = None,
     ) -> list[int]:
         """What the chat template makes of a conversation.
 
@@ -61,7 +72,7 @@ class Encoder:
             )
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
-        return self.text(rendered, special=False)
+        return self.text(rendered, special=False, cut=cut)
 
 
 class _Body(BaseModel):

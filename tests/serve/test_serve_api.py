@@ -22,6 +22,7 @@ from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
 from serve.app import create_app
 from serve.lanes import MAX_BODY
+from serve.protocol import ChatRequest, CompletionRequest, Cut
 from serve.server import Server, bind, url_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -167,6 +168,72 @@ def test_every_chunk_says_its_tokens_and_what_they_cost(client: OpenAI, ask: Cal
         first, *others = [chunk if ask is chat else chunk.choices[0] for chunk in mine]
         assert first.prompt_token_ids == (whole if ask is chat else choice).prompt_token_ids
         assert not any(hasattr(other, "prompt_token_ids") for other in others)
+
+
+@pytest.mark.parametrize("level", ["none", "summary", "detailed"])
+def test_an_answer_says_what_became_of_its_drafts(target: Target, drafter: Drafter, level: str) -> None:
+    longest = drafter.config.block_size - 1
+    with serving(make_engine(target, drafter), per_request_spec_decode_metrics=level) as url:
+        client = client_of(url)
+        for ask in (chat, complete):
+            answer = ask(client, temperature=0)
+            *_, last = ask(client, temperature=0, stream=True, stream_options={"include_usage": True})
+            if level == "none":
+                assert not hasattr(answer, "metrics") and not hasattr(last, "metrics")
+                continue
+            found = answer.metrics["speculative_decoding"]
+            assert last.metrics["speculative_decoding"] == found
+            spent = answer.usage.dflash
+            assert found["num_draft_tokens"] == spent["drafted"] > 0
+            assert found["num_accepted_draft_tokens"] == spent["accepted"]
+            assert found["num_spec_tokens"] == longest and len(found["acceptance_histogram"]) == longest + 1
+            assert sum(found["acceptance_histogram"]) == found["num_spec_steps"]
+            assert sum(j * count for j, count in enumerate(found["acceptance_histogram"])) == spent["accepted"]
+            assert found["mean_acceptance_length"] == 1 + spent["accepted"] / found["num_spec_steps"]
+            assert found["draft_acceptance_rate"] == spent["accepted"] / spent["drafted"]
+            assert ("per_step_drafted" in found) == (level == "detailed")
+            if level == "detailed":
+                assert sum(found["per_step_drafted"]) == spent["drafted"]
+                assert sum(found["per_step_accepted"]) == spent["accepted"]
+            assert not hasattr(ask(client, n=2, max_tokens=2), "metrics"), "of which of them?"
+
+
+@pytest.mark.parametrize("prompt", ["a" * 700 + "bcd", [*range(97, 117)] * 30 + [5, 6, 7]], ids=["text", "tokens"])
+def test_a_prompt_can_be_cut_to_what_fits(client: OpenAI, target: Target, prompt: Any) -> None:
+    ids = target.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    for asked, kept in (({"truncate_prompt_tokens": 3}, ids[-3:]), ({"truncate_prompt_tokens": -1}, ids[-511:]),
+                        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5])):  # fmt: skip
+        extra = asked | {"return_token_ids": True, "logit_bias": {"65": 100}}
+        choice = complete(client, prompt=prompt, max_tokens=1, logprobs=0, extra_body=extra).choices[0]
+        assert choice.prompt_token_ids == kept
+        assert choice.logprobs.text_offset[0] == len(target.tokenizer.decode(kept))
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+        extra = {"truncate_prompt_tokens": 8, "return_token_ids": True}
+        answer = chat(client, messages=messages, max_tokens=1, extra_body=extra)
+        assert answer.prompt_token_ids == encode_chat(target.tokenizer, messages)[-8:]
+
+
+def test_what_begins_a_text_is_kept_where_it_is_cut() -> None:
+    assert Cut(3, None).of([0, 1, 2, 3, 4], 1) == [0, 3, 4] and Cut(3, "left").of([0, 1, 2, 3, 4], 1) == [2, 3, 4]
+    assert Cut(0, None).of([0, 1], 1) == [] and Cut(5, None).of([0, 1], 1) == [0, 1]
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_what_asks_for_nothing_is_taken(client: OpenAI, ask: Callable[..., Any]) -> None:
+    kind = ChatRequest if ask is chat else CompletionRequest
+    body: dict[str, Any] = {
+        "user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "request_id": "mine.1",
+        "n": 1, "stop": [], "logit_bias": {}, "ignore_eos": False, "repetition_penalty": 1, "min_tokens": 0,
+        "priority": 0, "skip_special_tokens": True, "include_stop_str_in_output": False, "response_format": None,
+        "frequency_penalty": 0, "presence_penalty": 0, "top_k": -1, "min_p": 0.0, "stop_token_ids": [],
+    } | {name: values[0] if values else None for name, values in kind.unsupported.items()}  # fmt: skip
+    body |= {"parallel_tool_calls": True, "tools": None, "top_logprobs": 0} if ask is chat else {"best_of": 1}
+    answer = ask(client, temperature=0, max_tokens=4, extra_body=body)
+    assert answer.choices == ask(client, temperature=0, max_tokens=4).choices
+    assert answer.id.endswith("-mine.1")
+    nulls = dict.fromkeys(kind.model_fields.keys() - {"model", "messages", "prompt", "max_tokens", "temperature"})
+    assert ask(client, temperature=0, max_tokens=4, extra_body=nulls).choices == answer.choices
 
 
 def test_no_proxy_holds_events_back(url: str) -> None:
@@ -385,7 +452,8 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
                    dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
     "min_tokens": [-1, 2**40, "1"], "priority": [1.5, 2**40, 1], "skip_special_tokens": ["no"],
     "include_stop_str_in_output": [2],
-    "stop": [["a"] * 17, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "truncate_prompt_tokens": [3],
+    "stop": [["a"] * 17, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "store": [True], "service_tier": ["flex"],
+    "verbosity": ["low"], "truncate_prompt_tokens": [-2, 513], "truncation_side": ["up"], "request_id": ["a b"],
     "prompt_logprobs": [-1, 21, True, "2"],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {

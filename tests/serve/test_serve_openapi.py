@@ -99,7 +99,7 @@ def test_what_it_shows_is_taken_and_answered_so(
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}),
         ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "allowed_tools"}}),
         ("/v1/completions", TEXT | {"prompt": {}}),
-        ("/v1/completions", TEXT | {"best_of": 3}),
+        ("/v1/completions", TEXT | {"suffix": "x"}),
         ("/v1/responses", ITEMS | {"store": True}),
         ("/v1/responses", ITEMS | {"max_tokens": 3}),
         ("/v1/responses", ITEMS | {"tools": [{"type": "web_search"}]}),
