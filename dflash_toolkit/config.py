@@ -199,6 +199,8 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
         strays = [v for v in given[key] if _is_override(v, [*known, *renamed], dotted)]
         given[key] = [v for v in given[key] if v not in strays]
         overrides = [*strays, *overrides]
+    place = {word: i for i, word in enumerate(words)}
+    overrides.sort(key=lambda override: place.get(override, -1))  # the last one on the command line wins
     values: dict[str, Any] = read_yaml(config_file) if config_file else {}
     for override in overrides:
         if "=" not in override:
@@ -247,6 +249,8 @@ def _rename(values: dict[str, Any], old: str, new: str, convert: Callable[[Any],
     if not isinstance(holder, dict) or last not in holder:
         return
     value = holder.pop(last)
+    if not holder and len(parents) == 1:
+        del values[parents[0]]  # maybe the old name of a group, which nobody knows
     _notice(old, new)
     *parents, last = new.split(".")
     for parent in parents:

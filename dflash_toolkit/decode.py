@@ -53,7 +53,7 @@ def stream(
     rows = target.embedding.num_embeddings
     check_prompt(prompt_ids, target.context_limit, rows)
     params.check_bias(rows)
-    limit = min(params.max_new_tokens, target.context_limit - len(prompt_ids))
+    limit = min(params.max_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
     matcher = None
     if params.grammar:

@@ -49,20 +49,20 @@ class SamplingOptions:
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            max_new_tokens=self.max_tokens,
+            max_tokens=self.max_tokens,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """Which prompts are read of sources, for answers to train on."""
+    """Which prompts are read of sources, for responses to train on."""
 
     split: str = option("train", "of datasets")
     form: str = option(
         BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
     )
     max_prompts: int = option(0, "prompts to use, of all sources; 0 is all")
-    max_length: int = option(3072, "tokens of prompt and answers together; longer rows are cut")
+    max_length: int = option(3072, "tokens of prompt and responses together; longer rows are cut")
     similarity: float = option(
         0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
     )

@@ -457,7 +457,7 @@ class GenerationRequest(Structured, _Strict):
             logprobs=self.best_tokens(),
             prompt_logprobs=self.best_prompt_tokens(),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
-            max_new_tokens=self.length(most),
+            max_tokens=self.length(most),
             min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(ends),
             ignore_eos=bool(self.ignore_eos),

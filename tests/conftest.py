@@ -263,7 +263,7 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
     work.mkdir(parents=True, exist_ok=True)
     data = choose_prompts(Reading(config, tokenizer, "prompts.max_length"), work)
     training = [
-        encode_chat(tokenizer, each.conversation.turns[0], config.answers.thinking, each.conversation.tools)
+        encode_chat(tokenizer, each.conversation.turns[0], config.responses.thinking, each.conversation.tools)
         for each in chosen(work / PROMPTS)
     ]
     return training, [prompt.tokens for prompt in data.held_out]
@@ -279,7 +279,7 @@ def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB)
 
     work.mkdir(parents=True, exist_ok=True)
     digest, template = target_digest(config.target), template_digest(tokenizer)
-    match = Match(config.target, digest, vocab_size, template, config.trust_answers)
+    match = Match(config.target, digest, vocab_size, template, config.trust_responses)
     write_given(Reading(config, tokenizer, "prompts.max_length"), "", match, work / "corpus", {})
     corpus = Corpus.open(work / "corpus")
     return corpus, [prompt.tokens for prompt in PromptData.of_json("", corpus.meta).held_out]

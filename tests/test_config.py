@@ -58,7 +58,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr", "files": "data"}
+    renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr", "files": "data", "speed.lr": "optimiser.lr"}
     target: str = option(help="the target, 100 % of it")
     data: tuple[str, ...] = option((), "prompt files")
     taps: tuple[int, ...] = option((), "layer ids")
@@ -220,6 +220,8 @@ def test_the_later_source_wins_file_then_flags_then_overrides(write: Callable[[s
         "--data a b --target t steps=3 optimiser.lr=0.5",
         "steps=3 optimiser.lr=0.5 --data a b --target t",
         "--target t --steps 3 data=[a,b] optimiser.lr=0.5",
+        "steps=24 optimiser.lr=0.5 --target t --data a b steps=3",
+        "--target t --data a b steps=3 steps=24 --limit null steps=3 optimiser.lr=0.5",
     ],
 )
 def test_a_list_flag_and_overrides_may_stand_in_any_order(typed: str) -> None:
@@ -364,6 +366,8 @@ def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: py
     assert (config.note, config.optimiser.lr, config.shared.max_tokens, config.data) == ("7", 0.5, 3, ("a",))
     assert config.optimiser.nesterov
     assert capsys.readouterr().err.count("notice: ") == 5
+    config = parse("--target", "t", "--config", write("speed: {lr: 0.25}\n"))
+    assert config.optimiser.lr == 0.25 and "speed.lr is now optimiser.lr" in capsys.readouterr().err
     parse("--target", "t", "--drafts", "7")
     assert capsys.readouterr().err == ""
 

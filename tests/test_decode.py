@@ -111,7 +111,7 @@ def test_greedy_answer_is_that_of_hf_generate(kind: str, tied: bool, count: int)
     target, drafter = pair(kind, tied)
     expected = hf_greedy(target, PROMPT, count)
     for helper in (None, drafter):
-        generation = generate(target, helper, PROMPT, SamplingParams(max_new_tokens=count))
+        generation = generate(target, helper, PROMPT, SamplingParams(max_tokens=count))
         assert generation.tokens == expected
         assert generation.finish_reason == ("stop" if expected[-1] == EOS else "length")
         check_books(generation)
@@ -122,7 +122,7 @@ def test_every_block_size_gives_the_same_answer(size: int) -> None:
     target, drafter = pair()
     resized = Drafter(drafter.config.with_block_size(size))
     resized.load_state_dict(drafter.state_dict())
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
     assert generate(target, resized, PROMPT, params).tokens == list(answer()[:40])
     with drafting(knows(answer())):
         generation = generate(target, resized, PROMPT, params)
@@ -136,7 +136,7 @@ def test_a_step_commits_the_correct_prefix_of_the_draft_and_one_more(wrong: set[
     target, drafter = pair(kind)
     truth = answer(kind)
     with drafting(knows(truth, wrong)):
-        generation = generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
 
     expected, done = [], 1  # the prefill gives the first token
     while done < count:
@@ -154,7 +154,7 @@ def test_a_step_commits_the_correct_prefix_of_the_draft_and_one_more(wrong: set[
 def test_the_draft_context_holds_the_committed_tokens_and_nothing_else(wrong: set[int]) -> None:
     target, drafter = pair()
     with drafting(knows(answer(), wrong)) as contexts:
-        generation = generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=30, ignore_eos=True))
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))
     ids = torch.tensor([PROMPT + generation.tokens])
     for context in contexts:
         count = context.length
@@ -172,7 +172,7 @@ def test_rejected_tokens_leave_a_sliding_window_cache() -> None:
     drafter = make_drafter(target)
     truth = tuple(hf_greedy(target, PROMPT, 48, eos=(VOCAB,)))
     with drafting(knows(truth, {3, 4, 11, 19, 20, 33})):
-        generation = generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
     assert generation.tokens == list(truth[:40])
     assert max(step.accepted for step in generation.steps) == 7
 
@@ -186,7 +186,7 @@ def test_an_answer_ends_with_the_earliest_stop_token_wherever_in_a_block_it_stan
     truth = answer()
     stops = truth[index + 3], truth[index]
     end = min(map(truth.index, stops))  # the first occurrence of the earliest
-    params = SamplingParams(max_new_tokens=40, stop_token_ids=stops)
+    params = SamplingParams(max_tokens=40, stop_token_ids=stops)
     with drafting(knows(truth)):
         generation = generate(target, drafter, PROMPT, params)
     assert generation.tokens == list(truth[: end + 1]) == hf_greedy(target, PROMPT, 40, eos=(EOS, *stops))
@@ -204,11 +204,11 @@ def test_every_end_of_sequence_id_of_the_checkpoint_stops_and_ignore_eos_ignores
     target.model.generation_config.eos_token_id = [EOS, truth[6]]
     end = truth.index(truth[6])
     assert set(target.stop_token_ids) == {EOS, truth[6]}
-    plain = SamplingParams(max_new_tokens=20)
+    plain = SamplingParams(max_tokens=20)
     assert generate(target, drafter, PROMPT, plain).tokens == list(truth[: end + 1])
-    on = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    on = SamplingParams(max_tokens=20, ignore_eos=True)
     assert generate(target, drafter, PROMPT, on).tokens == list(truth[:20])
-    own = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(truth[6],))
+    own = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(truth[6],))
     assert generate(target, drafter, PROMPT, own).finish_reason == "stop", "the caller's stop ids still count"
 
 
@@ -216,7 +216,7 @@ def test_every_end_of_sequence_id_of_the_checkpoint_stops_and_ignore_eos_ignores
 def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
     target = make_target(limit=len(PROMPT) + room)
     drafter = make_drafter(target)
-    params = SamplingParams(max_new_tokens=512, ignore_eos=True)
+    params = SamplingParams(max_tokens=512, ignore_eos=True)
     answers = [generate(target, helper, PROMPT, params) for helper in (None, drafter)]
     with drafting(knows(answer())):
         answers.append(generate(target, drafter, PROMPT, params))
@@ -250,7 +250,7 @@ def test_the_first_and_the_last_token_of_the_vocabulary_may_stand_in_a_prompt() 
 
 def test_streaming_yields_growing_prefixes_of_the_answer() -> None:
     target, drafter = pair()
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
     with drafting(knows(answer(), {4, 15})):
         growing = stream(target, drafter, PROMPT, params)
         seen = [(list(g.tokens), g.finish_reason, len(g.steps)) for g in growing]
@@ -264,12 +264,12 @@ def test_time_is_counted_from_where_a_forward_pass_began(clock: Clock, monkeypat
     target, _ = pair()
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(target, "forward", clock.costs(3, target.forward))
-    found = generate(target, None, PROMPT, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    found = generate(target, None, PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
     assert (found.prefill_s, found.decode_s) == (3, 3 * 4)
 
 
 def test_the_acceptance_length_of_an_answer_without_steps_is_nan() -> None:
-    generation = generate(pair()[0], None, PROMPT, SamplingParams(max_new_tokens=1))
+    generation = generate(pair()[0], None, PROMPT, SamplingParams(max_tokens=1))
     assert generation.steps == [] and math.isnan(generation.acceptance_length)
 
 
@@ -277,7 +277,7 @@ def test_the_acceptance_length_of_an_answer_without_steps_is_nan() -> None:
     "values",
     [
         {"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1},
-        {"min_p": -0.1}, {"min_p": 1.5}, {"max_new_tokens": 0},
+        {"min_p": -0.1}, {"min_p": 1.5}, {"max_tokens": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -299,7 +299,7 @@ def test_any_seed_is_a_signed_integer_of_64_bits_with_its_low_bits(seed: int) ->
 def test_a_sampled_answer_is_the_same_with_a_drafter_and_without(sampling: dict[str, float]) -> None:
     target, drafter = pair()
     for seed in range(3):
-        params = SamplingParams(max_new_tokens=24, seed=seed, ignore_eos=True, **sampling)
+        params = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **sampling)
         plain = generate(target, None, PROMPT, params)
         assert generate(target, drafter, PROMPT, params).tokens == plain.tokens
         with drafting(knows(tuple(plain.tokens), wrong={2, 7, 8, 16})):
@@ -310,9 +310,7 @@ def test_a_sampled_answer_is_the_same_with_a_drafter_and_without(sampling: dict[
 
 
 def test_seeds_give_different_answers_and_no_seed_those_of_0() -> None:
-    params = [
-        SamplingParams(temperature=1.0, max_new_tokens=8, **seed) for seed in ({}, *({"seed": i} for i in range(4)))
-    ]
+    params = [SamplingParams(temperature=1.0, max_tokens=8, **seed) for seed in ({}, *({"seed": i} for i in range(4)))]
     unseeded, *seeded = (generate(*pair(), PROMPT, each).tokens for each in params)
     assert unseeded == seeded[0] and len(set(map(tuple, seeded))) == 4
 
@@ -379,7 +377,7 @@ def check_answers(answers: list[Generation], joint: torch.Tensor, wrong: torch.T
 def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling: dict[str, float]) -> None:
     target, drafter = small_vocabulary_pair(8)
     joint = exact_answers(target, **sampling)
-    params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
     with drafting(likely_draft(joint)):
         answers = [generate(target, drafter, SMALL_PROMPT, each) for each in params]
     check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))
@@ -395,13 +393,13 @@ def test_a_penalty_or_a_bias_alone_makes_logits_depend_on_more_than_the_context(
 def test_no_token_ends_an_answer_that_is_too_short(target: Target, drafter: Drafter) -> None:
     every = tuple(range(0, 256, 2))
     for least in (0, 1, 5, 20):
-        params = SamplingParams(max_new_tokens=40, stop_token_ids=every, min_tokens=least)
+        params = SamplingParams(max_tokens=40, stop_token_ids=every, min_tokens=least)
         answer = generate(target, drafter, [1, 2, 3], params)
         assert answer.tokens == generate(target, None, [1, 2, 3], params).tokens
         *before, last = answer.tokens
         assert len(before) >= least and last in every and not {*before[:least]} & {*every}
     with pytest.raises(ValueError, match=r"min_tokens is 3; it must be in 0\.\.2"):
-        SamplingParams(max_new_tokens=2, min_tokens=3)
+        SamplingParams(max_tokens=2, min_tokens=3)
     with pytest.raises(ValueError, match="min_tokens is set"):
         SamplingParams(min_tokens=3, grammar=Grammar("regex", "a+"))
 

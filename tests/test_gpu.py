@@ -80,7 +80,7 @@ def test_packed_compiled_steps_equal_the_dense_mask_at_every_step() -> None:
 def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: int, tmp_path) -> None:
     target = on_gpu(torch.bfloat16)
     prompt = list(range(30, 50))
-    answer = generate(target, None, prompt, SamplingParams(max_new_tokens=64, ignore_eos=True)).tokens
+    answer = generate(target, None, prompt, SamplingParams(max_tokens=64, ignore_eos=True)).tokens
     drafter = make_drafter(target, head_dim=16).cuda().train()
     optim = OptimOptions(optimizer="adamw", steps=400, batch_size=1, learning_rate=3e-3, pack_tokens=pack)
     config = TrainConfig(
@@ -90,7 +90,7 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: 
     rows = [Row(0, len(prompt), prompt + answer)]
     train(Run(config, target, drafter, rows, [], tmp_path, {}, lambda trained, export: exported.append(trained)))
     served = exported[-1].to(torch.bfloat16).eval()
-    result = generate(target, served, prompt, SamplingParams(max_new_tokens=64, ignore_eos=True))
+    result = generate(target, served, prompt, SamplingParams(max_tokens=64, ignore_eos=True))
     assert result.acceptance_length > 5.0
 
 
@@ -99,7 +99,7 @@ def test_greedy_bf16_with_a_drafter_differs_from_plain_at_near_ties_only() -> No
     drafter = make_drafter(target).to("cuda", torch.bfloat16)
     for seed in range(8):
         prompt = torch.randint(0, 250, (24,), generator=torch.Generator().manual_seed(seed)).tolist()
-        params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+        params = SamplingParams(max_tokens=48, ignore_eos=True)
         plain, drafted = (generate(target, d, prompt, params).tokens for d in (None, drafter))
         at = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b), None)
         if at is not None:

@@ -80,7 +80,7 @@ WAYS = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, 
 
 
 def params_of(grammar: Grammar, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"grammar": grammar, "logit_bias": NO_SPACE, "max_new_tokens": 120} | more)
+    return SamplingParams(**{"grammar": grammar, "logit_bias": NO_SPACE, "max_tokens": 120} | more)
 
 
 def text_of(generation: Generation) -> str:
@@ -263,7 +263,7 @@ def test_a_request_may_name_the_token_that_ends_its_answer() -> None:
 def test_a_dead_end_is_an_error_and_no_answer() -> None:
     target, drafter = pair()
     grammar = Grammar("grammar", 'root ::= "ab" x\nx ::= "c" x | y\ny ::= y "d"')
-    params = SamplingParams(grammar=grammar, logit_bias=((TOKENIZER.encode("c")[0], -100.0),), max_new_tokens=300)
+    params = SamplingParams(grammar=grammar, logit_bias=((TOKENIZER.encode("c")[0], -100.0),), max_tokens=300)
     for helper in (None, drafter):
         assert generate(target, helper, PROMPT, params).finish_reason == "length"
     nowhere = Grammar("grammar", 'root ::= "ab" y\ny ::= y "d"')

@@ -34,7 +34,7 @@ from .run.publish import BESIDE, make_repository, upload, write_cards
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program. Exit codes: 0 done, 2 a mistake (one line), 130 interrupted (run again to resume)."""
-    description = "Distil a DFlash drafter for TARGET from its own answers and export it for vLLM, SGLang and z-lab."
+    description = "Distil a DFlash drafter for TARGET from its own responses and export it for vLLM, SGLang and z-lab."
 
     def command() -> None:
         try:
@@ -95,7 +95,7 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     _say(
         processes,
         f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
-        f"{shape.mask_token_id}; {len(rows)} answers, {rows.answer_tokens} tokens; "
+        f"{shape.mask_token_id}; {len(rows)} responses, {rows.response_tokens} tokens; "
         f"{attention} attention on {target.device}{several}",
     )
 
@@ -116,10 +116,10 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
     if not len(rows):
-        raise UserError(f"none of {len(answered)} answers has two supervised tokens; there is nothing to train on")
+        raise UserError(f"none of {len(answered)} responses has two supervised tokens; there is nothing to train on")
     if dropped := len(answered) - len(rows):
         run.record["data"]["too_short_or_cut_off"] = dropped
-        _say(processes, f"dropped {dropped} of {len(answered)} answers: too short for a block, or cut off")
+        _say(processes, f"dropped {dropped} of {len(answered)} responses: too short for a block, or cut off")
     return target, rows
 
 

@@ -12,7 +12,7 @@ seen; that is about the density of the paper's recipe.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
@@ -54,17 +54,17 @@ class DataOptions(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerOptions(SamplingOptions):
+class ResponseOptions(SamplingOptions):
     """How the target answers the prompts. A drafter must see the target's own words."""
 
-    regenerate: bool = option(True, "false trains on the answers the data holds (only right if this target wrote them)")
+    regenerate: bool = option(True, "false trains on the data's own responses (only right if this target wrote them)")
     runtime: str = option("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
     batch_size: int = option(32, "prompts answered at a time")
 
     def __post_init__(self) -> None:
         SamplingOptions.__post_init__(self)
         if self.batch_size < 1 or self.max_tokens < 2:
-            raise ValueError("answers.batch_size must be >= 1 and answers.max_tokens >= 2")
+            raise ValueError("responses.batch_size must be >= 1 and responses.max_tokens >= 2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class LossOptions:
     formulas; DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
     """
 
-    ce: float = option(1.0, "weight of the cross-entropy with the answer's token")
+    ce: float = option(1.0, "weight of the cross-entropy with the response's token")
     kl: float = option(0.0, "weight of KL(target || drafter) over the whole vocabulary")
     tv: float = option(0.0, "weight of the total variation: 1 - the acceptance of sampled verification")
     lk: float = option(0.0, "weight of -log(acceptance), LK^alpha of arXiv 2602.23881")
@@ -119,7 +119,7 @@ class OptimOptions:
         "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU without run.zero",
         choices=("auto", "adamw", "muon"),
     )
-    epochs: int = option(6, "passes over the answers")
+    epochs: int = option(6, "passes over the responses")
     steps: int = option(0, "stop after this many optimiser steps instead; 0 goes by epochs")
     minutes: float = option(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")
     pack_tokens: int | None = option(
@@ -209,7 +209,7 @@ class RunOptions:
     save_every: int = option(0, "steps between resume points instead; 0 goes by save_minutes")
     evaluate_every: int = option(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
     evaluate_prompts: int = option(16, "held-out prompts decoded each time, of all files in turn; all are at the end")
-    evaluate_tokens: int = option(256, "longest answer then")
+    evaluate_tokens: int = option(256, "longest response then")
     evaluate_runtime: str = option(
         "auto",
         "auto is the engine on a GPU, where it computes the target, and the reference elsewhere",
@@ -239,17 +239,24 @@ class RunOptions:
 class TrainConfig(ModelOptions):
     """One training run."""
 
-    renamed: ClassVar[dict[str, Any]] = {"run.device": "device", "run.dtype": "dtype"}
+    renamed: ClassVar[dict[str, Any]] = {
+        "run.device": "device",
+        "run.dtype": "dtype",
+        "answer_files": "response_files",
+        "trust_answers": "trust_responses",
+        **{f"answers.{field.name}": f"responses.{field.name}" for field in fields(ResponseOptions)},
+        "answers.max_new_tokens": "responses.max_tokens",
+    }
     data: tuple[str, ...] = option(
         (),
         "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
         "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
     )
-    answer_files: tuple[str, ...] = option(
+    response_files: tuple[str, ...] = option(
         (), "responses of dflash-data, trained on as they are", flag="responses", old_flag="answers"
     )
-    trust_answers: bool = option(
-        False, "take answers whatever target and chat template they say they are of; only right if you know better"
+    trust_responses: bool = option(
+        False, "take responses whatever target and chat template they say they are of; only right if you know better"
     )
     held_out: tuple[str, ...] = option((), "sources of prompts to measure acceptance on, instead of a part of the data")
     output: str | None = option(None, "where the checkpoint goes (default: out/dflash-TARGET)")
@@ -261,15 +268,15 @@ class TrainConfig(ModelOptions):
     )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
-    answers: AnswerOptions = options(AnswerOptions)
+    responses: ResponseOptions = options(ResponseOptions)
     loss: LossOptions = options(LossOptions)
     optim: OptimOptions = options(OptimOptions)
     run: RunOptions = options(RunOptions)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        if self.data and self.answer_files:
-            raise ValueError("data and answers are given; the answers hold their prompts, so give one of them")
+        if self.data and self.response_files:
+            raise ValueError("data and responses are given; the responses hold their prompts, so give one of them")
         if self.run.zero and self.run.fsdp:
             raise ValueError(f"run.fsdp=true and run.zero={self.run.zero} are both given; a drafter is sharded by one")
         if self.run.zero and self.optim.ema:

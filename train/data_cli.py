@@ -65,9 +65,9 @@ class DataPromptOptions(PromptOptions):
 class SamplerOptions(SamplingOptions):
     """How the target answers."""
 
-    samples: int = option(1, "answers to every prompt, each with a seed of its own")
-    greedy_first: bool = option(False, "the first of several answers is greedy whatever the temperature")
-    seed: int = option(0, "of answers, and of the order of datasets")
+    samples: int = option(1, "responses to every prompt, each with a seed of its own")
+    greedy_first: bool = option(False, "the first of several responses is greedy whatever the temperature")
+    seed: int = option(0, "of responses, and of the order of datasets")
 
     def __post_init__(self) -> None:
         SamplingOptions.__post_init__(self)
@@ -83,7 +83,7 @@ class ServerOptions:
 
     model: str | None = option(None, "name of the target there (default: the only one it has)")
     api: str = option("auto", "auto is completions, and chat where these are refused or missing", choices=APIS)
-    timeout: float = option(600.0, "seconds for one answer")
+    timeout: float = option(600.0, "seconds for one response")
     retries: int = option(6, "times a request is sent again after an error that may pass, pausing 1, 2, 4, ... seconds")
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class DataConfig(ModelOptions):
         help="sources: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes its rows "
         "a..b-1, and gsm8k=SOURCE asks as that benchmark does"
     )
-    output: str = option(help="FILE.jsonl for the answers; what it holds already is not answered again")
+    output: str = option(help="FILE.jsonl for the responses; what it holds already is not answered again")
     endpoint: tuple[str, ...] = option((), "ask OpenAI-compatible servers of the target instead of loading it")
     runtime: str = option(
         "auto",
@@ -114,8 +114,8 @@ class DataConfig(ModelOptions):
         choices=(*RUNTIMES, "vllm"),
     )
     gpus: int = option(1, "GPUs that share the target, with runtime vllm")
-    drafter: str | None = option(None, "speeds the engine up, which alone uses it; the answers stay the same")
-    batch_size: int = option(64, "answers written at a time")
+    drafter: str | None = option(None, "speeds the engine up, which alone uses it; the responses stay the same")
+    batch_size: int = option(64, "responses written at a time")
     prompts: DataPromptOptions = options(DataPromptOptions)
     sampler: SamplerOptions = options(SamplerOptions, flat=True)
     server: ServerOptions = options(ServerOptions)
@@ -128,7 +128,7 @@ class DataConfig(ModelOptions):
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
         if self.endpoint and self.batch_size > MOST_THREADS:
             raise ValueError(
-                f"batch_size is {self.batch_size}; with endpoint, where each answer takes a thread, it must be <= "
+                f"batch_size is {self.batch_size}; with endpoint, where each response takes a thread, it must be <= "
                 f"{MOST_THREADS}"
             )
         if Path(self.output).suffix != ".jsonl":
@@ -300,7 +300,7 @@ def _answer(
     tally.add(respond(backend, plan, prompts, output, {key: record[key] for key in SAID}, done, total))
     limit = limit_of(config.prompts.max_length, length)
     if not tally.rows:
-        raise UserError(f"none of {total} answers can be trained on: {reasons(tally.dropped, limit)}")
+        raise UserError(f"none of {total} responses can be trained on: {reasons(tally.dropped, limit)}")
     return tally.in_words(limit)
 
 

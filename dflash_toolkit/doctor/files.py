@@ -290,8 +290,8 @@ def check_template(case: Case) -> list[Finding]:
         measured = f"trained on template {str(recorded)[:12]}, the tokenizer now has {present[:12]}"
         found.append(Finding("template", "fault", measured, remedy, {"recorded": recorded, "present": present}))
     if any(answers.get("regenerate") is False for answers in case.answered_by):
-        remedy = "train on answers that this target wrote (answers.regenerate=true)"
-        found.append(Finding("template", "warning", "trained on answers of the data, not of the target", remedy))
+        remedy = "train on responses that this target wrote (responses.regenerate=true)"
+        found.append(Finding("template", "warning", "trained on responses of the data, not of the target", remedy))
     words = "no record of the template that it was trained on" if recorded is None else "the one it was trained on"
     return found or [Finding("template", "ok", words)]
 

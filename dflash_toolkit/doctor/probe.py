@@ -170,9 +170,9 @@ class Probe:
         layer_ids: taps that will be tried besides the drafter's own, each with its neighbours.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, max_new_tokens: int, layer_ids: Sequence[int] = ()) -> None:
+    def __init__(self, target: Target, drafter: Drafter, max_tokens: int, layer_ids: Sequence[int] = ()) -> None:
         self.target, self.drafter = target, drafter.to(target.device, target.dtype)
-        self._params = SamplingParams(max_new_tokens=max_new_tokens)
+        self._params = SamplingParams(max_tokens=max_tokens)
         ids, last = {*drafter.config.target_layer_ids, *layer_ids}, len(target.layers) - 1
         self._layers = sorted({i + shift for i in ids for shift in (-1, 0, 1) if i + shift <= last})
 

@@ -220,7 +220,7 @@ class Pair(ABC):
 
         def probability(token: int) -> float:
             # log-probabilities are those of the unbiased logits, whatever a bias makes the decoder choose
-            params = SamplingParams(logit_bias=((token, CERTAIN),), logprobs=0, max_new_tokens=1)
+            params = SamplingParams(logit_bias=((token, CERTAIN),), logprobs=0, max_tokens=1)
             return math.exp(self.decode(ids, params, draft=False).logprobs[0].chosen)
 
         return probability(plain) - probability(drafted)

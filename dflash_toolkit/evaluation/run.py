@@ -51,7 +51,7 @@ def evaluate(
 
     if pending:
         longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
-        pair.make_room(longest + params.max_new_tokens)
+        pair.make_room(longest + params.max_tokens)
         name, first = pending[0]
         _warm_up(pair, (True, False) if baseline else (True,), sets[name][first], params)
     meter = _Meter(len(done) + len(pending), done.values()) if show_progress else None
@@ -90,7 +90,7 @@ def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> N
 
 def _warm_up(pair: Pair, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
     """A few tokens that nobody times: the first kernels of a process are slow."""
-    short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens), ignore_eos=True)
+    short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
     for draft in drafts:
         pair.decode(prompt.token_ids, short, draft=draft)
 
@@ -136,7 +136,6 @@ def _describe(
     baseline: bool,
 ) -> dict[str, Any]:
     sampling = asdict(params)
-    sampling["max_tokens"] = sampling.pop("max_new_tokens")  # as the option is called
     return {
         "runtime": pair.name,
         **pair.facts,

@@ -72,10 +72,10 @@ def expected_tokens(rate: float, block: int) -> float:
     return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
 
 
-def measure_steps(runner: StepRunner, sizes: Sequence[int], max_batch: int) -> Times:
+def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -> Times:
     """Seconds of every (bucket, block), once, on an empty batch; captures the graphs on the way."""
     times: Times = {}
-    for bucket in buckets_up_to(max_batch):
+    for bucket in buckets_up_to(max_num_seqs):
         for size in sizes:
             step = runner.launcher(bucket, size)
             step()

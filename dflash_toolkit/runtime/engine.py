@@ -107,7 +107,7 @@ class Engine:
         self.options = options
         assert options.max_num_seqs is not None and options.max_model_len is not None
         assert options.max_num_batched_tokens is not None
-        max_batch, self.context_limit = options.max_num_seqs, options.max_model_len
+        max_num_seqs, self.context_limit = options.max_num_seqs, options.max_model_len
         if asked.max_model_len is None and self.context_limit < target.spec.context_limit:
             log.warning(
                 "a request may have %d tokens, as many as kv_cache_tokens=%d holds; the target was made for %d",
@@ -130,7 +130,7 @@ class Engine:
         if drafter is not None and options.draft_dtype == "fp8":
             with beside_the_weights(options):
                 drafter = drafter.quantized(target.head)
-        forced = options.synthetic.table(4096, max_batch, max_block).to(device) if options.synthetic else None
+        forced = options.synthetic.table(4096, max_num_seqs, max_block).to(device) if options.synthetic else None
 
         def runner(room: Room) -> StepRunner:
             return StepRunner(
@@ -140,7 +140,7 @@ class Engine:
                 num_pages=room.pages,
                 scratch=room.scratch,
                 page_size=options.page_size,
-                max_batch=max_batch,
+                max_num_seqs=max_num_seqs,
                 max_context=self.context_limit,
                 max_block=max_block,
                 forced=forced,
@@ -156,8 +156,8 @@ class Engine:
             self.runner,
             self.pool,
             self._chooser(),
-            max_batch=max_batch,
-            prefill_chunk=options.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             max_block=max_block,
             prefix_cache=options.prefix_cache,
             report=lambda request, step: own._report(request, step),
@@ -311,7 +311,7 @@ class Engine:
         return chosen
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
-        sizes, runner, max_batch = self._sizes, self.runner, self.runner.max_batch
+        sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs
         if len(sizes) == 1:
             return lambda requests: sizes[0]
         drafter = runner.drafter.spec if runner.drafter else None
@@ -319,12 +319,12 @@ class Engine:
             place_of(runner.device),
             torch.__version__,
             str(runner.dtype),
-            max_batch,
+            max_num_seqs,
             (self.context_limit, self.options.page_size),  # which the splits of attention depend on
             sizes,
             runner.target.spec,
             drafter,
             self.options.draft_dtype,
         ]
-        times = cached_times(key, lambda: measure_steps(runner, sizes, max_batch))
+        times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs))
         return BlockChooser(sizes, times, runner.bucket)

@@ -33,7 +33,7 @@ def info_of(engine: Engine) -> Info:
     """What those who ask must know."""
     runner = engine.runner
     dtype = str(runner.dtype).removeprefix("torch.")
-    return Info(engine.capacity, runner.max_batch, runner.max_block, f"{dtype} on {runner.device}")
+    return Info(engine.capacity, runner.max_num_seqs, runner.max_block, f"{dtype} on {runner.device}")
 
 
 class _Front:

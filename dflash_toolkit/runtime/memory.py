@@ -71,7 +71,7 @@ def room_for_cache(
     least = -(-longest // size)
     wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
     if device == "cpu":
-        return Room(1 + (wanted or max(least, min(probe.max_batch * least, CPU_TOKENS // size))))
+        return Room(1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
     bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
     # what is asked for by its size may take all of the memory
     share = options.gpu_memory_utilization if wanted is None else 1.0
@@ -87,7 +87,7 @@ def room_for_cache(
         said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}"
         raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
     # behind the last even a prefix cache has little use for more
-    return Room(1 + (wanted or min(pages, probe.max_batch * least * 4)), scratch)
+    return Room(1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
         workspace = workspace_of(probe, cut)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"GPU memory does not hold a step of {probe.max_batch} requests and a chunk of {cut} tokens beside the "
+            f"GPU memory does not hold a step of {probe.max_num_seqs} requests and a chunk of {cut} tokens beside the "
             f"weights ({_said(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
         ) from error
     except Exception as error:
@@ -193,5 +193,5 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     pages = [1] * -(-chunk // probe.page_size)
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
-    step = peak(lambda: probe.run_eagerly(probe.max_batch, probe.max_block, Mode.FULL))
+    step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
     return Workspace(step, prefill)

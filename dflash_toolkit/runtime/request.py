@@ -30,7 +30,7 @@ class Capacity:
         """
         check_prompt(prompt_ids, self.context_limit, self.vocabulary)
         params.check_bias(self.vocabulary)
-        return min(params.max_new_tokens, self.context_limit - len(prompt_ids))
+        return min(params.max_tokens, self.context_limit - len(prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
-    limit: int  # of generated tokens: max_new_tokens or what the context leaves
+    limit: int  # of generated tokens: max_tokens or what the context leaves
     on_progress: Callable[["Request", Step | None], None] | None = None  # None: prefill, error
     key: str = ""  # whose it is: turns go round the keys, then round a key's requests
     group: str = ""  # what was asked for together, of a key, is computed one after the other; "": it alone

@@ -33,14 +33,14 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 PREFILL_SIZES = tuple(range(64, 513, 64))
 
 
-def buckets_up_to(max_batch: int) -> list[int]:
+def buckets_up_to(max_num_seqs: int) -> list[int]:
     """Batch sizes that steps are captured for."""
-    return [*(b for b in BUCKETS if b < max_batch), max_batch]
+    return [*(b for b in BUCKETS if b < max_num_seqs), max_num_seqs]
 
 
-def bucket_of(max_batch: int, rows: int) -> int:
+def bucket_of(max_num_seqs: int, rows: int) -> int:
     """Rows that are computed for a batch of `rows`."""
-    return next(b for b in buckets_up_to(max_batch) if b >= rows)
+    return next(b for b in buckets_up_to(max_num_seqs) if b >= rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class PendingResult:
 
 
 class StepRunner:
-    """Runs prefills and steps for up to `max_batch` requests; a `scheduler.Device`.
+    """Runs prefills and steps for up to `max_num_seqs` requests; a `scheduler.Device`.
 
     Args:
         num_pages: of the cache, the null block included.
         max_context: tokens of prompt and answer; the page table is wide enough for overshoot too.
         max_block: S of the longest block.
         scratch: bytes that graphs have for what a pass makes, from the first capture on.
-        forced: int32 [steps, max_batch], see `Verifier`.
+        forced: int32 [steps, max_num_seqs], see `Verifier`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StepRunner:
         *,
         num_pages: int,
         page_size: int,
-        max_batch: int,
+        max_num_seqs: int,
         max_context: int,
         max_block: int,
         scratch: int = 0,
@@ -83,11 +83,11 @@ class StepRunner:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.depth = 1 if self.device.type == "cuda" else 0
-        self.max_batch, self.max_block, self.page_size = max_batch, max_block, page_size
+        self.max_num_seqs, self.max_block, self.page_size = max_num_seqs, max_block, page_size
         self._reach = max_context + (self.depth + 2) * max_block
         self.pages_per_request = -(-self._reach // page_size)
-        sampler = Sampler(max_batch, target.spec.vocab_size, self.device, ops)
-        self.state = BatchState.empty(max_batch, self.pages_per_request, page_size, self.device, sampler)
+        sampler = Sampler(max_num_seqs, target.spec.vocab_size, self.device, ops)
+        self.state = BatchState.empty(max_num_seqs, self.pages_per_request, page_size, self.device, sampler)
 
         def stack(weights: TargetWeights | DrafterWeights) -> Stack:
             spec = weights.spec
@@ -100,16 +100,16 @@ class StepRunner:
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
         self.verifier = Verifier(target, stack(target), taps, forced)
         self.proposer = Proposer(drafter, stack(drafter), target.embedding, target.head) if drafter else None
-        self._modes = [Mode.GREEDY] * max_batch  # by row
+        self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
         self._masked = False  # whether a request ever had a grammar
-        self._numbers = torch.arange(max_batch, device=self.device)
+        self._numbers = torch.arange(max_num_seqs, device=self.device)
         width = target.spec.hidden_size
-        self._between = Between(max_batch, max_block, width, len(taps) * width, self.dtype, self.device)
+        self._between = Between(max_num_seqs, max_block, width, len(taps) * width, self.dtype, self.device)
         self._graphs: dict[Part, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
-        self._results = PinnedBuffers(max_batch * (1 + max_block))
-        self.bucket = functools.partial(bucket_of, max_batch)  # a method would make a cycle with those that get it
+        self._results = PinnedBuffers(max_num_seqs * (1 + max_block))
+        self.bucket = functools.partial(bucket_of, max_num_seqs)  # a method would make a cycle with those that get it
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
         # what a captured prefill reads: tokens, and where they stand: start, count, pages
         self._prompt = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=self.device)
@@ -303,7 +303,7 @@ class StepRunner:
                 self._place[1:2].fill_(1)
                 self._prefill_graph(size)
                 return True
-        shapes = list(itertools.product(buckets_up_to(self.max_batch), sorted(blocks, reverse=True)))
+        shapes = list(itertools.product(buckets_up_to(self.max_num_seqs), sorted(blocks, reverse=True)))
         parts = [Part("step", *shape) for shape in shapes]
         parts += [Part("propose", *shape) for shape in shapes if shape[1] > 1]
         parts += [Part("read", *shape) for shape in shapes] + [Part("end", *shape) for shape in shapes]

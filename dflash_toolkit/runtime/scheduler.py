@@ -73,8 +73,8 @@ class Scheduler:
 
     Args:
         choose_block: picks the block length for a batch.
-        max_batch: rows of the batch.
-        prefill_chunk: tokens of prompts that one `advance` computes at most, in chunks as `cut_of` has them.
+        max_num_seqs: rows of the batch.
+        max_num_batched_tokens: tokens of prompts that one `advance` computes at most, in chunks as `cut_of` has them.
         max_block: the longest block that `choose_block` returns.
         report: told of every request that got something, with the step it came from (None: the prefill).
     """
@@ -85,8 +85,8 @@ class Scheduler:
         pool: PagePool,
         choose_block: Callable[[Sequence[Request]], int],
         *,
-        max_batch: int,
-        prefill_chunk: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_block: int,
         prefix_cache: bool = True,
         report: Callable[[Request, Step | None], None] = lambda request, step: None,
@@ -95,8 +95,8 @@ class Scheduler:
         self.running: list[Request] = []  # by row
         self.preemptions = 0
         self._device, self._pool, self.choose_block = device, pool, choose_block
-        self._max_batch, self._turn, self._max_block = max_batch, prefill_chunk, max_block
-        self._cut = cut_of(prefill_chunk)
+        self._max_num_seqs, self._turn, self._max_block = max_num_seqs, max_num_batched_tokens, max_block
+        self._cut = cut_of(max_num_batched_tokens)
         self._due_starts = False  # whether the next to start, where one can, is who is due
         self._without_pages: list[Request] = []  # that wait though they were next
         self._prefix_cache, self._report = prefix_cache, report
@@ -189,7 +189,7 @@ class Scheduler:
 
     @property
     def _rows_left(self) -> int:
-        return self._max_batch - len(self.running) - len(self.waiting.started)
+        return self._max_num_seqs - len(self.running) - len(self.waiting.started)
 
     def _next_chunk(self, request: Request) -> int:
         """Tokens that it computes next, at most: a prefix may be found yet."""

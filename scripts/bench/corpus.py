@@ -60,7 +60,7 @@ def load(folder: Path) -> dict[str, Any]:
     """What a process does with a corpus at its start."""
     before, began = resident(), time.perf_counter()
     rows = Corpus.open(folder).cut(1500).with_anchors()
-    counted = {"rows": len(rows), "tokens": int(rows.lengths.sum()), "answer_tokens": rows.answer_tokens}
+    counted = {"rows": len(rows), "tokens": int(rows.lengths.sum()), "answer_tokens": rows.response_tokens}
     started = time.perf_counter() - began
     total = sum(int(row.tokens.sum(dtype=np.int64)) for row in rows)
     return counted | {
@@ -84,7 +84,7 @@ def main() -> None:
         answers, folder = Path(name) / "a.jsonl", Path(name) / "corpus"
         write_answers(answers, args.tokens // LENGTH)
         # every prompt of the pool stands there many times, so none is held out
-        config = TrainConfig(target="t", answer_files=(str(answers),), prompts=DataOptions(held_out=0, max_prompts=0))
+        config = TrainConfig(target="t", response_files=(str(answers),), prompts=DataOptions(held_out=0, max_prompts=0))
         began, cpu = time.perf_counter(), time.process_time()
         write_given(Reading(config, None, ""), "", Match("t", "d", WORDS, "h"), folder, {})
         made = {"seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}

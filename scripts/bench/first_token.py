@@ -27,7 +27,7 @@ from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_ta
 
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
 REPEATS, MANY = 15, 64
-ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 def seconds(engine: Engine, prompts: Sequence[list[int]]) -> float:

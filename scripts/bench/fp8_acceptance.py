@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         found[name] = {}
         for of, prompts in asked.items():
             ids = [encode_chat(tokenizer, p.messages, tools=p.tools) for p in prompts]
-            answers = engine.generate(ids, SamplingParams(max_new_tokens=args.tokens))
+            answers = engine.generate(ids, SamplingParams(max_tokens=args.tokens))
             first = full.setdefault(of, answers)
             same = [(a, b) for a, b in zip(answers, first, strict=True) if a.tokens == b.tokens]
             found[name][of] = length(answers) | {

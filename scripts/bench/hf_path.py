@@ -81,8 +81,8 @@ def time_decoding(target: Target, drafter: Drafter, prompt: int, tokens: int) ->
     ids = torch.randint(0, 1000, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     result: dict = {"prompt": prompt}
     for name, with_drafter in (("plain", None), ("dflash", served)):
-        generate(target, with_drafter, ids, SamplingParams(max_new_tokens=4, ignore_eos=True))
-        run = generate(target, with_drafter, ids, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+        generate(target, with_drafter, ids, SamplingParams(max_tokens=4, ignore_eos=True))
+        run = generate(target, with_drafter, ids, SamplingParams(max_tokens=tokens, ignore_eos=True))
         result[f"{name}_ms_per_step"] = round(1e3 * run.decode_s / len(run.steps), 2)
     return result
 

@@ -150,7 +150,7 @@ def alone(args: argparse.Namespace, conversations: list[list[dict[str, str]]]) -
     engine, tokenizer = load_engine(args.target, args.drafter, args.device, options=options)
     while engine.prepare():
         pass
-    params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     encoded = [list(encode_chat(tokenizer, messages)) for messages in conversations]
     for count in args.clients:
         prompts = iter(encoded[: args.requests * count])

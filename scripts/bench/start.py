@@ -43,7 +43,7 @@ if sys.argv[3] == "not ahead":
     load.read_ahead = lambda *checkpoints: None
 engine, _ = load_engine(sys.argv[1], sys.argv[2])
 loaded = time.perf_counter()
-answer, = engine.generate([list(range(100, 164))], SamplingParams(max_new_tokens=16, ignore_eos=True))
+answer, = engine.generate([list(range(100, 164))], SamplingParams(max_tokens=16, ignore_eos=True))
 ended = time.perf_counter()
 print(json.dumps({"load_s": loaded - began, "first_answer_s": ended - loaded, "total_s": ended - began,
                   "tokens": len(answer.tokens)}))

@@ -60,7 +60,7 @@ def run(
     if first:
         engine.reset_acceptance()
     dice = random.Random(f"{seed} {tokens}")  # no prompt twice, for a prefix cache would know it
-    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, logprobs=logprobs)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
     prompts = [[dice.randrange(1000, engine.vocabulary - 1000) for _ in range(prompt)] for _ in range(batch)]
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -47,7 +47,7 @@ def digests(shape: str, args: argparse.Namespace) -> dict[str, str]:
         [dice.randrange(1000, config.vocab_size - 1000) for _ in range(dice.randrange(8, 200))]
         for _ in range(args.prompts)
     ]
-    params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     found = {}
     for batch in (1, 8):
         for mode in MODES:

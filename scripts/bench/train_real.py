@@ -274,7 +274,7 @@ class Lab:
             names = [name for name in sets if (name in plain) == baseline]
             if not names:
                 continue
-            params = SamplingParams(max_new_tokens=args.tokens)
+            params = SamplingParams(max_tokens=args.tokens)
             chosen = {name: sets[name] for name in names}
             result = evaluate(runtime, chosen, params, baseline=baseline, show_progress=True)
             write_report(result, report.with_name(f"{report.name}-plain") if baseline else report)
@@ -430,7 +430,7 @@ def run(args: argparse.Namespace) -> None:
         **setting("bench/train_real.py", [without_folders(word) for word in args.argv]),
         "target": Path(args.target).name,
         "answers": {
-            "regenerated": not args.answers, "rows": len(rows), "tokens": sum(row.answer_tokens for row in rows),
+            "regenerated": not args.answers, "rows": len(rows), "tokens": sum(row.response_tokens for row in rows),
             "held_out": len(held_out), "left_out": left_out,
         },
         "seconds": seconds | {"total": round(total, 1)},

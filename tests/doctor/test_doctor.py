@@ -58,7 +58,7 @@ def answered(target: Target, texts: Sequence[str] = TEXTS, tokens: int = TOKENS)
     rows = []
     for i, text in enumerate(texts):
         prompt = encode_chat(target.tokenizer, [{"role": "user", "content": text}])
-        answer = generate(target, None, prompt, SamplingParams(max_new_tokens=tokens)).tokens
+        answer = generate(target, None, prompt, SamplingParams(max_tokens=tokens)).tokens
         assert len(answer) == tokens and len(set(answer)) > tokens // 2, "a long and varied answer"
         rows.append(Row(i, len(prompt), prompt + answer))
     return rows

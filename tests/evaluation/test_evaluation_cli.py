@@ -229,7 +229,7 @@ def test_a_journal_that_is_not_this_runs_is_started_afresh(
     runtime: Pair, tmp_path: Path, interrupt: Any, damage: Any
 ) -> None:
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
-    partial, params = tmp_path / "partial.jsonl", SamplingParams(max_new_tokens=4)
+    partial, params = tmp_path / "partial.jsonl", SamplingParams(max_tokens=4)
     evaluate(runtime, sets, params, partial=partial)
     decoded = interrupt()
     evaluate(runtime, sets, params, partial=partial)
@@ -243,7 +243,7 @@ def test_a_journal_that_is_not_this_runs_is_started_afresh(
 def test_another_seed_or_prompt_is_another_run(runtime: Pair, tmp_path: Path, interrupt: Any) -> None:
     partial, decoded = tmp_path / "partial.jsonl", interrupt()
     for name, ids, seed in (("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)):
-        params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=seed)
+        params = SamplingParams(max_tokens=4, temperature=1.0, seed=seed)
         evaluate(runtime, {"s": [EncodedPrompt(name, ids)]}, params, partial=partial)
     assert decoded == ["a", "a", "a", "b"]
 
@@ -261,7 +261,7 @@ def test_differences_are_reported(runtime: Pair, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(run, "measure", wrong)
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
-    report = evaluate(runtime, sets, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    report = evaluate(runtime, sets, SamplingParams(max_tokens=4, ignore_eos=True))
     write_report(report, tmp_path)
     result = load(tmp_path)["sets"]["s"]
     assert result["identical_to_plain"] == 0.5
@@ -281,7 +281,7 @@ def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Pair, interrupt:
 
 
 def test_a_full_disk_leaves_nothing(runtime: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_new_tokens=4))
+    report = evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_tokens=4))
     write = Path.write_text
 
     def full(path: Path, content: str, **more: Any) -> int:

@@ -69,9 +69,9 @@ def comparable(report: Report) -> Any:
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param(SamplingParams(max_new_tokens=48), id="greedy"),
-        pytest.param(SamplingParams(max_new_tokens=33, temperature=0.5, top_p=0.9, seed=3), id="sampled"),
-        pytest.param(SamplingParams(max_new_tokens=500, ignore_eos=True), id="up to the context limit"),
+        pytest.param(SamplingParams(max_tokens=48), id="greedy"),
+        pytest.param(SamplingParams(max_tokens=33, temperature=0.5, top_p=0.9, seed=3), id="sampled"),
+        pytest.param(SamplingParams(max_tokens=500, ignore_eos=True), id="up to the context limit"),
     ],
 )
 def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
 @pytest.mark.parametrize("make", MAKERS)
 def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Drafter, make: Maker) -> None:
     seen: list[int] = []
-    runtime, params = make(target, drafter), SamplingParams(max_new_tokens=12)
+    runtime, params = make(target, drafter), SamplingParams(max_tokens=12)
     found = measure(runtime, SKY, params, baseline=True, on_step=lambda growing: seen.append(len(growing.tokens)))
     assert found.drafted.tokens == found.plain.tokens == generate(target, None, SKY.token_ids, params).tokens
     assert found.difference is None
@@ -133,7 +133,7 @@ def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Dr
 def test_the_first_difference_and_its_gap(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, make: Maker, offset: int
 ) -> None:
-    runtime, params = make(target, drafter), SamplingParams(max_new_tokens=10, ignore_eos=True)
+    runtime, params = make(target, drafter), SamplingParams(max_tokens=10, ignore_eos=True)
     right = runtime.decode
     plain = right(SKY.token_ids, params, draft=False).tokens
     other = (plain[4] + offset) % 200
@@ -156,7 +156,7 @@ def test_the_first_difference_and_its_gap(
 def test_a_gap_at_the_last_token_of_the_context_still_has_room(target: Target, drafter: Drafter) -> None:
     runtime = EnginePair.load(target, drafter)
     runtime.make_room(len(SKY.token_ids) + 3)
-    tokens = runtime.decode(SKY.token_ids, SamplingParams(max_new_tokens=9, ignore_eos=True), draft=True).tokens
+    tokens = runtime.decode(SKY.token_ids, SamplingParams(max_tokens=9, ignore_eos=True), draft=True).tokens
     assert len(tokens) == 3
     assert runtime.gap(SKY.token_ids + tokens[:2], tokens[2], tokens[2]) == 0.0
 
@@ -164,7 +164,7 @@ def test_a_gap_at_the_last_token_of_the_context_still_has_room(target: Target, d
 def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: Drafter) -> None:
     runtime = EnginePair.load(target, drafter)
     for prompt, length in ((SKY, 4), (SETS["long"][1], 40)):
-        params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
         assert evaluate(runtime, {"s": [prompt]}, params).overall.drafted.tokens == length
 
 
@@ -172,7 +172,7 @@ def test_another_runtime_or_draft_dtype_is_another_run(target: Target, drafter: 
     partial, fingerprints = tmp_path / "partial.jsonl", []
     engines = [EnginePair.load(target, drafter, draft_dtype=draft_dtype) for draft_dtype in ("auto", "fp8")]
     for runtime in (*engines, ReferencePair(target, drafter)):
-        evaluate(runtime, {"s": [SKY]}, SamplingParams(max_new_tokens=4), partial=partial)
+        evaluate(runtime, {"s": [SKY]}, SamplingParams(max_tokens=4), partial=partial)
         fingerprints.append(json.loads(partial.read_text().splitlines()[0])["fingerprint"])
     assert len(set(fingerprints)) == 3
 
@@ -194,7 +194,7 @@ def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target
 def test_on_a_gpu_both_engines_fit_agree_and_know_the_gap() -> None:
     target, drafter = gpu_pair()
     runtime = EnginePair.load(target, drafter)
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
     report = evaluate(runtime, SETS, params)
     assert report.overall.identical_to_plain == 1.0
     assert all(step.drafted == 15 for m in report.sets["long"].measurements for step in m.drafted.steps[:40])
@@ -233,6 +233,6 @@ def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, m
 
     monkeypatch.setattr("dflash_toolkit.runtime.engine.room_for_cache", short)
     with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_tokens"):
-        evaluate(EnginePair.load(target, drafter), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+        evaluate(EnginePair.load(target, drafter), {"s": [SKY]}, SamplingParams(max_tokens=4))
     with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):
-        evaluate(EnginePair.load(target, drafter, draft_dtype="fp8"), {"s": [SKY]}, SamplingParams(max_new_tokens=4))
+        evaluate(EnginePair.load(target, drafter, draft_dtype="fp8"), {"s": [SKY]}, SamplingParams(max_tokens=4))

@@ -117,9 +117,9 @@ def test_full_blocks_make_a_survival_curve(drawn: tuple[int, list[Generation]]) 
 def test_decoding_with_a_known_drafter(
     target: Target, drafter: Drafter, right: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = generate(target, None, PROMPT, SamplingParams(max_new_tokens=30, ignore_eos=True)).tokens
+    free = generate(target, None, PROMPT, SamplingParams(max_tokens=30, ignore_eos=True)).tokens
     # the answer ends by a stop token in the middle of a block
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(free[20],))
+    params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[20],))
     plain = generate(target, None, PROMPT, params).tokens
 
     def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:

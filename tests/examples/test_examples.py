@@ -21,7 +21,7 @@ case "$0" in */curl) test "$(tail -c 2 "$CALLS" 2>&1 | od -An -tx1 | tr -d ' ')"
 { printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "$CALLS"
 case "$0" in */vllm | */dflash-serve) exec sleep 60 ;; esac
 """
-TINY = ["--drafter.layers=1", "--answers.max-tokens=8", "--optim.steps=2", "--loss.anchors=4", "--prompts.held-out=1"]
+TINY = ["--drafter.layers=1", "--responses.max-tokens=8", "--optim.steps=2", "--loss.anchors=4", "--prompts.held-out=1"]
 
 
 @pytest.fixture

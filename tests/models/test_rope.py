@@ -85,7 +85,7 @@ def test_the_engine_drafts_as_the_reference_does(scaling: dict[str, Any], monkey
     for module in (drafter, plain):  # attention far from uniform, so that it matters where a key stands
         module.init_weights(torch.Generator().manual_seed(5), std=1.0)
     (prompt,) = prompts_of(50)
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
 
     def noting(where: Any) -> list[list[int]]:
         """Every draft that is proposed from now on."""

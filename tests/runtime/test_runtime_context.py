@@ -73,7 +73,7 @@ def test_context_is_there_when_it_is_read(
     """Blocks in any order, rows that come, move and go, requests that are cancelled or give way for want of pages."""
     engine = make_engine(*pair(), page_size=PAGE, kv_cache_tokens=PAGE * pages, max_model_len=80)
     compared = watched(engine, blocks)
-    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count in prompts]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for _, count in prompts]
     requests = [*map(engine.submit, prompts_of(*(length for length, _ in prompts)), params)]
     for turn in range(1000):
         if not engine.step():
@@ -88,14 +88,14 @@ def test_who_never_drafts_keeps_nothing() -> None:
     target, drafter = pair()
     engine, plain = make_engine(target, drafter, num_speculative_tokens=0), make_engine(target, None)
     assert engine.runner.verifier.forward(torch.tensor([1]), engine.runner.state.rows(1))[1] is None, "no features"
-    params = SamplingParams(max_new_tokens=20)
+    params = SamplingParams(max_tokens=20)
     answers = [[g.tokens for g in each.generate(prompts_of(4, 19), params)] for each in (engine, plain)]
     assert answers[0] == answers[1]
 
 
 def test_acceptance_is_forgotten_between_requests_only() -> None:
     engine = make_engine(*pair(), num_speculative_tokens=None)
-    engine.generate(prompts_of(5), SamplingParams(max_new_tokens=60, ignore_eos=True))
+    engine.generate(prompts_of(5), SamplingParams(max_tokens=60, ignore_eos=True))
     learnt = engine.request([1]).acceptance.rate
     engine.reset_acceptance()
     assert learnt < engine.request([1]).acceptance.rate == pytest.approx(0.7)
@@ -121,7 +121,7 @@ def test_captured_steps_write_the_same() -> None:
         publish(ids, pages)
 
     engine.pool.publish = publishing  # type: ignore[method-assign]
-    params = [SamplingParams(max_new_tokens=11 + 9 * i, ignore_eos=True) for i in range(20)]
+    params = [SamplingParams(max_tokens=11 + 9 * i, ignore_eos=True) for i in range(20)]
     engine.generate(gpu.prompts_of(20), params)
     assert len(found) == 40, "every prompt and every answer"
     fresh = gpu.make_engine(target, drafter)

@@ -170,7 +170,7 @@ def test_a_new_request_starts_where_others_lately_were() -> None:
     target = make_target()
     engine = load_engine(target, make_drafter(target), options=OPTIONS)[0]
     assert engine.request([1, 2]).acceptance.rate == pytest.approx(0.7)
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
     for prompt in ([1, 2, 3], [9, 9], [4]):
         engine.generate([prompt], params)
     stats = engine.stats
@@ -213,7 +213,7 @@ def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:
     free = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4)
-    params = SamplingParams(max_new_tokens=30)
+    params = SamplingParams(max_tokens=30)
     answers = []
     for options in (free, OPTIONS):
         engine, _ = load_engine(str(target_dir), str(drafter_dir), "cpu", options=options)
@@ -226,6 +226,6 @@ def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
     engine = load_engine(target, make_drafter(target), options=options)[0]
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
     engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
-    (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=300, ignore_eos=True))
     drafting = [step for step in got.steps if step.drafted]
     assert len(drafting) <= 12, "a dozen of 300"

@@ -23,12 +23,12 @@ from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
 
 SAMPLINGS = [
-    SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5),
-    SamplingParams(max_new_tokens=24, temperature=1.2, seed=2**63 + 7),
-    SamplingParams(max_new_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
-    SamplingParams(max_new_tokens=24, temperature=0.8, logit_bias=((5, 4.0), (7, -3.0)), logprobs=3, seed=1),
-    SamplingParams(max_new_tokens=24, stop_token_ids=tuple(range(0, 256, 3)), min_tokens=17),
-    SamplingParams(max_new_tokens=24, logprobs=0),
+    SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+    SamplingParams(max_tokens=24, temperature=1.2, seed=2**63 + 7),
+    SamplingParams(max_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(max_tokens=24, temperature=0.8, logit_bias=((5, 4.0), (7, -3.0)), logprobs=3, seed=1),
+    SamplingParams(max_tokens=24, stop_token_ids=tuple(range(0, 256, 3)), min_tokens=17),
+    SamplingParams(max_tokens=24, logprobs=0),
 ]
 
 
@@ -81,24 +81,24 @@ def check(engine: Engine, models: tuple[Target, Drafter | None], prompts: list[l
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
-    engine, params = make_engine(*pair(kind)), [SamplingParams(max_new_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
+    engine, params = make_engine(*pair(kind)), [SamplingParams(max_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
     check(engine, pair(kind), prompts_of(1, 5, 17, 33, 40, 8), *params)
     engine.pool.check()
     assert engine.pool.available == engine.pool.capacity
-    assert engine.stats.requests == 6 and engine.stats.generated_tokens == sum(p.max_new_tokens for p in params)
+    assert engine.stats.requests == 6 and engine.stats.generated_tokens == sum(p.max_tokens for p in params)
 
 
 def test_greedy_answers_are_those_of_hugging_face() -> None:
     target, drafter = pair("qwen3")
     prompts = prompts_of(3, 21, 9)
-    answers = make_engine(target, drafter).generate(prompts, SamplingParams(max_new_tokens=60))
+    answers = make_engine(target, drafter).generate(prompts, SamplingParams(max_tokens=60))
     assert [got.tokens for got in answers] == [hf_greedy(target, prompt, 60) for prompt in prompts]
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "least", "logprobs"])
 def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(params: SamplingParams) -> None:
     first, *rest = prompts_of(4, 19, 7)
-    prompts, all_params = [first, first, *rest], [SamplingParams(max_new_tokens=24), *[params] * 3]
+    prompts, all_params = [first, first, *rest], [SamplingParams(max_tokens=24), *[params] * 3]
     for prompt, each, got in zip(prompts, all_params, make_engine(*pair()).generate(prompts, all_params), strict=True):
         expected = generate(*pair(), prompt, each)
         assert same(got, expected)
@@ -106,7 +106,7 @@ def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(para
         assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in expected.logprobs]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=40), *SAMPLINGS[:5]])
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=40), *SAMPLINGS[:5]])
 @pytest.mark.parametrize("every", [3, 5, 1000])
 def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParams, every: int) -> None:
     target, drafter = pair()
@@ -131,13 +131,13 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParam
 def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)
-    text = generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
-    params = SamplingParams(max_new_tokens=20, stop_token_ids=(text[index],))
+    text = generate(target, None, prompt, SamplingParams(max_tokens=20)).tokens
+    params = SamplingParams(max_tokens=20, stop_token_ids=(text[index],))
     expected = generate(target, None, prompt, params)
     for block in (2, 5, 8):
         engine = make_engine(target, drafter, num_speculative_tokens=block - 1)
         knowing(engine, {tuple(prompt): text}, lambda position: False)
-        got = engine.generate([prompt, prompt], [params, SamplingParams(max_new_tokens=index)])
+        got = engine.generate([prompt, prompt], [params, SamplingParams(max_tokens=index)])
         assert got[0].tokens == expected.tokens and got[0].finish_reason == "stop"
         assert got[1].tokens == text[:index] and (got[1].finish_reason == "length" or text[index - 1] == EOS)
         engine.pool.check()
@@ -154,7 +154,7 @@ def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
 def test_scaled_rope_is_that_of_hugging_face(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32}
     target = make_target(rope_parameters=rope | ROPES[kind])
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
     check(make_engine(target, None), (target, None), prompts_of(50), params)
 
 
@@ -164,7 +164,7 @@ def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
     for name, parameter in drafter.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_(std=0.5)
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
     for prompt in prompts_of(9, 14, seed=7):
         check(make_engine(target, drafter), (target, drafter), [prompt], params)
 
@@ -174,7 +174,7 @@ def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
 
 def test_a_prefix_hit_brings_target_and_draft_pages() -> None:
     (prefix, *tails) = prompts_of(24, 5, 9, 1)
-    engine, params = make_engine(*pair()), SamplingParams(max_new_tokens=12)
+    engine, params = make_engine(*pair()), SamplingParams(max_tokens=12)
     for tail in tails:
         check(engine, pair(), [prefix + tail], params)  # steps too: the drafter sees the same
     assert engine.stats.cached_prompt_tokens == 2 * 24
@@ -184,15 +184,15 @@ def test_a_prefix_hit_brings_target_and_draft_pages() -> None:
 
 def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
     (prompt, more), engine = prompts_of(10, 6), make_engine(*pair())
-    first = engine.generate([prompt], SamplingParams(max_new_tokens=15, ignore_eos=True))[0]
-    check(engine, pair(), [prompt + first.tokens + more], SamplingParams(max_new_tokens=15))
+    first = engine.generate([prompt], SamplingParams(max_tokens=15, ignore_eos=True))[0]
+    check(engine, pair(), [prompt + first.tokens + more], SamplingParams(max_tokens=15))
     assert engine.stats.cached_prompt_tokens == 24  # of 24 written tokens, in pages of 4
 
 
 def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
     target, drafter = pair()
     prompts = prompts_of(30, 25, 40, 12, 33)
-    params = [SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
     engine = make_engine(target, drafter, kv_cache_tokens=140)
     got = engine.generate(prompts, params)
     assert engine.stats.preemptions > 0
@@ -211,12 +211,12 @@ def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
 @example([(20, 25, 0), (30, 25, 0), (9, 25, 0), (14, 25, 0)], 2, 1200, {0, 3})  # a running one and a waiting one
 @pytest.mark.slow
 def test_any_arrival_of_any_requests_gives_each_its_own_answer_whoever_is_cancelled(
-    arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int, cancelled: set[int]
+    arrivals: Sequence[tuple[int, int, int]], max_num_seqs: int, cache_tokens: int, cancelled: set[int]
 ) -> None:
     target, drafter = pair()
-    engine = make_engine(target, drafter, max_num_seqs=max_batch, kv_cache_tokens=cache_tokens)
+    engine = make_engine(target, drafter, max_num_seqs=max_num_seqs, kv_cache_tokens=cache_tokens)
     prompts = prompts_of(*(length for length, _, _ in arrivals), seed=7)
-    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count, _ in arrivals]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for _, count, _ in arrivals]
     requests = {}
     for turn in range(2000):
         for i, (_, _, when) in enumerate(arrivals):
@@ -242,7 +242,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer_whoever_is_cancel
 @pytest.mark.slow
 def test_synthetic_acceptance_is_as_long_as_asked(synthetic: dict[str, float], expected: float) -> None:
     engine = make_engine(*pair(), synthetic=SyntheticAcceptance(**synthetic), kv_cache_tokens=2000)
-    answers = engine.generate(prompts_of(*[5] * 8), SamplingParams(max_new_tokens=200, ignore_eos=True))
+    answers = engine.generate(prompts_of(*[5] * 8), SamplingParams(max_tokens=200, ignore_eos=True))
     length = sum(len(g.tokens) - 1 for g in answers) / sum(len(g.steps) for g in answers)
     assert length == pytest.approx(expected, rel=0.08)
 
@@ -287,9 +287,9 @@ def test_a_context_that_the_cache_does_not_hold_is_refused_at_the_start_or_as_lo
 def test_a_refused_prompt_leaves_nothing_of_the_others_behind() -> None:
     engine = make_engine(make_target(), None)
     with pytest.raises(UserError, match="token 999"):
-        engine.generate([[1], [2], [999]], SamplingParams(max_new_tokens=3))
+        engine.generate([[1], [2], [999]], SamplingParams(max_tokens=3))
     with pytest.raises(ValueError, match="shorter"):
-        engine.generate([[1], [2]], [SamplingParams(max_new_tokens=3)])
+        engine.generate([[1], [2]], [SamplingParams(max_tokens=3)])
     assert engine.scheduler.idle and engine.pool.available == engine.pool.capacity
 
 
@@ -298,7 +298,7 @@ def test_an_interrupted_batch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     real, turns = engine.step, iter(range(3))
     monkeypatch.setattr(engine, "step", lambda: real() if next(turns, None) is not None else _interrupt())
     with pytest.raises(KeyboardInterrupt):
-        engine.generate([[1], [2]], SamplingParams(max_new_tokens=50, ignore_eos=True))
+        engine.generate([[1], [2]], SamplingParams(max_tokens=50, ignore_eos=True))
     assert engine.scheduler.idle and engine.pool.available == engine.pool.capacity
 
 
@@ -349,7 +349,7 @@ def test_an_engine_that_nobody_holds_is_gone_at_once(drafted: int | None, monkey
     with no_collection():
         engine = make_engine(*models, num_speculative_tokens=drafted, prefix_cache=True)
         assert list(runners) == [engine.runner], "the one that measures what passes take is gone"
-        engine.generate(prompts_of(4, 9), SamplingParams(max_new_tokens=9))
+        engine.generate(prompts_of(4, 9), SamplingParams(max_tokens=9))
         left = weakref.ref(engine)
         del engine
         assert left() is None and not runners

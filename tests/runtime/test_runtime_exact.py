@@ -33,7 +33,7 @@ def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
         return Draft(drafts.new_tensor([[draft_at(start + k) for k in range(1, block)] for start in positions]))
 
     monkeypatch.setattr(engine.runner.proposer, "propose", likely)
-    params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in SEEDS]
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in SEEDS]
     answers = engine.generate([SMALL_PROMPT] * len(params), params)
     check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))
     assert max(step.drafted for answer in answers for step in answer.steps) == size - 1

@@ -15,7 +15,7 @@ from dflash_toolkit.models.target import context_limit
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 
-PROMPT, SHORT = [1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True)
+PROMPT, SHORT = [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True)
 OPTIONS = EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
 
 

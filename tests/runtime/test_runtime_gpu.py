@@ -87,7 +87,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
     """Draft the known answers on the device, wrong at every seventh position: the graph holds the real steps."""
     texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
     runner: StepRunner = engine.runner
-    table = torch.zeros(runner.max_batch, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
+    table = torch.zeros(runner.max_num_seqs, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
     add, move = runner.add, runner.move
 
     def added(row: int, request: Request) -> Any:
@@ -113,7 +113,7 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
     monkeypatch.setattr("dflash_toolkit.kernels.triton.attention.FEW", few)
     target, drafter = pair(kind)
     prompts = prompts_of(320)
-    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
     assert [g.tokens for g in make_engine(target, None, max_num_seqs=1).generate(prompts, params)] == plain
     for batch, block in ((8, 16), (1, 16), (8, 8), (8, 4), (8, 2), (8, None)):
@@ -132,7 +132,7 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
 def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str) -> None:
     target, drafter = pair()
     prompts = prompts_of(40, seed=2)
-    params = [SamplingParams(max_new_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
+    params = [SamplingParams(max_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
     engine = make_engine(target, drafter, prefix_cache=True, draft_dtype=draft_dtype)
     assert engine.options.draft_dtype == draft_dtype and make_engine(target, drafter).options.draft_dtype == "fp8"
@@ -151,7 +151,7 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatc
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=16, num_speculative_tokens=block - 1, draft_dtype="fp8")
     for prompt in prompts_of(16, seed=4):
-        engine.submit(prompt, SamplingParams(max_new_tokens=300, ignore_eos=True))
+        engine.submit(prompt, SamplingParams(max_tokens=300, ignore_eos=True))
     for _ in range(60):
         engine.step()
     runner = engine.runner
@@ -171,7 +171,7 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, drafter = pair()
     prompts = prompts_of(5)
-    params = [SamplingParams(max_new_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
+    params = [SamplingParams(max_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
     expected = make_engine(target, drafter, num_speculative_tokens=None).generate(prompts, params)
     engine = make_engine(target, drafter, num_speculative_tokens=None)  # times are known by now: no step is captured
     prepared = 0
@@ -193,7 +193,7 @@ def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pyte
     words = torch.randint(0, VOCAB - 1, (900,), generator=torch.Generator().manual_seed(8)).tolist()
     lengths = (5, 700, 12, 300, 64, 3, 150, 900)
     prompts = [[(i + token) % VOCAB for token in words[:n]] for i, n in enumerate(lengths)]
-    each = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (90, 75, 1, 60, 45, 33, 50, 40)]
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (90, 75, 1, 60, 45, 33, 50, 40)]
     engine = make_engine(target, drafter)
     alone = [engine.generate([prompt], params)[0].tokens for prompt, params in zip(prompts, each, strict=True)]
     buckets: list[int] = []
@@ -223,9 +223,9 @@ def test_grammars_are_followed_in_every_kind_of_batch() -> None:
     target, drafter = pair()
     regexes = ["[a-f]{40}", "[0-9]{3}(,[0-9]{3}){5}", "(yes|no)( maybe){3}", "[^a]{20}"]
     ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}, {"logprobs": 3}, {"presence_penalty": 0.5}]
-    plain = [SamplingParams(max_new_tokens=30, **way) for way in ways]
+    plain = [SamplingParams(max_tokens=30, **way) for way in ways]
     bound = [
-        SamplingParams(max_new_tokens=90, grammar=Grammar("regex", regex), stop_token_ids=(256,), **way)
+        SamplingParams(max_tokens=90, grammar=Grammar("regex", regex), stop_token_ids=(256,), **way)
         for regex, way in zip(regexes, ways, strict=True)
     ]
     prompts, params = prompts_of(8), [one for both in zip(plain, bound, strict=True) for one in both]
@@ -264,8 +264,8 @@ def test_launching_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine.runner, "decode", watched)
     for params in (
-        SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1),
-        SamplingParams(max_new_tokens=40, logprobs=2, presence_penalty=0.5),
+        SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, seed=1),
+        SamplingParams(max_tokens=40, logprobs=2, presence_penalty=0.5),
     ):  # fmt: skip
         assert all(answer.tokens for answer in engine.generate(prompts_of(5), params))
 
@@ -274,7 +274,7 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
     target, drafter = pair()
     prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
     prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]  # chunks of 512 tokens, the last near the end
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     captured = make_engine(target, drafter, max_num_batched_tokens=1024)
     found = [g.tokens for g in captured.generate(prompts, params)]
     assert {64, 128, 512} < set(captured.runner._prefills) <= set(PREFILL_SIZES)
@@ -298,7 +298,7 @@ def test_prompts_are_scored_as_by_hugging_face_and_nobody_else_sees_it(monkeypat
     exact = copy.deepcopy(target.model).double()
     prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
     prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]
-    asked = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=20)
+    asked = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=20)
     plain = replace(asked, prompt_logprobs=None)
 
     def answers(params: SamplingParams, **options: Any) -> list[Generation]:
@@ -339,7 +339,7 @@ def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:
     target, drafter = pair()
     prompts = prompts_of(8, seed=4)
     params = [
-        SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.9, top_k=50, seed=i, logprobs=2)
+        SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.9, top_k=50, seed=i, logprobs=2)
         for i in range(8)
     ]
     together = make_engine(target, drafter).generate(prompts, params)
@@ -355,7 +355,7 @@ def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
     target, _ = pair()
     exact = copy.deepcopy(target.model).float()
     prompts = prompts_of(64, seed=5)
-    answers = make_engine(target, None).generate(prompts, SamplingParams(max_new_tokens=48, ignore_eos=True))
+    answers = make_engine(target, None).generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
     ours = theirs = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         text = torch.tensor([prompt + answer.tokens], device="cuda")
@@ -383,7 +383,7 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
     gc.callbacks.append(note)
     gc.set_threshold(20)
     try:
-        make_engine(target, None, max_num_seqs=1).generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        make_engine(target, None, max_num_seqs=1).generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)
@@ -392,7 +392,7 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
 
 def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest.LogCaptureFixture) -> None:
     target, drafter = pair()
-    prompts, params = prompts_of(3, seed=6), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompts, params = prompts_of(3, seed=6), SamplingParams(max_tokens=12, ignore_eos=True)
     expected = [a.tokens for a in make_engine(target, drafter, max_num_seqs=16).generate(prompts, params)]
     captured = make_engine(target, drafter, max_num_seqs=16)
     with ThreadPoolExecutor(1) as pool:
@@ -432,7 +432,7 @@ def test_an_engine_runs_on_the_gpu_it_is_told(tmp_path: Path) -> None:
     target.model.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
     save_drafter(drafter, tmp_path / "drafter")
-    prompts, params = prompts_of(4), SamplingParams(max_new_tokens=24, ignore_eos=True)
+    prompts, params = prompts_of(4), SamplingParams(max_tokens=24, ignore_eos=True)
     options = EngineOptions(max_num_seqs=4, kv_cache_tokens=4 * LIMIT, prefix_cache=False)
     found = {}
     for device in ("cuda:0", "cuda:1"):

@@ -22,11 +22,11 @@ DEAD_END = Grammar("grammar", 'root ::= [a-z]{3} y\ny ::= y "d"')
 # all ways to choose, with a grammar and without
 MIXED = [
     *(params_of(grammar, **way) for (grammar, _), way in zip(CASES.values(), itertools.cycle(WAYS))),
-    SamplingParams(max_new_tokens=30),
-    SamplingParams(max_new_tokens=30, temperature=1.0, seed=4),
-    SamplingParams(max_new_tokens=30, presence_penalty=0.4, logprobs=2),
-    SamplingParams(grammar=CASES["regex"][0], max_new_tokens=30),
-    SamplingParams(grammar=CASES["choice"][0], max_new_tokens=5, logprobs=1, temperature=1.2, seed=9),
+    SamplingParams(max_tokens=30),
+    SamplingParams(max_tokens=30, temperature=1.0, seed=4),
+    SamplingParams(max_tokens=30, presence_penalty=0.4, logprobs=2),
+    SamplingParams(grammar=CASES["regex"][0], max_tokens=30),
+    SamplingParams(grammar=CASES["choice"][0], max_tokens=5, logprobs=1, temperature=1.2, seed=9),
 ]
 
 
@@ -70,14 +70,14 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int) -> None:
 )
 @pytest.mark.slow
 def test_any_arrival_of_any_requests_gives_each_its_own_answer(
-    arrivals: Sequence[tuple[int, int, int]], max_batch: int, cache_tokens: int, late: bool
+    arrivals: Sequence[tuple[int, int, int]], max_num_seqs: int, cache_tokens: int, late: bool
 ) -> None:
     target, drafter = pair()
-    engine = make_engine(target, drafter, max_num_seqs=max_batch, kv_cache_tokens=cache_tokens)
+    engine = make_engine(target, drafter, max_num_seqs=max_num_seqs, kv_cache_tokens=cache_tokens)
     if late:
         run_late(engine)
     prompts = prompts_of(*(length for length, _, _ in arrivals), seed=7)
-    pending = [(turn, prompt, replace(MIXED[which], max_new_tokens=60))
+    pending = [(turn, prompt, replace(MIXED[which], max_tokens=60))
                for prompt, (_, which, turn) in zip(prompts, arrivals, strict=True)]  # fmt: skip
     requests = []
     for turn in range(2000):
@@ -95,7 +95,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer(
 
 def test_short_of_pages_an_answer_goes_on_where_its_grammar_was() -> None:
     target, drafter = pair()
-    params = [SamplingParams(grammar=Grammar("regex", f"[{c}]{{40}}"), temperature=1.0, seed=i, max_new_tokens=60)
+    params = [SamplingParams(grammar=Grammar("regex", f"[{c}]{{40}}"), temperature=1.0, seed=i, max_tokens=60)
               for i, c in enumerate(("a-f", "0-9", "x-z", "a-z"))]  # fmt: skip
     prompts = prompts_of(30, 25, 40, 12)
     engine = make_engine(target, drafter, kv_cache_tokens=140)
@@ -125,7 +125,7 @@ def test_a_dead_end_ends_its_request_with_an_error_and_nobody_elses(late: bool) 
     engine = make_engine(target, drafter)
     if late:
         run_late(engine)
-    prompts, plain = prompts_of(5, 6, 7), SamplingParams(max_new_tokens=20)
+    prompts, plain = prompts_of(5, 6, 7), SamplingParams(max_tokens=20)
     requests = [
         engine.submit(p, s) for p, s in zip(prompts, (plain, SamplingParams(grammar=DEAD_END), MIXED[0]), strict=True)
     ]
@@ -153,7 +153,7 @@ def parts_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.M
 
 
 def test_without_a_grammar_in_the_batch_a_step_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, sampled = SamplingParams(max_new_tokens=5), SamplingParams(max_new_tokens=5, temperature=1.0)
+    plain, sampled = SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0)
     assert parts_of(make_engine(*pair()), [plain] * 2, monkeypatch) == {("step", Mode.GREEDY)}
     ran = parts_of(make_engine(*pair()), [plain, sampled], monkeypatch)
     assert {mode for kind, mode in ran if kind == "choose"} == {Mode.GREEDY, Mode.SAMPLED}
@@ -163,8 +163,8 @@ def test_neighbours_of_a_grammar_do_not_change_by_a_bit() -> None:
     target, drafter = pair()
     prompts = prompts_of(9, 12, 5)
     params = [
-        SamplingParams(max_new_tokens=20, logprobs=5),
-        SamplingParams(max_new_tokens=20, logprobs=5, temperature=1.0),
+        SamplingParams(max_tokens=20, logprobs=5),
+        SamplingParams(max_tokens=20, logprobs=5, temperature=1.0),
     ]
     alone = make_engine(target, drafter).generate(prompts[:2], params)
     beside = make_engine(target, drafter).generate(prompts, [*params, params_of(CASES["schema"][0])])
@@ -191,6 +191,6 @@ def test_a_grammar_that_cannot_be_used_is_refused_at_once(
 def test_white_space_is_what_the_target_wants_where_json_may_have_it() -> None:
     """Nothing is biased: this is the grammar as it is."""
     target, drafter = pair()
-    params = SamplingParams(grammar=CASES["schema"][0], max_new_tokens=60)
+    params = SamplingParams(grammar=CASES["schema"][0], max_tokens=60)
     assert NO_SPACE and params.logit_bias == ()
     check(make_engine(target, drafter), (target, drafter), prompts_of(4, 8), params)

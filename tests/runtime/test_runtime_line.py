@@ -32,7 +32,7 @@ def told_in_order(scheduler: Scheduler) -> list[Request]:
 def roomy(*requests: Request, **options: Any) -> tuple[TableDevice, Scheduler, list[Request]]:
     """Rows and pages for all."""
     device = TableDevice(0)
-    defaults = {"pool": 4000, "max_batch": 200, "prefill_chunk": TURN}
+    defaults = {"pool": 4000, "max_num_seqs": 200, "max_num_batched_tokens": TURN}
     scheduler = scheduled(device, *requests, **(defaults | options))
     return device, scheduler, told_in_order(scheduler)
 
@@ -74,7 +74,7 @@ def test_a_long_prompt_goes_on_in_every_turn_whatever_comes(tokens: int) -> None
 def test_every_prompt_is_computed_in_as_many_turns_as_its_key_has_older_chunks(seed: int, keys: int, turn: int) -> None:
     """Times the keys: with K of them a request behind C chunks of its key, its own included, waits K * C turns."""
     dice = random.Random(seed)
-    _, scheduler, told = roomy(prefill_chunk=turn)
+    _, scheduler, told = roomy(max_num_batched_tokens=turn)
     cut, ends = max(turn // 2, 1), dict[Request, int]()
     chunks: dict[str, list[tuple[Request, int]]] = {}
     for now in range(60):
@@ -107,7 +107,7 @@ def test_equal_prompts_are_computed_one_after_the_other() -> None:
 @pytest.mark.parametrize("mine", [{"key": "mine"}, {"group": "mine"}, {}])
 def test_a_thousand_small_answers_that_were_asked_for_together_do_not_hold_the_queue(mine: dict[str, str]) -> None:
     many = [asked(2, 6, group="theirs") for _ in range(1024)]
-    _, scheduler, told = roomy(*many, max_batch=2)
+    _, scheduler, told = roomy(*many, max_num_seqs=2)
     for _ in range(20):
         scheduler.advance()
     started, one = len(told), asked(30, 6, **mine)
@@ -127,7 +127,7 @@ def test_keys_are_given_as_much_whatever_they_ask_for() -> None:
 
 
 def test_a_key_that_asked_for_nothing_has_saved_nothing_up() -> None:
-    _, scheduler, told = roomy(*(asked(CUT, key="busy") for _ in range(300)), max_batch=1)
+    _, scheduler, told = roomy(*(asked(CUT, key="busy") for _ in range(300)), max_num_seqs=1)
     for _ in range(50):
         scheduler.advance()
     before = len(told)
@@ -140,13 +140,13 @@ def test_a_key_that_asked_for_nothing_has_saved_nothing_up() -> None:
 
 def test_lower_priorities_come_first_and_equal_ones_as_they_arrived() -> None:
     requests = [asked(CUT, priority=priority) for priority in (1, 0, 5, 0, -3, 1)]
-    _, scheduler, told = roomy(*requests, max_batch=1)
+    _, scheduler, told = roomy(*requests, max_num_seqs=1)
     drain(scheduler)
     assert [requests.index(request) for request in told] == [4, 1, 3, 0, 5, 2]
 
 
 def test_the_least_urgent_gives_way() -> None:
-    scheduler = scheduled(TableDevice(0), pool=61, max_batch=3, max_block=1)
+    scheduler = scheduled(TableDevice(0), pool=61, max_num_seqs=3, max_block=1)
     early, late = asked(8, 220, priority=1), asked(8, 220)
     scheduler.add(early)
     scheduler.advance()
@@ -162,7 +162,9 @@ def test_the_least_urgent_gives_way() -> None:
 def crowded() -> tuple[PagePool, Scheduler, list[Request], Request]:
     """A request that holds a third of the pages, and one behind it that needs more than are left."""
     pool = PagePool(61, SIZE)
-    scheduler = scheduled(TableDevice(0), pool=pool, max_batch=8, prefill_chunk=128, max_block=1, prefix_cache=True)
+    scheduler = scheduled(
+        TableDevice(0), pool=pool, max_num_seqs=8, max_num_batched_tokens=128, max_block=1, prefix_cache=True
+    )
     told = told_in_order(scheduler)
     holder, large = asked(80, 90), asked(200)
     for request in (holder, large):
@@ -211,7 +213,7 @@ def test_a_prefix_is_not_looked_up_again_before_something_has_changed(monkeypatc
 def test_pages_of_a_cancelled_request_are_free_within_a_step(depth: int, turns: int) -> None:
     """Waiting, with its prompt computed in part, with its first token on its way, and decoding."""
     pool = PagePool(100, SIZE)
-    scheduler = scheduled(TableDevice(depth), pool=pool, prefill_chunk=TURN, max_batch=2, block=BLOCK)
+    scheduler = scheduled(TableDevice(depth), pool=pool, max_num_batched_tokens=TURN, max_num_seqs=2, block=BLOCK)
     request, other = asked(3 * TURN, 99), asked(5, 30)
     scheduler.add(request)
     for _ in range(turns):

@@ -59,7 +59,7 @@ def refused(said: str) -> pytest.RaisesExc[UserError]:
 def runner(room: Room) -> Any:
     target = SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128)))
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_batch=4, max_block=16, target=target)
+    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_num_seqs=4, max_block=16, target=target)
 
 
 def pages_of(options: EngineOptions, context: int = 1000) -> int:
@@ -278,7 +278,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
     target = make_target()
     options = EngineOptions(max_num_seqs=2, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600)
     engine = load_engine(target, make_drafter(target), options=options)[0]
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
     expected = engine.generate([[1, 2, 3]], params)[0].tokens
     runner, failures = engine.runner, 3
 
@@ -334,7 +334,7 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
         "memory_allocated": lambda: held, "max_memory_allocated": lambda: peak,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
-    probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_batch=1, max_block=16)
+    probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16)
     probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
     gc.collect()
     Block(1000)

@@ -11,7 +11,7 @@ from test_runtime_engine import SAMPLINGS, make_engine, pair, prompts_of, same
 from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.runtime import Engine
 
-GREEDY = SamplingParams(max_new_tokens=24)
+GREEDY = SamplingParams(max_tokens=24)
 KINDS = [SAMPLINGS[4], GREEDY, SAMPLINGS[0], SAMPLINGS[2], GREEDY, SAMPLINGS[1], SAMPLINGS[3]]
 PROMPTS = prompts_of(4, 19, 7, 26, 11, 5, 9)
 

@@ -12,7 +12,7 @@ from test_runtime_engine import make_engine, pair, prompts_of
 from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.generation import Generation, PromptLogprobs
 
-ASKED = SamplingParams(max_new_tokens=4, prompt_logprobs=3)
+ASKED = SamplingParams(max_tokens=4, prompt_logprobs=3)
 
 
 @cache
@@ -39,7 +39,7 @@ def check(found: PromptLogprobs | None, prompt: list[int], best: int) -> None:
 def test_they_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int, ...], best: int) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_batched_tokens=turn)
-    params = SamplingParams(max_new_tokens=5, prompt_logprobs=best)
+    params = SamplingParams(max_tokens=5, prompt_logprobs=best)
     prompts = prompts_of(*lengths)
     for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
         check(got.prompt_logprobs, prompt, best)
@@ -49,7 +49,7 @@ def test_they_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int,
 
 
 def test_whoever_does_not_ask_gets_the_same_bits_beside_those_who_do() -> None:
-    others = [SamplingParams(max_new_tokens=12, logprobs=2, temperature=1.0, seed=3), SamplingParams(max_new_tokens=9)]
+    others = [SamplingParams(max_tokens=12, logprobs=2, temperature=1.0, seed=3), SamplingParams(max_tokens=9)]
 
     def beside(neighbours: SamplingParams) -> list[Generation]:
         engine = make_engine(*pair(), prefix_cache=False)
@@ -62,7 +62,7 @@ def test_whoever_does_not_ask_gets_the_same_bits_beside_those_who_do() -> None:
 def test_all_of_the_prompt_is_computed_though_its_pages_are_known_and_they_are_known_afterwards() -> None:
     engine = make_engine(*pair())
     (prompt,) = prompts_of(33)
-    plain = SamplingParams(max_new_tokens=4)
+    plain = SamplingParams(max_tokens=4)
     first, second = engine.generate([prompt], ASKED)[0], engine.generate([prompt], ASKED)[0]
     assert first.prompt_logprobs == second.prompt_logprobs and engine.stats.cached_prompt_tokens == 0
     check(second.prompt_logprobs, prompt, 3)
@@ -74,7 +74,7 @@ def test_all_of_the_prompt_is_computed_though_its_pages_are_known_and_they_are_k
 def test_who_is_preempted_has_each_once() -> None:
     target, drafter = pair()
     prompts = prompts_of(30, 40, 35, 25)
-    params = SamplingParams(max_new_tokens=40, prompt_logprobs=2)
+    params = SamplingParams(max_tokens=40, prompt_logprobs=2)
     engine = make_engine(target, drafter, kv_cache_tokens=100)
     got = engine.generate(prompts, params)
     assert engine.stats.preemptions > 0

@@ -32,7 +32,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
     weights = engine.runner.drafter
     assert weights is not None and isinstance(weights.head, RowScaledFp8)
     prompts = prompts_of(5, 18)
-    params = SamplingParams(max_new_tokens=20)
+    params = SamplingParams(max_tokens=20)
     for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
         assert got.tokens == generate(target, None, prompt, params).tokens
     assert passes and all(passes)

@@ -116,12 +116,12 @@ class TableDevice:
 
 
 def request_of(prompt: list[int], limit: int, *report: Any) -> Request:
-    return Request(prompt, SamplingParams(max_new_tokens=limit), frozenset(), limit, *report)
+    return Request(prompt, SamplingParams(max_tokens=limit), frozenset(), limit, *report)
 
 
 def scheduled(device: TableDevice, *requests: Request, pool: Any = 200, block: int = 1, **options: Any) -> Scheduler:
     """With the requests, in blocks of one length."""
-    defaults = {"max_batch": 8, "prefill_chunk": 64, "max_block": BLOCK, "prefix_cache": False}
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_block": BLOCK, "prefix_cache": False}
     pool = PagePool(pool, SIZE) if isinstance(pool, int) else pool
     scheduler = Scheduler(device, pool, lambda running: block, **(defaults | options))
     for request in requests:
@@ -144,7 +144,7 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
     def cuts(prompts: list[list[int]]) -> list[tuple[int, int, int]]:
         device = TableDevice()
         requests = [request_of(prompt, 2) for prompt in prompts]
-        drain(scheduled(device, *requests, block=BLOCK, prefill_chunk=chunk, prefix_cache=prefix_cache))
+        drain(scheduled(device, *requests, block=BLOCK, max_num_batched_tokens=chunk, prefix_cache=prefix_cache))
         return sorted(device.called("prefill"))
 
     prompts = [[1000 * i + k for k in range(n)] for i, n in enumerate(lengths)]  # nothing in common
@@ -157,9 +157,9 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
 def test_ten_thousand_random_events_lose_no_page_and_no_token(
-    depth: int, seed: int, max_batch: int, pages: int
+    depth: int, seed: int, max_num_seqs: int, pages: int
 ) -> None:
-    check_events(depth, seed, max_batch, pages)
+    check_events(depth, seed, max_num_seqs, pages)
 
 
 def test_such_events_preempt_and_cancel_and_find_prefixes() -> None:
@@ -167,13 +167,14 @@ def test_such_events_preempt_and_cancel_and_find_prefixes() -> None:
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
 
 
-def check_events(depth: int, seed: int, max_batch: int, pages: int) -> tuple[int, int, int]:
+def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[int, int, int]:
     """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were."""
     dice = random.Random(seed)
     pool = PagePool(pages, SIZE)
     done: list[Request] = []
     scheduler = scheduled(
-        TableDevice(depth, dice), pool=pool, max_batch=max_batch, prefill_chunk=7, prefix_cache=dice.random() < 0.8,
+        TableDevice(depth, dice), pool=pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=7,
+        prefix_cache=dice.random() < 0.8,
         report=lambda request, step: done.append(request) if request.finished else None,
     )  # fmt: skip
     scheduler.choose_block = lambda requests: dice.choice([1, 2, BLOCK])
@@ -219,13 +220,13 @@ def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
         told.append((len(device.called("prefill")), request is short))
 
     device = TableDevice()
-    drain(scheduled(device, short, long, block=BLOCK, prefill_chunk=8, report=report))
+    drain(scheduled(device, short, long, block=BLOCK, max_num_batched_tokens=8, report=report))
     assert told[0][1] and told[0][0] <= 2 and told[1][0] > 40
 
 
 def test_prompts_fill_a_chunk_to_its_last_token() -> None:
     requests = [request_of([i], 9) for i in range(4)]
-    scheduled(TableDevice(), *requests, prefill_chunk=4).advance()
+    scheduled(TableDevice(), *requests, max_num_batched_tokens=4).advance()
     assert [request.prefilled for request in requests] == [1] * 4
 
 
@@ -245,7 +246,7 @@ def test_the_page_table_changes_once_in_four_pages() -> None:
 def test_a_row_is_moved_only_for_a_request_that_stays() -> None:
     """Copies of a row's state are a dozen launches: many rows that end together would make the next step wait."""
     device, requests = TableDevice(), [request_of([i, 1], limit) for i, limit in enumerate((9, 9, 30, 9, 9, 9))]
-    drain(scheduled(device, *requests, max_batch=6, prefix_cache=True))
+    drain(scheduled(device, *requests, max_num_seqs=6, prefix_cache=True))
     assert device.called("move") == [(2, 1), (1, 0)], "the one that stays, and nobody who ends"
     assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in requests)
 
@@ -279,7 +280,7 @@ def test_more_pages_than_there_are_change_nothing() -> None:
 
 def test_who_came_last_gives_way_whatever_row_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     *early, last = (request_of([i] * 8, limit) for i, limit in enumerate((20, 220, 220)))
-    scheduler, preempted = scheduled(TableDevice(0), *early, pool=61, max_batch=3, max_block=1), list[Request]()
+    scheduler, preempted = scheduled(TableDevice(0), *early, pool=61, max_num_seqs=3, max_block=1), list[Request]()
     real = scheduler._preempt
     monkeypatch.setattr(scheduler, "_preempt", lambda request: (preempted.append(request), real(request)))
     for _ in range(10):
@@ -307,7 +308,7 @@ def test_a_report_that_raises_costs_the_others_nothing() -> None:
     found = []
     for on_progress in (None, raises):
         requests = [request_of([5] * 8, 8, on_progress), request_of([5] * 8, 8)]
-        scheduler = scheduled(TableDevice(0), *requests, pool=9, max_batch=3, max_block=1, report=report)
+        scheduler = scheduled(TableDevice(0), *requests, pool=9, max_num_seqs=3, max_block=1, report=report)
         for _ in range(200):
             with contextlib.suppress(RuntimeError):
                 scheduler.advance()

@@ -29,7 +29,7 @@ def test_an_engine_from_names_writes_what_the_modules_write(
     target_dir: Path, drafter_dir: Path, target: Target, drafter: Drafter
 ) -> None:
     engine, tokenizer = load_engine(str(target_dir), str(drafter_dir), "cpu", options=OPTIONS)
-    params = SamplingParams(max_new_tokens=30)
+    params = SamplingParams(max_tokens=30)
     assert engine.generate([[1, 2, 3]], params)[0].tokens == generate(target, drafter, [1, 2, 3], params).tokens
     assert len(tokenizer) == len(target.tokenizer)
 

@@ -98,7 +98,7 @@ def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
 def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(tmp_path: Path) -> None:
     target = make_target()
     runtime = ReferencePair(target, make_drafter(target))
-    report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_new_tokens=4), baseline=False).to_json()
+    report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_tokens=4), baseline=False).to_json()
     (tmp_path / "report.json").write_text(json.dumps(report))
     ours = program.read_ours(tmp_path / "report.json", "mine", None)
     assert [answer.tokens for answer in ours.answers("a")] == [4, 4] and len(ours.answers("a")[0].sha256) == 16

@@ -58,7 +58,7 @@ def recorded_blocks(target: Target) -> Iterator[list[Tensor]]:
 
 def ours(target: Target, drafter: Drafter, prompt: list[int]) -> Run:
     with recorded_blocks(target) as blocks:
-        answer: Generation = generate(target, drafter, prompt, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+        answer: Generation = generate(target, drafter, prompt, SamplingParams(max_tokens=MAX_NEW_TOKENS))
     drafted = [logits.argmax(-1).tolist() for logits in blocks]
     return Run(answer.tokens, [len(step.tokens) for step in answer.steps], drafted, blocks[0])
 

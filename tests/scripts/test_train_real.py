@@ -116,7 +116,7 @@ def test_variants_are_compared_on_held_out_answers(
         (["--prompts", "a=FILE", "--pool", "c"], "'c' is none of the sets"),
         (["--minutes", "1", "1"], "two runs have one name"),
         (["optim.learning_rat=1"], "learning_rate"),
-        (["answers.temperature=1.0"], "answers.temperature=1.0: only options of drafter"),
+        (["responses.temperature=1.0"], "responses.temperature=1.0: only options of drafter"),
         (["--variant", "x", "loss.weights=no"], "is not one of"),
     ],
 )

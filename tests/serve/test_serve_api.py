@@ -97,7 +97,7 @@ def text_of(target: Target, generation: Generation) -> str:
 
 def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = encode_chat(target.tokenizer, MESSAGES)
-    expected = generate(target, drafter, ids, SamplingParams(max_new_tokens=40))
+    expected = generate(target, drafter, ids, SamplingParams(max_tokens=40))
     answer = chat(client, temperature=0)
     assert answer.object == "chat.completion" and answer.model == "org/tiny" and answer.id.startswith("chatcmpl-")
     assert answer.choices[0].message.role == "assistant"
@@ -120,7 +120,7 @@ def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, dr
 
 def test_a_prompt_as_text_list_or_tokens_gives_the_same(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = target.tokenizer.encode("The sky")
-    expected = text_of(target, generate(target, drafter, ids, SamplingParams(max_new_tokens=16)))
+    expected = text_of(target, generate(target, drafter, ids, SamplingParams(max_tokens=16)))
     for prompt in ("The sky", ["The sky"], ids, [ids]):
         answer = client.completions.create(model="org/tiny", prompt=prompt, temperature=0)
         assert answer.object == "text_completion"
@@ -244,7 +244,7 @@ def test_no_proxy_holds_events_back(url: str) -> None:
 
 def test_sampling_parameters_reach_the_sampler(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = encode_chat(target.tokenizer, MESSAGES)
-    common = {"temperature": 1.0, "seed": 7, "max_new_tokens": 24}
+    common = {"temperature": 1.0, "seed": 7, "max_tokens": 24}
     plain = generate(target, drafter, ids, SamplingParams(**common))
     stop = {"stop_token_ids": [plain.tokens[9]]}
     penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}

@@ -25,7 +25,7 @@ from dflash_toolkit.runtime import (
 )
 from serve.app import EventResponse, create_app
 
-LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
+LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> AsyncEngine:
@@ -153,7 +153,7 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
         ended = []
 
         async def consume(number: int, tokens: int) -> None:
-            await told(ask(engine, [1], SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
+            await told(ask(engine, [1], SamplingParams(max_tokens=tokens, ignore_eos=True)))
             ended.append(number)
 
         # the first takes fifty, and the longest of the others two hundred
@@ -187,7 +187,7 @@ def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monk
             with pytest.raises(asyncio.CancelledError):
                 await queued
         gate.open()
-        assert len(await told(ask(engine, [3], SamplingParams(max_new_tokens=1)))) == 1
+        assert len(await told(ask(engine, [3], SamplingParams(max_tokens=1)))) == 1
 
     with gated(engine, 2) as gate:
         asyncio.run(play(gate))
@@ -200,7 +200,7 @@ def test_closing_ends_running_and_queued_answers(target: Target) -> None:
 
     async def play() -> list[Any]:
         async def consume() -> None:
-            with ask(engine, [1], SamplingParams(max_new_tokens=400, ignore_eos=True)) as responses:
+            with ask(engine, [1], SamplingParams(max_tokens=400, ignore_eos=True)) as responses:
                 async for _ in responses:
                     engine.close()
 

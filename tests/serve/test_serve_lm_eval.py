@@ -136,6 +136,6 @@ def test_chats_are_answered_as_by_transformers(
 
 def check_answers(samples: list[dict[str, Any]], prompts: list[list[int]], target: Target) -> None:
     for sample, ids in zip(samples, prompts, strict=True):
-        answer = generate(target, None, ids, SamplingParams(max_new_tokens=24))
+        answer = generate(target, None, ids, SamplingParams(max_tokens=24))
         text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True).split("é")[0]
         assert sample["resps"] == [[text]]

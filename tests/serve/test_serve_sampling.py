@@ -18,7 +18,7 @@ def test_what_a_request_does_not_say_the_checkpoint_does(target: Target, drafter
     with serving(make_engine(target, drafter), defaults=defaults) as url:
         client = client_of(url)
         for asked in ({}, {"temperature": 0}, {"top_p": 1.0}):
-            params = SamplingParams(max_new_tokens=30, seed=3, **(defaults | asked))
+            params = SamplingParams(max_tokens=30, seed=3, **(defaults | asked))
             got = complete(client, max_tokens=30, seed=3, **asked).choices[0].text
             assert got == text_of(target, generate(target, drafter, ids, params))
 
@@ -50,7 +50,7 @@ def test_the_checkpoint_s_defaults_are_read_as_strictly_as_a_request(
 def test_the_tokenizers_own_end_ends_an_answer(target: Target) -> None:
     engine = make_engine(target, None)
     engine.tokenizer = copy.deepcopy(target.tokenizer)
-    plain = generate(target, None, target.tokenizer.encode("The sky"), SamplingParams(max_new_tokens=9)).tokens
+    plain = generate(target, None, target.tokenizer.encode("The sky"), SamplingParams(max_tokens=9)).tokens
     engine.tokenizer.eos_token = target.tokenizer.convert_ids_to_tokens(plain[4])
     with serving(engine) as url:
         for options, reason in (({}, "stop"), ({"extra_body": {"ignore_eos": True}}, "length")):

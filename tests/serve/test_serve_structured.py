@@ -96,7 +96,7 @@ def test_the_answer_is_that_of_the_definition_and_drafts_are_counted(
 ) -> None:
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     answer = chat(client, temperature=0, extra_body={"regex": "[a-z]{30}"})
-    params = SamplingParams(max_new_tokens=40, grammar=Grammar("regex", "[a-z]{30}"))
+    params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "[a-z]{30}"))
     expected = generate(target, drafter, encode_chat(target.tokenizer, messages), params)
     assert answer.choices[0].message.content == target.tokenizer.decode(expected.tokens[:-1])
     assert answer.usage.dflash["verify_steps"] == len(expected.steps)
@@ -186,7 +186,7 @@ def test_a_grammar_that_takes_too_long_or_trips_the_compiler_is_refused(
     async def play() -> None:
         with pytest.raises(GrammarError, match="the regular expression takes more than 0 s to compile"):
             await engine.compile(SamplingParams(grammar=Grammar("regex", "a{9}")))
-        assert (await told(ask(engine, [1, 2], SamplingParams(max_new_tokens=2))))[-1].finish_reason == "length"
+        assert (await told(ask(engine, [1, 2], SamplingParams(max_tokens=2))))[-1].finish_reason == "length"
 
     asyncio.run(play())
     go_on.set()

@@ -27,7 +27,7 @@ def asked(target: Target, *texts: str) -> list[int]:
 
 
 def greedy(target: Target, prompt: list[int], length: int = 12) -> list[int]:
-    return generate(target, None, prompt, SamplingParams(max_new_tokens=length)).tokens
+    return generate(target, None, prompt, SamplingParams(max_tokens=length)).tokens
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------
@@ -37,12 +37,12 @@ def greedy(target: Target, prompt: list[int], length: int = 12) -> list[int]:
 def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
     runtime: str, target: Target, dflash_data: Program
 ) -> None:
-    assert "9 answers" in dflash_data("--runtime", runtime, output="out/a.jsonl")[-1]
+    assert "9 responses" in dflash_data("--runtime", runtime, output="out/a.jsonl")[-1]
     rows = sorted(dflash_data.rows("out/a.jsonl"), key=lambda row: row["index"])
     assert len(rows) == 9
     for i, row in enumerate(rows):
         ids = asked(target, f"ask {i} of it")
-        answer = generate(target, None, ids, SamplingParams(max_new_tokens=12))
+        answer = generate(target, None, ids, SamplingParams(max_tokens=12))
         assert row | {
             "index": i, "sample": 0, "part": 0, "parts": 1, "id": f"p.jsonl, line {i + 1}",
             "tokens": ids + answer.tokens, "prompt_tokens": len(ids), "spans": [[len(ids), len(ids + answer.tokens)]],
@@ -158,7 +158,7 @@ def test_answers_of_another_run_are_not_mixed(change: str, named: str, dflash_da
     if change == "OTHER DATA":
         write(prompts, says("other"))
     error = dflash_data.refuses(*([] if change == "OTHER DATA" else [change]))
-    assert "holds answers of another run" in error and named in error
+    assert "holds responses of another run" in error and named in error
     assert dflash_data.output.read_bytes() == before
 
 
@@ -286,9 +286,9 @@ def test_dflash_train_takes_the_answers_as_they_are(
     dflash_train.data = None
     dflash_train("--responses", *files, "optim.steps=2")
     record = dflash_train.record()
-    assert record["config"]["answer_files"] == [*files] and record["result"]["answers"] == 28
+    assert record["config"]["response_files"] == [*files] and record["result"]["answers"] == 28
     assert [sampler["seed"] for sampler in record["samplers"]] == [0, 1]
-    config = TrainConfig(target=str(dflash_data.target), answer_files=files, prompts=DataOptions(held_out=2))
+    config = TrainConfig(target=str(dflash_data.target), response_files=files, prompts=DataOptions(held_out=2))
     rows, held_out = answers_of(config, Target.load(config.target, "cpu").tokenizer, tmp_path / "again")
     trained = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}
     assert len(held_out) == 2 and len(rows) == 28
@@ -300,7 +300,7 @@ def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
 ) -> None:
     dflash_data("temperature=1.2", "samples=3")
     config = TrainConfig(
-        target=str(dflash_data.target), answer_files=(str(dflash_data.output),), prompts=DataOptions(held_out=4)
+        target=str(dflash_data.target), response_files=(str(dflash_data.output),), prompts=DataOptions(held_out=4)
     )
     rows, held_out = answers_of(config, target.tokenizer, tmp_path / "again")
     asked = {tuple(row.tokens[: row.prompt_tokens]) for row in rows}
@@ -330,7 +330,7 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
     # another's answers under the same name are not taken, unless that is said to be right
     name = f"/elsewhere/{os.path.basename(dflash_data.target)}"
     other = replace(same, target=name, digest="0" * 64)
-    with pytest.raises(UserError, match=r"line 1: written by .* with other weights .* give --trust-answers"):
+    with pytest.raises(UserError, match=r"line 1: written by .* with other weights .* give --trust-responses"):
         read_training_rows([str(output)], other)
     trusted = replace(other, template="f" * 64, trust=True)
     assert len(read_training_rows([str(output)], trusted)) == 9

@@ -79,7 +79,7 @@ def test_what_is_exported_is_measured_on_all_prompts_and_recorded(dflash_train: 
     assert all(torch.equal(p, last[name].bfloat16().float()) for name, p in drafter.named_parameters())
     config = TrainConfig(target=target.name, data=(str(dflash_train.data),), prompts=DataOptions(held_out=2))
     _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
-    again = held_out_acceptance(target, drafter, asked, SamplingParams(max_new_tokens=8))
+    again = held_out_acceptance(target, drafter, asked, SamplingParams(max_tokens=8))
     assert again.answers == 2
     provenance = json.loads((output / "config.json").read_text())["dflash_toolkit"]
     assert provenance["record"] == export_record(drafter, target), "of what was written, and no step later"
@@ -99,7 +99,7 @@ def test_what_is_exported_is_measured_on_all_prompts_and_recorded(dflash_train: 
 
 def test_answers_stay_within_the_target_s_context(dflash_train: Program, tmp_path: Path) -> None:
     small = altered(dflash_train.target, tmp_path / "small", config={"max_position_embeddings": 40})
-    dflash_train("--target", small, "optim.steps=1", "answers.max_tokens=90")
+    dflash_train("--target", small, "optim.steps=1", "responses.max_tokens=90")
     length = dflash_train.record()["config"]["prompts"]["max_length"]
     assert length == 40, "not the default: the record says what was used"
     target = Target.load(str(small))
@@ -107,7 +107,7 @@ def test_answers_stay_within_the_target_s_context(dflash_train: Program, tmp_pat
     assert max(len(row.tokens) for row in rows) == 40
     for row in rows:
         prompt, answer = row.tokens[: row.prompt_tokens].tolist(), row.tokens[row.prompt_tokens :].tolist()
-        assert generate(target, None, prompt, SamplingParams(max_new_tokens=90)).tokens == answer
+        assert generate(target, None, prompt, SamplingParams(max_tokens=90)).tokens == answer
 
 
 def test_a_run_json_of_something_else_is_no_finished_run(dflash_train: Program) -> None:
@@ -128,10 +128,10 @@ def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
     dflash_train.data = write(tmp_path / "talks.jsonl", [asks("x" * 90), *rows, rows[0]])
     # answers that stop, so that there is a next turn: tokens that this target writes early
     prompts = [encode_chat(target.tokenizer, row["messages"][:1]) for row in rows]
-    begun = [generate(target, None, prompt, SamplingParams(max_new_tokens=5)).tokens for prompt in prompts]
+    begun = [generate(target, None, prompt, SamplingParams(max_tokens=5)).tokens for prompt in prompts]
     ends = sorted({token for tokens in begun for token in tokens} - {tokens[0] for tokens in begun})
     mine = altered(dflash_train.target, tmp_path / "mine", generation_config={"eos_token_id": [EOS, *ends]})
-    said = "\n".join(dflash_train("--target", mine, "answers.max_tokens=6", "prompts.max_length=90", "optim.steps=2"))
+    said = "\n".join(dflash_train("--target", mine, "responses.max_tokens=6", "prompts.max_length=90", "optim.steps=2"))
     assert "1 too long (prompts.max_length is 90)" in said and "1 near duplicates" in said
     written = lines(dflash_train.output / "work/answers.jsonl")
     assert {row["index"] for row in written} < set(range(9)) and len({row["index"] for row in written}) == 6
@@ -150,7 +150,7 @@ def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
 
 
 def test_the_data_s_own_answers_are_used_when_asked(dflash_train: Program) -> None:
-    dflash_train("answers.regenerate=false", "optim.steps=2")
+    dflash_train("responses.regenerate=false", "optim.steps=2")
     # the end-of-sequence token too
     assert dflash_train.record()["result"]["answer_tokens"] == 6 * len("reply 0") + 6
 
@@ -189,8 +189,8 @@ TEXTS = {
         (["optim.nested.deep=1"], "unknown key"),
         (["prompts.max_length=4"], "prompts.max_length is 4"),
         (["prompts.held_out=-1"], "prompts.held_out is -1"),
-        (["answers.top_p=0"], "answers: top_p is 0"),
-        (["answers.top_k=-1"], "answers: top_k is -1"),
+        (["responses.top_p=0"], "responses: top_p is 0"),
+        (["responses.top_k=-1"], "responses: top_k is -1"),
         (["loss.alpha=2"], "loss.alpha is 2"),
         (["loss.ce=0"], "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_hybrid are all 0"),
         (["loss.tv=-1"], "loss.tv is -1"),
@@ -200,7 +200,7 @@ TEXTS = {
         (["run.feature_cache_gb=inf"], "run.feature_cache_gb: expected a finite number"),
         (["run.feature_cache_gb=1e300"], "run.feature_cache_gb is 1e+300"),
         (["run.seed=99999999999999999999"], "run.seed is 99999999999999999999"),
-        (["answers.temperature=1e-9"], "answers: temperature is 1e-09; it must be 0 or in"),
+        (["responses.temperature=1e-9"], "responses: temperature is 1e-09; it must be 0 or in"),
         (["loss.temperature=0"], "loss.temperature is 0"),
         (["optim.schedule=linear"], "not one of cosine, wsd"),
         (["optim.decay=0"], "optim.decay must be in (0, 1]"),
@@ -219,8 +219,8 @@ TEXTS = {
         (["--data", "MALFORMED"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
         (["--data", "NO QUESTION"], "line 3"),
-        (["--data", "SHORT", "answers.regenerate=false"], "1 shorter than two tokens"),
-        (["--data", "NO TEXT", "answers.regenerate=false"], "is no valid text"),
+        (["--data", "SHORT", "responses.regenerate=false"], "1 shorter than two tokens"),
+        (["--data", "NO TEXT", "responses.regenerate=false"], "is no valid text"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -245,5 +245,5 @@ def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
 ) -> None:
     monkeypatch.setattr("train.cli._loaded", None)
     bare = write(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
-    said = dflash_train.refuses("--data", bare, "answers.regenerate=false")
-    assert "without an answer; answers.regenerate=true" in said and not dflash_train.output.exists()
+    said = dflash_train.refuses("--data", bare, "responses.regenerate=false")
+    assert "without an answer; responses.regenerate=true" in said and not dflash_train.output.exists()

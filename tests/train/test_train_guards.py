@@ -14,11 +14,12 @@ from programs import Program, assistant, lines, says, user, write
 from test_train_loop import rows
 
 from dflash_toolkit import Target, UserError, save_drafter
-from dflash_toolkit.files import locked
+from dflash_toolkit.files import locked, write_json
 from train import loop
 from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.optim.schedule import learning_rate_factor
 from train.run.definition import WORK, Run
+from train.run.provenance import OLD_NAMES, fingerprint
 from train.run.state import load_state
 
 
@@ -73,7 +74,7 @@ def test_a_row_that_only_fits_without_packing_is_left_out(dflash_train: Program,
     texts = [*("x" * 200 + str(i) for i in range(4)), *(f"short {i}" for i in range(6))]
     options = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
     dflash_train.data = write(tmp_path / "p.jsonl", says(*texts))
-    assert "dropped 4 of 10 answers" in "\n".join(dflash_train(*options, "answers.max_tokens=16"))
+    assert "dropped 4 of 10 responses" in "\n".join(dflash_train(*options, "responses.max_tokens=16"))
 
 
 def test_rows_of_datasets_are_read_as_dflash_data_reads_them(
@@ -105,8 +106,20 @@ def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(short_run: Program)
     short_run()
     answers = (short_run.output / WORK / "answers.jsonl").read_bytes()
     (short_run.output / "run.json").unlink()
-    short_run("answers.batch_size=1")
+    short_run("responses.batch_size=1")
     assert (short_run.output / WORK / "answers.jsonl").read_bytes() == answers
+
+
+def test_the_record_of_a_run_whose_options_had_other_names_is_its_record(short_run: Program) -> None:
+    short_run()
+    record = short_run.record()
+    old = {new: old for old, new in OLD_NAMES.items()}
+    config = {old.get(key, key): value for key, value in record["config"].items()}
+    assert {"answers", "answer_files", "trust_answers"} < config.keys()
+    write_json(short_run.output / "run.json", record | {"config": config})
+    assert "finished" in short_run("answers.batch_size=1")[-1]
+    state = load_state(short_run.output / WORK / "state.pt", fingerprint(record | {"config": config}))
+    assert state and "answers" in state.fingerprint["config"] and "responses" not in state.fingerprint["config"]
 
 
 def test_two_runs_do_not_train_into_one_folder(short_run: Program) -> None:

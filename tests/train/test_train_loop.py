@@ -129,14 +129,14 @@ def weights(run: Path) -> list[tuple[str, bytes]]:
 def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
     dflash_train: Program, tmp_path: Path
 ) -> None:
-    dflash_train("answers.batch_size=1", output="whole")
+    dflash_train("responses.batch_size=1", output="whole")
     # while answering; before the first resume point; between two, after an evaluation, with another speed
     work = dflash_train.output / "work"
-    run_killed_after(1, dflash_train.words("answers.batch_size=1"), work / "answers.jsonl")
+    run_killed_after(1, dflash_train.words("responses.batch_size=1"), work / "answers.jsonl")
     for count, features in ((2, "online"), (6, "hybrid"), (15, "disk")):
-        arguments = dflash_train.words("answers.batch_size=1", f"run.features={features}")
+        arguments = dflash_train.words("responses.batch_size=1", f"run.features={features}")
         run_killed_after(count, arguments, work / "metrics.jsonl")
-    dflash_train("answers.batch_size=1")
+    dflash_train("responses.batch_size=1")
     whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "run"))
     assert len(whole) == 27 and whole == killed
     assert weights(tmp_path / "whole") == weights(dflash_train.output)
@@ -192,7 +192,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(
 
 def test_other_settings_in_the_same_output_are_refused_by_name(dflash_train: Program) -> None:
     dflash_train("optim.steps=2")
-    for change in ("optim.learning_rate=1e-3", "answers.max_tokens=9", "run.evaluate_tokens=9", "run.seed=3"):
+    for change in ("optim.learning_rate=1e-3", "responses.max_tokens=9", "run.evaluate_tokens=9", "run.seed=3"):
         assert change.partition("=")[0].partition(".")[2] in dflash_train.refuses("optim.steps=2", change)
 
 

@@ -31,7 +31,7 @@ def test_other_weights_under_the_same_name_are_another_target(short_run: Program
     assert "target_digest" in short_run.refuses()
     for name in ("run.json", "work/state.pt"):  # as after a kill before the first resume point
         (short_run.output / name).unlink()
-    assert "holds answers of another run (target_digest" in short_run.refuses()
+    assert "holds responses of another run (target_digest" in short_run.refuses()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -97,7 +97,7 @@ def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(dflash_trai
 def test_dflash_train_reads_files_of_other_kinds(name: str, text: str, dflash_train: Program, tmp_path: Path) -> None:
     dflash_train.data = tmp_path / name
     dflash_train.data.write_text(text)
-    assert "2 answers" in "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
+    assert "2 responses" in "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
 
 
 def test_a_broken_file_leaves_nothing_behind(dflash_train: Program, tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
     sampler, template = {"temperature": 0.0, "thinking": False}, template_digest(load_tokenizer(mine))
     path = answers(tmp_path / "a.jsonl", target=mine, sampler=sampler, template_hash=template)
     held_out = write(tmp_path / "h.jsonl", says("ask"))
-    config = TrainConfig(target=mine, answer_files=(str(path),), held_out=(str(held_out),))
+    config = TrainConfig(target=mine, response_files=(str(path),), held_out=(str(held_out),))
     if option is not None:
-        object.__setattr__(config.answers, "thinking", option)
+        object.__setattr__(config.responses, "thinking", option)
     _, held = answers_of(config, tokenizer, tmp_path / "w")
     assert [tokenizer.decode(ids) for ids in held] == [f"ask{ending}"]

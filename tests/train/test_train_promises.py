@@ -76,7 +76,7 @@ def talkative(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("talkative")
 def test_dflash_data_shows_answered_tokens_a_second_and_time_left(clock: Clock, fake: Fake, command: Program) -> None:
     fake.reply = clock.costs(2, fake.reply)
-    assert "answers 7/9 2.5 tok/s 4 s left" in "\n".join(command()), "five tokens every two seconds"
+    assert "responses 7/9 2.5 tok/s 4 s left" in "\n".join(command()), "five tokens every two seconds"
 
 
 @pytest.mark.usefixtures("talkative")

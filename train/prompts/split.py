@@ -66,9 +66,9 @@ class Reading:
 def data_digest(config: TrainConfig) -> str:
     """Of everything that a run reads: the contents of files, the names of datasets. Raises UserError."""
     split = config.prompts.split
-    names = config.data or (() if config.answer_files else (config.prompts.dataset,))
+    names = config.data or (() if config.response_files else (config.prompts.dataset,))
     parts = [[Source(name, config.prompts.form).digest(split) for name in group] for group in (names, config.held_out)]
-    parts.append([files_digest([path]) for path in config.answer_files])
+    parts.append([files_digest([path]) for path in config.response_files])
     return json_digest(parts)
 
 
@@ -82,9 +82,9 @@ def choose_prompts(reading: Reading, work: Path) -> PromptData:
     options, path = config.prompts, work / PROMPTS
     duplicates = Duplicates(options.similarity)
     names = config.data or (options.dataset,)
-    held_out = held_out_of_files(reading, config.answers.thinking, duplicates)
+    held_out = held_out_of_files(reading, config.responses.thinking, duplicates)
     before = work / "all.jsonl"
-    recorded = not config.answers.regenerate
+    recorded = not config.responses.regenerate
     wanted = Wanted(names=names, options=options, seed=config.run.seed, sampled=True, recorded=recorded)
     try:
         counts = choose(wanted, before, duplicates)
@@ -163,7 +163,7 @@ def _drawn(
         for place in window:
             if len(held_out) == count:
                 break
-            ids, reason = _rendered(reading, found[place].conversation, reading.config.answers.thinking)
+            ids, reason = _rendered(reading, found[place].conversation, reading.config.responses.thinking)
             if reason:
                 dropped[reason] += 1
                 continue

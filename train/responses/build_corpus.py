@@ -50,7 +50,7 @@ def write_recorded(
     """
     dropped: Counter[str] = Counter()
     stops = {*stop_ids, reading.tokenizer.eos_token_id}
-    with CorpusWriter(folder) as writer, Progress("answers", data.counts["prompts"]) as progress:
+    with CorpusWriter(folder) as writer, Progress("responses", data.counts["prompts"]) as progress:
         for each in chosen(prompts):
             for row in _recorded(reading, each.conversation, stops, dropped):
                 writer.add(row)
@@ -58,11 +58,11 @@ def write_recorded(
         why = reasons(dropped, reading.limit)
         if not len(writer):
             raise UserError(
-                f"none of the data's answers can be trained on: {why}; "
-                f"answers.regenerate=true lets the target write them"
+                f"none of the data's responses can be trained on: {why}; "
+                f"responses.regenerate=true lets the target write them"
             )
         if dropped:
-            progress.print(f"dropped answers of the data: {why}")
+            progress.print(f"dropped responses of the data: {why}")
         data.counts |= dropped
         writer.commit({"of": fingerprint} | data.to_json())
 
@@ -78,7 +78,7 @@ def _recorded(
         "".join(message["content"] for message in said if isinstance(message["content"], str)).encode()
     except UnicodeError as error:  # half of a surrogate pair
         raise UserError(f"the answer to prompt {conversation.id} is no valid text ({error})") from error
-    rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stops, reading.config.answers.thinking)
+    rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stops, reading.config.responses.thinking)
     dropped.update(lost)
     for row in rows:
         if row.prompt_tokens > reading.room:
@@ -133,7 +133,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
         UserError: a file cannot be read, holds something else, or responses of another target.
     """
     config = reading.config
-    options, names = config.prompts, config.answer_files
+    options, names = config.prompts, config.response_files
     reader, groups = ResponseReader(match), _Groups()
     group_of, file_of = array("q"), array("q")
     texts = folder.with_name(folder.name + ".texts")
@@ -141,7 +141,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
         with (
             CorpusWriter(folder) as writer,
             open(texts, "w+", encoding="utf-8") as asked,
-            Progress("reading answers", None) as progress,
+            Progress("reading responses", None) as progress,
         ):
             for written in reader.read(names):
                 writer.add(written.row)
@@ -165,7 +165,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
             near: set[int] = set()  # that ask nearly the same
             if config.held_out:
                 modes = {sampler.get("thinking") for sampler in reader.samplers}
-                thinking = config.answers.thinking
+                thinking = config.responses.thinking
                 if thinking is None and len(modes) == 1:  # as the prompts of the responses were
                     thinking = modes.pop()
                 held_out = held_out_of_files(reading, thinking, duplicates)

@@ -8,7 +8,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import MALFORMED, Message, read_chat
 from dflash_toolkit.evaluation.decoders import Chat
 
-from .conversation import rendered_answer
+from .conversation import rendered_response
 
 
 def chat_fields(chat: Chat, thinking: bool | None) -> dict[str, Any]:
@@ -76,10 +76,10 @@ def rendered_message(
     given = {"role": "assistant", "content": message.get("content") or "", "tool_calls": message.get("tool_calls")}
     try:
         (said,) = read_chat({"messages": [given]})[0]
-        answer = rendered_answer(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
+        answer = rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
         if reasoning := _reasoning(message):
             said |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one name or the other
-            thought = rendered_answer(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
+            thought = rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
             answer = None if thought == answer and reasoning.strip() else thought  # it leaves the reasoning out
         return answer
     except (*MALFORMED, UserError):  # a call whose arguments are no JSON, a template without tools

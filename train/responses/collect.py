@@ -28,7 +28,7 @@ def gathered(run: Prepared, processes: Processes) -> Corpus:
     folder = run.work / CORPUS
     wanted = _wanted(run)
     if not processes.broadcast(processes.main and _is_of(folder, wanted)):
-        if run.config.answer_files:
+        if run.config.response_files:
             match = _match(run)
             processes.rank_zero(write_given, run.reading, run.data.digest, match, folder, wanted)
         else:
@@ -63,12 +63,12 @@ def _is_of(folder: Path, wanted: dict[str, Any]) -> bool:
 def _match(run: Prepared) -> Match:
     config, record = run.config, run.record
     return Match(
-        config.target, record["target_digest"], run.shape.vocab_size, record["template_hash"], config.trust_answers
+        config.target, record["target_digest"], run.shape.vocab_size, record["template_hash"], config.trust_responses
     )
 
 
 def _not_shared(work: Path) -> UserError:
-    return UserError(f"{work} has not the same answers everywhere: all machines must share the output directory")
+    return UserError(f"{work} has not the same responses everywhere: all machines must share the output directory")
 
 
 def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> None:
@@ -76,7 +76,7 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
 
     Each process answers its share into a file of its own. All files count, whoever wrote them.
     """
-    config, work, options = run.config, run.work, run.config.answers
+    config, work, options = run.config, run.work, run.config.responses
     meta, prompts = work / "answers.json", work / PROMPTS
     state = processes.broadcast(processes.rank_zero(_chosen, run, wanted))
     assert state is not None
@@ -99,12 +99,12 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
         tally = Tally()
         for each in tallies:
             tally.add(each)
-        processes.rank_zero(_end_of_answers, run, state, tally)
-    files = [path for path in _answer_files(work) if path.stat().st_size]
+        processes.rank_zero(_end_of_responses, run, state, tally)
+    files = [path for path in _response_files(work) if path.stat().st_size]
     processes.rank_zero(write_answered, data, files, _match(run), work / CORPUS, wanted)
 
 
-def _answer_files(work: Path) -> list[Path]:
+def _response_files(work: Path) -> list[Path]:
     return sorted(path for path in work.glob("answers*.jsonl") if path.exists())  # no link to nowhere
 
 
@@ -113,7 +113,7 @@ def _chosen(run: Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
     work, meta = run.work, run.work / "answers.json"
     if meta.exists():
         state = read_json(meta)
-        answered = any(path.is_dir() or path.stat().st_size for path in _answer_files(work))
+        answered = any(path.is_dir() or path.stat().st_size for path in _response_files(work))
         if not isinstance(state, dict) or "of" not in state:
             raise UserError(f"{meta}: of an earlier version; choose another --output or remove {work}")
         difference = first_difference(state["of"], wanted)
@@ -128,7 +128,7 @@ def _chosen(run: Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _done(work: Path) -> set[tuple[int, int]]:
     """Every response that is there; a torn line is cut off before anyone writes."""
-    return set().union(*(resume(path)[0] for path in _answer_files(work)))
+    return set().union(*(resume(path)[0] for path in _response_files(work)))
 
 
 def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total: int, processes: Processes) -> Tally:
@@ -139,13 +139,13 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
         return Tally()
     backend = open_decoder(
         config.target,
-        runtime=config.answers.runtime,
+        runtime=config.responses.runtime,
         device=processes.device,
         dtype=config.dtype,
-        batch=config.answers.batch_size,
+        batch=config.responses.batch_size,
         context=config.prompts.max_length,
     )
-    own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.answers)}
+    own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.responses)}
     common = {key: own.get(key, record.get(key)) for key in SAID}
     output = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
     try:
@@ -154,9 +154,9 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
         backend.close()
 
 
-def _end_of_answers(run: Prepared, state: dict[str, Any], tally: Tally) -> None:
+def _end_of_responses(run: Prepared, state: dict[str, Any], tally: Tally) -> None:
     """Write down that all is answered, and what was left out."""
-    if not any(path.stat().st_size for path in _answer_files(run.work)):
+    if not any(path.stat().st_size for path in _response_files(run.work)):
         why = reasons(tally.dropped, run.reading.limit)
         raise UserError(f"none of {state['counts']['prompts']} prompts was answered: {why}")
     if tally.dropped or tally.left_out:
@@ -167,7 +167,7 @@ def _end_of_answers(run: Prepared, state: dict[str, Any], tally: Tally) -> None:
 
 def forget(work: Path) -> None:
     """Leave nothing behind if nothing came of the prompts that were chosen."""
-    files = _answer_files(work)
+    files = _response_files(work)
     if (work / CORPUS).exists() or any(path.is_dir() or path.stat().st_size for path in files):
         return
     for path in (work / PROMPTS, work / "answers.json", *files):

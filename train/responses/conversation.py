@@ -68,7 +68,7 @@ class LiveConversation:
         self.parts: list[Part] = []
         self.dropped: str | None = None
         self.left_out: list[str] = []
-        self.answer_tokens = 0
+        self.response_tokens = 0
         self.params = params
         self.tools = conversation.tools
         self._turns = list(conversation.turns)
@@ -98,7 +98,7 @@ class LiveConversation:
             self._end(TOO_LONG)
             return
         self._messages = messages
-        self.request = ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
+        self.request = ids, replace(self.params, max_tokens=min(self.params.max_tokens, room))
 
     def _end(self, reason: str = "") -> None:
         self._turns.clear()
@@ -117,7 +117,7 @@ class LiveConversation:
         if not answer.tokens:
             self._end(answer.dropped)
             return
-        self.answer_tokens += len(answer.tokens)
+        self.response_tokens += len(answer.tokens)
         spoken = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
         text = self._tokenizer.decode(spoken, skip_special_tokens=True)
         messages = [*self._messages, {"role": "assistant", "content": text}]
@@ -165,7 +165,7 @@ def recorded_rows(
             return [Row(0, spans[0][0], tokens[: spans[-1][1]], spans)], left_out
         for i in turns:
             prompt = encode_chat(tokenizer, messages[:i], thinking, tools)
-            answer = rendered_answer(tokenizer, prompt, messages[: i + 1], tools, stop_ids, thinking)
+            answer = rendered_response(tokenizer, prompt, messages[: i + 1], tools, stop_ids, thinking)
             if answer is None:
                 left_out["that do not follow their prompt token for token"] += 1
                 continue
@@ -176,7 +176,7 @@ def recorded_rows(
     return rows, left_out
 
 
-def rendered_answer(
+def rendered_response(
     tokenizer: Any,
     prompt: list[int],
     messages: Sequence[Message],

@@ -30,7 +30,7 @@ PARTIAL = ".partial"
 class Corpus(Sequence[Row]):
     """Rows over a memory map, made when they are asked for; `index` is their place.
 
-    What is said of all rows (`lengths`, `answer_lengths`) and choices among them work on arrays of a number a row.
+    What is said of all rows (`lengths`, `response_lengths`) and choices among them work on arrays of a number a row.
 
     Args:
         tokens: [N] int32, of all rows.
@@ -98,14 +98,14 @@ class Corpus(Sequence[Row]):
         return np.minimum(self._table[:, 2], self.lengths)
 
     @property
-    def answer_lengths(self) -> Integers:
+    def response_lengths(self) -> Integers:
         """Supervised tokens of every row."""
         return self._over_spans(np.add)
 
     @property
-    def answer_tokens(self) -> int:
+    def response_tokens(self) -> int:
         """Supervised tokens of all rows."""
-        return int(self.answer_lengths.sum())
+        return int(self.response_lengths.sum())
 
     def cut(self, length: int) -> "Corpus":
         """At most so many tokens of every row."""

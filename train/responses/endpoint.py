@@ -208,7 +208,7 @@ class EndpointBackend:
         else:
             prompt = {"prompt": request.prompt}
         return prompt | {
-            "max_tokens": params.max_new_tokens,
+            "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "seed": params.seed,
             "stream": False,
@@ -248,7 +248,7 @@ class EndpointBackend:
             tokens = self._known(server, [int(token) for token in tokens])
             if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
                 tokens += self._stop_ids[:1]  # left out by the server
-        limit = request.params.max_new_tokens
+        limit = request.params.max_tokens
         if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
             tokens, reason = tokens[:limit], "length"
         return Response(request.key, Generation(tokens, finish_reason=reason))

@@ -69,7 +69,7 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
         position += len(line)
         open_rows += 1
         try:
-            open_tokens += _row_of(row, 0).answer_tokens
+            open_tokens += _row_of(row, 0).response_tokens
             last = row["part"] == row["parts"] - 1
             key = (int(row["index"]), int(row["sample"]))
             open_left_out.update(map(str, row.get("left_out", ())))
@@ -135,7 +135,7 @@ class ResponseReader:
             UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
         """
         if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
-            raise UserError(f"answers {twice}: given twice")
+            raise UserError(f"responses {twice}: given twice")
         vocabulary = self._match.vocab_size
         for place, path in enumerate(paths):
             before = self.rows
@@ -173,22 +173,24 @@ class ResponseReader:
         same_words = words == str(match.vocab_size)
         if match.trust:
             if not same_words or template != match.template or (digest != match.digest if known else not same_name):
-                print(f"answers of {target} are trusted to be of {match.target} (trust_answers)", file=sys.stderr)
+                print(f"responses of {target} are trusted to be of {match.target} (trust_responses)", file=sys.stderr)
             return None
         if not same_words or not (known or same_name):
             return (
                 f"written by {target} with {words} tokens in its vocabulary, and the target is {match.target} with "
-                f"{match.vocab_size}; {again}, or give --trust-answers if they are of this target"
+                f"{match.vocab_size}; {again}, or give --trust-responses if they are of this target"
             )
         if known and digest != match.digest:
             return (
                 f"written by {target} with other weights ({digest[:12]}) than {match.target} has "
-                f"({str(match.digest)[:12]}); {again}, or give --trust-answers"
+                f"({str(match.digest)[:12]}); {again}, or give --trust-responses"
             )
         if template != match.template:
-            return f"rendered with another chat template than {match.target} has; {again}, or give --trust-answers"
+            return f"rendered with another chat template than {match.target} has; {again}, or give --trust-responses"
         if not known:
-            print(f"warning: answers of {target} are known to be of {match.target} by the name alone", file=sys.stderr)
+            print(
+                f"warning: responses of {target} are known to be of {match.target} by the name alone", file=sys.stderr
+            )
         return None
 
 
@@ -269,7 +271,7 @@ def _foreign(path: Path, number: int, error: Exception) -> UserError:
 
 def of_another_run(output: Path, difference: str) -> UserError:
     """What to raise where responses were generated otherwise than they are asked for now."""
-    return UserError(f"{output} holds answers of another run ({difference}); choose another --output or remove it")
+    return UserError(f"{output} holds responses of another run ({difference}); choose another --output or remove it")
 
 
 def _last_name(target: str) -> str:

@@ -100,7 +100,7 @@ class Tally:
         """For people. Args: limit: what `TOO_LONG` means."""
         counted = {"dropped": self.dropped, "left out of others:": self.left_out}
         more = "".join(f"; {name} {reasons(of, limit)}" for name, of in counted.items() if of)
-        return f"{self.rows} answers, {self.tokens} tokens{more}"
+        return f"{self.rows} responses, {self.tokens} tokens{more}"
 
 
 def reasons(counts: Counter[str], limit: str) -> str:
@@ -138,7 +138,7 @@ def respond(
         UserError: the disk is full, and whatever the backend raises.
     """
     tally = Tally()
-    with Progress("answers", total, unit="tok") as progress:
+    with Progress("responses", total, unit="tok") as progress:
         progress.advance(len(done), units=0)
         for conversation in submit_all(backend, plan.conversations(prompts, done, rank, world)):
             if conversation.dropped:
@@ -147,7 +147,7 @@ def respond(
             if conversation.parts:
                 append_lines(output, lines_of(conversation, common))
             tally.rows += len(conversation.parts)
-            tally.tokens += sum(part.row.answer_tokens for part in conversation.parts)
+            tally.tokens += sum(part.row.response_tokens for part in conversation.parts)
             note = f"{tally.dropped.total()} dropped" if tally.dropped else None
-            progress.advance(1, conversation.answer_tokens, note)
+            progress.advance(1, conversation.response_tokens, note)
     return tally

@@ -31,7 +31,7 @@ class Row:
         return self.spans or ((self.prompt_tokens, len(self.tokens)),)
 
     @property
-    def answer_tokens(self) -> int:
+    def response_tokens(self) -> int:
         return sum(end - start for start, end in self.supervised)
 
     @property

@@ -54,7 +54,7 @@ class VllmBackend:
     def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         wanted = self._vllm.SamplingParams(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
-            seed=int64_seed(params.seed) if params.temperature > 0 else None, max_tokens=params.max_new_tokens,
+            seed=int64_seed(params.seed) if params.temperature > 0 else None, max_tokens=params.max_tokens,
             stop_token_ids=self._stops, detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip

@@ -52,10 +52,12 @@ class Evaluation:
     steps: tuple[int, ...]  # [P] verification steps
 
     @classmethod
-    def of(cls, step: int, prompts: Sequence[HeldOutPrompt], answers: Sequence[Generation]) -> "Evaluation":
+    def of(cls, step: int, prompts: Sequence[HeldOutPrompt], responses: Sequence[Generation]) -> "Evaluation":
         """Count finished responses to `prompts`."""
-        committed = tuple(sum(len(s.tokens) for s in answer.steps) for answer in answers)
-        return cls(step, tuple(p.source for p in prompts), committed, tuple(len(answer.steps) for answer in answers))
+        committed = tuple(sum(len(s.tokens) for s in response.steps) for response in responses)
+        return cls(
+            step, tuple(p.source for p in prompts), committed, tuple(len(response.steps) for response in responses)
+        )
 
     @property
     def prompts(self) -> int:
@@ -150,7 +152,7 @@ class HeldOut:
     def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], run: RunOptions) -> None:
         self._target, self._prompts = target, list(prompts)
         self._drawn = draw(self._prompts, run.evaluate_prompts)
-        self._params = SamplingParams(max_new_tokens=run.evaluate_tokens)
+        self._params = SamplingParams(max_tokens=run.evaluate_tokens)
         self._engine: Engine | None = None
         auto = run.evaluate_runtime == "auto"
         if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda"):
@@ -206,7 +208,7 @@ class HeldOut:
         return decode_all(decoder, [prompt.tokens for prompt in prompts], self._params, on_step)
 
     def _make_engine(self, shape: DrafterConfig) -> Engine:
-        target, tokens = self._target, self._params.max_new_tokens
+        target, tokens = self._target, self._params.max_tokens
         parts = load_parts(target, Drafter.fresh(shape, 0), share=True)
         longest = sorted((len(prompt.tokens) for prompt in self._prompts), reverse=True)[:TOGETHER]
         # behind a response's end a step writes whole blocks that nobody reads

@@ -54,7 +54,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     limit = limit_of(config.prompts.max_length, context)
     length = min(config.prompts.max_length, context)  # no response is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
-    tokenizer = load_chat_tokenizer(config.target, config.answers.thinking)
+    tokenizer = load_chat_tokenizer(config.target, config.responses.thinking)
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output)

@@ -29,6 +29,7 @@ from .state import first_difference, read_plan
 FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "accumulate", "recompute", "head_rows")  # fmt: skip
+OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
 ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
 
 
@@ -39,7 +40,7 @@ def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, temp
         "config": to_mapping(config),
         "drafter": to_mapping(shape),
         "data_hash": data.digest,
-        "samplers": data.samplers or [to_mapping(config.answers)],
+        "samplers": data.samplers or [to_mapping(config.responses)],
         "template_hash": template,
         "argv": sys.argv,
         "versions": {
@@ -55,7 +56,12 @@ def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, temp
 
 def asked(config: dict[str, Any]) -> dict[str, Any]:
     """How prompts are answered, but for how many at a time: with fewer a run that ran out of memory goes on."""
-    return {k: v for k, v in config["answers"].items() if k != "batch_size"}
+    return {k: v for k, v in config["responses"].items() if k != "batch_size"}
+
+
+def config_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What a run was configured with, by today's names."""
+    return {OLD_NAMES.get(key, key): value for key, value in record["config"].items()}
 
 
 def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
@@ -65,17 +71,18 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "output",
         "data",
         "held_out",
-        "answer_files",
-        "trust_answers",
+        "response_files",
+        "trust_responses",
         "init_from",
         "push_to_hub",
         "device",
         "threads",
     )
-    config = {k: v for k, v in record["config"].items() if k not in places}
+    config = {k: v for k, v in config_of(record).items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
-    config["answers"] = asked(config)
+    config["answers"] = asked(config)  # by the name that resume points have
+    del config["responses"]
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
     same = ("drafter", "target_digest", "data_hash", "template_hash")
     return {"config": config} | {k: record[k] for k in same} | start
@@ -138,7 +145,7 @@ def result(data: PromptData, outcome: Outcome, rows: Corpus, answered: int) -> d
         "prompts": data.counts["prompts"],
         "held_out_prompts": len(data.held_out),
         "answers": len(rows),
-        "answer_tokens": rows.answer_tokens,
+        "answer_tokens": rows.response_tokens,
         "tokens": int(rows.lengths.sum()),
         "left_out": {"too short for a block, or cut off": answered - len(rows)},
         "training_seconds": round(outcome.elapsed_s, 1),

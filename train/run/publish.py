@@ -14,6 +14,8 @@ from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import write_text
 from dflash_toolkit.models.dflash.serving import serving_commands
 
+from .provenance import config_of
+
 CARD = "README.md"
 UPLOADED = ("config.json", "model.safetensors", CARD)
 BESIDE = ("best", "last")  # folders of drafters that a run leaves beside the exported one
@@ -41,7 +43,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     target, shape = record["target"], record["drafter"]
     return environment.get_template("card.md.jinja").render(
-        metadata=yaml.safe_dump(_metadata(record["config"]), sort_keys=False),
+        metadata=yaml.safe_dump(_metadata(config_of(record)), sort_keys=False),
         name=name,
         target=target,
         shape=shape,
@@ -60,7 +62,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"library_name": "dflash-toolkit", "pipeline_tag": "text-generation"}
     if not os.path.isdir(config["target"]):
         found["base_model"] = config["target"]
-    names = [] if config["answer_files"] else config["data"] or [config["prompts"]["dataset"]]
+    names = [] if config["response_files"] else config["data"] or [config["prompts"]["dataset"]]
     datasets = {source.place.partition(":")[0] for source in map(Source, names) if not source.is_file}
     if datasets := {name for name in datasets if not os.path.isdir(name)}:
         found["datasets"] = sorted(datasets)

@@ -162,7 +162,7 @@ def test_gpus_learn_what_one_learns(
     data.write_text("".join(json.dumps({"prompt": f"say {i} and {i * 7}"}) + "\n" for i in range(24)))
     options = [
         "dtype=float32", "run.attention=sdpa", "run.compile=off", "optim.pack_tokens=128", "optim.pack_blocks=12",
-        "optim.steps=8", "answers.runtime=reference", "run.evaluate_runtime=reference", *way,
+        "optim.steps=8", "responses.runtime=reference", "run.evaluate_runtime=reference", *way,
     ]  # fmt: skip
     curves = []
     for gpus in (1, world):

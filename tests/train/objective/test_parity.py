@@ -134,7 +134,7 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafte
     """A drafter trained on the target's one answer to PROMPT until that is memorised."""
     torch.set_num_threads(1)
     target = make_target()
-    answer = generate(target, None, PROMPT, SamplingParams(max_new_tokens=64, ignore_eos=True)).tokens
+    answer = generate(target, None, PROMPT, SamplingParams(max_tokens=64, ignore_eos=True)).tokens
     assert len(set(answer)) > 20, "a varied answer"
     config = TrainConfig(
         target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=64),
@@ -163,7 +163,7 @@ def test_training_and_decoding_draft_the_same_tokens(overfitted: tuple[Target, D
 
 
 def tau(target: Target, drafter: Drafter) -> float:
-    return generate(target, drafter, PROMPT, SamplingParams(max_new_tokens=64, ignore_eos=True)).acceptance_length
+    return generate(target, drafter, PROMPT, SamplingParams(max_tokens=64, ignore_eos=True)).acceptance_length
 
 
 def test_a_sample_learnt_by_heart_is_accepted_almost_entirely(overfitted: tuple[Target, Drafter]) -> None:

@@ -51,7 +51,7 @@ def ask(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any 
     with contextlib.closing(backend(fake, **more)) as one:
         one._tokenizer = tokenizer
         prompt = encode_chat(tokenizer, chat.messages, more.get("thinking"), chat.tools)
-        one.submit(7, prompt, SamplingParams(max_new_tokens=99, seed=5), chat)
+        one.submit(7, prompt, SamplingParams(max_tokens=99, seed=5), chat)
         return one.wait()
 
 
@@ -252,7 +252,7 @@ def of_third(with_3: dict[str, Any], without: dict[str, Any]) -> Callable[[dict[
 
 def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: Program) -> None:
     fake.reply = of_third(said("fine", count=4), said("fine", count=9))
-    assert command()[-1].endswith("1 answers, 5 tokens; dropped 8 of unknown tokens")
+    assert command()[-1].endswith("1 responses, 5 tokens; dropped 8 of unknown tokens")
     assert command.answers().keys() == {(3, 0)}
 
 
@@ -281,7 +281,7 @@ def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake:
     replies = [error, said("ask")]
     fake.reply = only_chat(lambda body: (200, replies.pop(0)))
     with contextlib.closing(backend(fake)) as one:
-        one.submit(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=99), CHAT)
+        one.submit(1, encode_chat(WORDS, CHAT.messages), SamplingParams(max_tokens=99), CHAT)
         assert one.wait().tokens and not replies
 
 
@@ -292,7 +292,7 @@ def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fa
     fake.reply = only_chat(reply)
     with contextlib.closing(backend(fake)) as one:
         for number, most in enumerate((99, 77, 99)):
-            one.submit(number, encode_chat(WORDS, CHAT.messages), SamplingParams(max_new_tokens=most), CHAT)
+            one.submit(number, encode_chat(WORDS, CHAT.messages), SamplingParams(max_tokens=most), CHAT)
             with pytest.raises(UserError, match="too large") if most == 77 else contextlib.nullcontext():
                 assert one.wait().tokens
     bodies = [body for body in fake.asked if "messages" in body]

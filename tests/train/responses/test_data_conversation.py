@@ -16,7 +16,7 @@ from train.responses.conversation import LiveConversation
 from train.responses.generate import seed_of, submit_all
 from train.responses.rows import Row
 
-PARAMS = SamplingParams(max_new_tokens=30)
+PARAMS = SamplingParams(max_tokens=30)
 WORDS = make_tokenizer()
 
 
@@ -50,7 +50,7 @@ def test_turns_that_continue_each_other_are_one_row_with_a_span_for_each_answer(
     second = encode_chat(WORDS, [user("one"), assistant("yes"), user("two")])
     assert talk.request == (second, PARAMS)
     answer(talk, said("no!"))
-    assert talk.request is None and talk.dropped is None and talk.answer_tokens == 8
+    assert talk.request is None and talk.dropped is None and talk.response_tokens == 8
     (part,) = talk.parts
     spans = ((len(first), len(first) + 4), (len(second), len(second) + 4))
     assert part.row == Row(4, len(first), second + said("no!"), spans)
@@ -76,14 +76,14 @@ def test_a_template_that_forgets_earlier_answers_gives_rows_that_are_what_a_serv
     assert talk.request is not None
     assert talk.request[0] == encode_chat(WORDS, [user("one"), assistant("yes"), user("two")])
     answer(talk, said("no!"))
-    assert [part.row.answer_tokens for part in talk.parts] == [10, 4]
+    assert [part.row.response_tokens for part in talk.parts] == [10, 4]
 
 
 def test_room_shrinks_with_every_turn_and_without_it_the_conversation_ends() -> None:
     talk = dialogue("one", "two", "3", room=16)
-    assert talk.request is not None and talk.request[1].max_new_tokens == 16
+    assert talk.request is not None and talk.request[1].max_tokens == 16
     answer(talk, said("yes"))
-    assert talk.request is not None and talk.request[1].max_new_tokens == FIRST + 16 - len(talk.request[0]) < 16
+    assert talk.request is not None and talk.request[1].max_tokens == FIRST + 16 - len(talk.request[0]) < 16
     answer(talk, said("no"))
     assert talk.request is None and talk.dropped is None and len(talk.parts[0].row.spans) == 2
 

@@ -38,7 +38,7 @@ def test_dflash_serve_writes_what_the_engine_writes(target: Target, drafter: Dra
 @pytest.mark.parametrize("stop", [[], ["X"]])
 def test_dflash_serve_returns_token_ids_if_asked_for(target: Target, drafter: Drafter, stop: list[str]) -> None:
     ids = target.tokenizer.encode("The sky")
-    expected = generate(target, drafter, ids, SamplingParams(max_new_tokens=16)).tokens
+    expected = generate(target, drafter, ids, SamplingParams(max_tokens=16)).tokens
     wanted = {"return_token_ids": True}
     with serving(make_engine(target, drafter)) as url:
         client = client_of(url)
@@ -61,7 +61,7 @@ def backend(fake: Fake, **options: Any) -> EndpointBackend:
 
 def ask(fake: Fake, **options: Any) -> Any:
     with contextlib.closing(backend(fake, **options)) as one:
-        one.submit(7, [1, 2, 3], SamplingParams(max_new_tokens=9, seed=5))
+        one.submit(7, [1, 2, 3], SamplingParams(max_tokens=9, seed=5))
         return one.wait()
 
 
@@ -227,13 +227,13 @@ def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
     written = json.loads(record.read_text())
     assert (written["runtime"], written["model"]) == ("endpoint", "tiny")
     fake.models, fake.reply = ["other"], lambda body, number: (200, whole("fine"))
-    assert "holds answers of another run (model: 'tiny', now 'other')" in command.refuses()
-    assert "holds answers of another run (runtime: 'endpoint', now 'engine')" in dflash_data.refuses()
+    assert "holds responses of another run (model: 'tiny', now 'other')" in command.refuses()
+    assert "holds responses of another run (runtime: 'endpoint', now 'engine')" in dflash_data.refuses()
     assert len(command.answers()) == 5 and json.loads(record.read_text()) == written
     damage(record, {"runtime": None, "model": None})  # a record of before either was written down
     command()
     written = json.loads(record.read_text())
-    assert len(command.answers()) == 9 and written["model"] == "other" and "9 answers" in written["finished"]
+    assert len(command.answers()) == 9 and written["model"] == "other" and "9 responses" in written["finished"]
     dflash_data()  # nothing is left to answer
 
 

@@ -66,7 +66,7 @@ def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
 def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
     fake.reply = refusing("top_p")
     with closing(backend(fake)) as one:
-        one.submit(1, [1, 2], SamplingParams(max_new_tokens=9, temperature=1.0, top_p=0.9))
+        one.submit(1, [1, 2], SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9))
         with pytest.raises(UserError, match=r"invalid top_p; not tried without top_p \(top_p needs it\)"):
             one.wait()
 
@@ -102,7 +102,7 @@ def heard_by_one(fake: Fake, count: int) -> list[list[int]]:
     heard = []
     with closing(backend(fake)) as one:
         for key in range(count):
-            one.submit(key, [1, 2], SamplingParams(max_new_tokens=9))
+            one.submit(key, [1, 2], SamplingParams(max_tokens=9))
             heard.append(one.wait().tokens)
     return heard
 

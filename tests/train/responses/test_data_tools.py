@@ -13,7 +13,7 @@ from test_data_conversation import PARAMS, WORDS, answer, said
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.data.prompts import Message, encode_chat, read_chat, template_variables
-from train.config import AnswerOptions, DataOptions, TrainConfig
+from train.config import DataOptions, ResponseOptions, TrainConfig
 from train.prompts.split import PROMPTS, Reading, choose_prompts
 from train.responses.build_corpus import write_recorded
 from train.responses.conversation import REFUSED, LiveConversation, recorded_rows
@@ -254,7 +254,7 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
     talk = [user("ask"), assistant("say"), user("more"), assistant("no")]
     called = {"messages": [user("b"), CALL, RESULT, assistant("c")]}
     data = write(tmp_path / "p.jsonl", [{"messages": TALK, "tools": [TOOL]}, {"messages": talk}, called])
-    options = {"prompts": DataOptions(held_out=0, max_length=500), "answers": AnswerOptions(regenerate=False)}
+    options = {"prompts": DataOptions(held_out=0, max_length=500), "responses": ResponseOptions(regenerate=False)}
 
     def recorded(tokenizer: Any) -> Corpus:
         config = TrainConfig(target="tiny", data=(str(data),), **options)
@@ -270,9 +270,9 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
     # without tools the first call is no part of the template, nor are its results
     lacking = recorded(make_tokenizer())
     assert texts(lacking) == ["say<|end|>", "no<|end|>"] and lacking.meta["counts"][REFUSED] == 2
-    assert f"dropped answers of the data: 2 {REFUSED}" in capsys.readouterr().err
+    assert f"dropped responses of the data: 2 {REFUSED}" in capsys.readouterr().err
     write(data, [called])
-    with pytest.raises(UserError, match="none of the data's answers can be trained on: 1 refused by the chat template"):
+    with pytest.raises(UserError, match="none of the data's responses can be trained on: 1 refused by the chat"):
         recorded(make_tokenizer())
 
 

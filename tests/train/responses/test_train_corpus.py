@@ -33,12 +33,12 @@ def rows(draw: st.DrawFn) -> list[Row]:
 @given(rows(), st.integers(1, 35))
 def test_a_corpus_says_of_its_rows_what_each_says_of_itself(made: list[Row], length: int) -> None:
     corpus, cut = Corpus.of_rows(made), [row.cut(length) for row in made]
-    assert list(corpus) == made and corpus.answer_tokens == sum(row.answer_tokens for row in made)
+    assert list(corpus) == made and corpus.response_tokens == sum(row.response_tokens for row in made)
     assert corpus.lengths.tolist() == [len(row.tokens) for row in made]
     shorter = corpus.cut(length)
-    assert shorter.answer_lengths.tolist() == [row.answer_tokens for row in cut]
+    assert shorter.response_lengths.tolist() == [row.response_tokens for row in cut]
     assert [len(row.tokens) for row in shorter] == [len(row.tokens) for row in cut]
-    assert [row.answer_tokens for row in shorter] == [row.answer_tokens for row in cut]
+    assert [row.response_tokens for row in shorter] == [row.response_tokens for row in cut]
     kept = [row for row in cut if row.has_anchor]
     anchored = shorter.with_anchors()
     assert [row.tokens.tolist() for row in anchored] == [list(row.tokens) for row in kept]

@@ -108,8 +108,8 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_done(
 
 
 def test_a_card_names_the_target_and_the_datasets_of_the_hub(data: Path) -> None:
-    config = {"target": "Qwen/Qwen3-8B", "answer_files": [], "prompts": {"dataset": "a/default"}}
+    config = {"target": "Qwen/Qwen3-8B", "response_files": [], "prompts": {"dataset": "a/default"}}
     for given, named in (([], ["a/default"]), ([str(data), "gsm8k=openai/gsm8k:main[:9]"], ["openai/gsm8k"])):
         found = publish._metadata(config | {"data": given})
         assert (found["base_model"], found["datasets"]) == ("Qwen/Qwen3-8B", named)
-    assert "datasets" not in publish._metadata(config | {"data": [], "answer_files": ["answers.jsonl"]})
+    assert "datasets" not in publish._metadata(config | {"data": [], "response_files": ["answers.jsonl"]})

@@ -16,7 +16,7 @@ from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from train.config import AnswerOptions, DataOptions, RunOptions, TrainConfig
+from train.config import DataOptions, ResponseOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.features.store import GIB, MemoryStore
 from train.objective.blocks import PADDING
@@ -28,7 +28,7 @@ from train.responses.file import resume
 from train.responses.generate import ResponsePlan, respond
 from train.responses.rows import Row
 
-OPTIONS = AnswerOptions(batch_size=3, max_tokens=20)
+OPTIONS = ResponseOptions(batch_size=3, max_tokens=20)
 
 
 def opener(target: Target) -> Callable[[], Decoder]:
@@ -186,7 +186,7 @@ def ask(path: Path) -> list[list[int]]:
 
 
 def answered(
-    opened: Callable[[], Decoder], path: Path, options: AnswerOptions, max_length: int, rank: int = 0, world: int = 1
+    opened: Callable[[], Decoder], path: Path, options: ResponseOptions, max_length: int, rank: int = 0, world: int = 1
 ) -> list[Row]:
     """What is in the file once all is answered, in the order of the prompts."""
     prompts = path.with_name("asked.jsonl")
@@ -212,7 +212,7 @@ def test_every_answer_is_the_target_s_greedy_continuation_up_to_its_stop_token(s
     target, prompts = make_target(), ask(tmp_path / "asked.jsonl")
 
     def continued(prompt: list[int]) -> list[int]:
-        return generate(target, None, prompt, SamplingParams(max_new_tokens=20)).tokens
+        return generate(target, None, prompt, SamplingParams(max_tokens=20)).tokens
 
     if stops == "early":  # a token that some answers reach early: batches mix answers of different lengths
         target.model.generation_config.eos_token_id = [continued(prompts[0])[4], EOS]
@@ -227,7 +227,7 @@ def test_every_answer_is_the_target_s_greedy_continuation_up_to_its_stop_token(s
 
 
 def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
-    for i, options in enumerate((OPTIONS, AnswerOptions(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
+    for i, options in enumerate((OPTIONS, ResponseOptions(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
         both = [
             answered(backend, tmp_path / f"{name}{i}.jsonl", options, 64)
             for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceDecoder(target)))
@@ -268,7 +268,7 @@ def test_the_data_s_answers_end_with_the_stop_token_and_prompts_without_room_go(
 ) -> None:
     def recorded(max_length: int) -> Corpus:
         options = DataOptions(held_out=0, max_length=max_length)
-        given = replace(config, prompts=options, answers=AnswerOptions(regenerate=False))
+        given = replace(config, prompts=options, responses=ResponseOptions(regenerate=False))
         reading = Reading(given, make_tokenizer(), f"prompts.max_length is {max_length}")
         data = choose_prompts(reading, tmp_path)
         write_recorded(reading, data, tmp_path / PROMPTS, (EOS,), tmp_path / "corpus", {})
@@ -295,7 +295,7 @@ def test_a_cut_row_keeps_what_it_has_of_its_answers() -> None:
     assert row.cut(9) is row
     assert row.cut(7) == Row(0, 2, list(range(7)), ((2, 4), (6, 7)))
     assert row.cut(5) == Row(0, 2, list(range(5)), ((2, 4),))
-    assert not row.cut(2).has_anchor and row.cut(2).answer_tokens == 0
+    assert not row.cut(2).has_anchor and row.cut(2).response_tokens == 0
 
 
 # ---- features --------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_vllm_answers_like_the_target_itself(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "target")
     prompts = [torch.randint(8, 1024, (n,)).tolist() for n in (5, 40, 17)]
-    params = SamplingParams(max_new_tokens=24)
+    params = SamplingParams(max_tokens=24)
     backend = VllmBackend(str(tmp_path / "target"), (7,), dtype="bfloat16", batch=4, context=128, gpus=1)
     for key, prompt in enumerate(prompts):
         backend.submit(key, prompt, params)

@@ -116,7 +116,7 @@ def test_the_engine_and_the_target_read_the_same_memory(kind: str) -> None:
     ids = torch.tensor([PROMPTS[0].tokens])
     outs = [t.forward(ids, taps=(1, 3), logits="all") for t in (target, other)]
     assert torch.allclose(outs[0].features, outs[1].features, rtol=1e-5, atol=1e-5)
-    answers = [generate(t, None, PROMPTS[0].tokens, SamplingParams(max_new_tokens=8)).tokens for t in (target, other)]
+    answers = [generate(t, None, PROMPTS[0].tokens, SamplingParams(max_tokens=8)).tokens for t in (target, other)]
     assert answers[0] == answers[1]
 
 

@@ -69,7 +69,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataOptions(held_out=2))
     _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
     loaded = load_drafter(str(start), dtype=torch.float32)
-    tau = held_out_acceptance(target, loaded, asked, SamplingParams(max_new_tokens=8)).tau_pooled
+    tau = held_out_acceptance(target, loaded, asked, SamplingParams(max_tokens=8)).tau_pooled
     assert (first["step"], first["acceptance_length"]) == (0, pytest.approx(tau, abs=1e-5))
 
     record = dflash_train.record()
