@@ -362,11 +362,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--distinct", type=int, default=84, help="requests that are asked alone first")
     parser.add_argument("--max-num-seqs", type=int, default=8, help="whose results are the same bits in any company")
     parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     words = ["--target", args.target, "--drafter", args.drafter, "--served-model-name", "model", "--no-access-log"]
     words += ["--max-num-seqs", str(args.max_num_seqs), "--max-model-len", str(args.max_model_len)]
+    words += ["--device", args.device]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

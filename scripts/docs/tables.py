@@ -162,6 +162,36 @@ def serving(table: Table) -> None:
         )
 
 
+def endpoint(table: Table) -> None:
+    """The server beside its engine alone, and vLLM's server."""
+    ours, peer = table.read("endpoint_h100", "dflash"), table.read("endpoint_h100", "vllm")
+    table.columns(
+        "clients | streamed | engine alone, tokens/s | dflash-serve | of it | first token, engine | dflash-serve "
+        "| worst of 100 | vLLM, tokens/s | first token | dflash-serve is faster"
+    )
+    engine = {row["clients"]: row for row in ours["engine"]}
+    vllm = {(row["clients"], row["streamed"]): row for row in peer["server"]}
+    for row in ours["server"]:
+        alone, other = engine[row["clients"]], vllm[row["clients"], row["streamed"]]
+
+        def first(times: dict[str, Any], name: str = "first_ms") -> str:
+            return f"{times[name]:.1f} ms" if name in times else "-"
+
+        table.add(
+            row["clients"],
+            "yes" if row["streamed"] else "no",
+            f"{alone['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            percent(row["of_engine"]),
+            first(alone) if row["streamed"] else "-",
+            first(row),
+            first(row, "first_p99_ms"),
+            f"{other['tokens_per_second']:,.0f}",
+            first(other),
+            times(row["tokens_per_second"] / other["tokens_per_second"]),
+        )
+
+
 def real_weights(table: Table) -> None:
     table.columns(f"tokens/s | plain | {' | '.join(SETS)}")
     for key in ("pipeline", "regenerated_four_minutes", "regenerated_two_minutes"):
