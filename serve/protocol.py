@@ -242,6 +242,7 @@ class GenerationRequest(Structured, _Strict):
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "mm_payload": ("tensors",),
+        "return_mm_kwargs": (),
         "kv_transfer_params": (),
         "ec_transfer_params": (),
         "vllm_xargs": ({},),
@@ -257,6 +258,8 @@ class GenerationRequest(Structured, _Strict):
         "no_stop_trim": (False,),
         "lora_path": (),
         "prediction": (),
+        "moderation": (),
+        "prompt_cache_options": (),
     }
 
     model: str

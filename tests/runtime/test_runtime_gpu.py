@@ -266,6 +266,7 @@ def test_launching_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyP
     for params in (
         SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, seed=1),
         SamplingParams(max_tokens=40, logprobs=2, presence_penalty=0.5),
+        SamplingParams(max_tokens=40, min_tokens=20, stop_token_ids=tuple(range(0, 256, 3))),
     ):  # fmt: skip
         assert all(answer.tokens for answer in engine.generate(prompts_of(5), params))
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import http.client
+import inspect
 import json
 import re
 import socket
@@ -22,7 +23,7 @@ from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
 from serve.app import create_app
 from serve.lanes import MAX_BODY
-from serve.protocol import ChatRequest, CompletionRequest, Cut
+from serve.protocol import IGNORED, ChatRequest, CompletionRequest, Cut
 from serve.server import Server, bind, url_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -232,6 +233,9 @@ def test_what_asks_for_nothing_is_taken(client: OpenAI, ask: Callable[..., Any])
     answer = ask(client, temperature=0, max_tokens=4, extra_body=body)
     assert answer.choices == ask(client, temperature=0, max_tokens=4).choices
     assert answer.id.endswith("-mine.1")
+    theirs = inspect.signature((client.chat.completions if ask is chat else client.completions).create).parameters
+    ours = {*kind.model_fields, *kind.unsupported, *IGNORED}
+    assert theirs.keys() - ours == {"extra_headers", "extra_query", "extra_body", "timeout"}
     nulls = dict.fromkeys(kind.model_fields.keys() - {"model", "messages", "prompt", "max_tokens", "temperature"})
     assert ask(client, temperature=0, max_tokens=4, extra_body=nulls).choices == answer.choices
 
@@ -351,6 +355,11 @@ def test_content_parts_developer_role_and_harmless_extras(client: OpenAI) -> Non
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )  # fmt: skip
     assert other.choices[0] == plain.choices[0]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]  # which this target's template does not know
+    silent: list[Any] = [*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]
+    empty: list[Any] = [*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES]
+    found = chat(client, temperature=0, messages=silent, tools=tools, tool_choice="none")
+    assert found.choices[0] == chat(client, temperature=0, messages=empty).choices[0]
 
 
 def test_models_health_and_metrics(url: str, client: OpenAI) -> None:

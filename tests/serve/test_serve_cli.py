@@ -39,6 +39,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "x", "--api-key-file", "nowhere"], "api_key_file nowhere: cannot be read"),
         (["--target", "x", "--ssl-keyfile", "k"], "https needs both ssl_keyfile and ssl_certfile"),
         (["--target", "x", "--max-queue", "-1"], "max_queue is -1; it must be at least 0"),
+        (["--target", "x", "--scheduling-policy", "fcfs"], "scheduling_policy: 'fcfs' is not one of fair, priority"),
+        (["--target", "x", "--per-request-spec-decode-metrics", "summary"], "needs a drafter"),
         (["--target", "x", "--uds", "/no/such/folder/s"], "uds /no/such/folder/s: cannot listen there"),
         (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),

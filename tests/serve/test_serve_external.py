@@ -137,6 +137,7 @@ def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: st
         (["--root-path", "/a"], ["--root-path /a"], ["--fastapi-root-path /a"]),
         (["--allowed-origins", "http://a", "http://b"], ['--allowed-origins ["http://a", "http://b"]'], None),
         (["--uds", "s"], ["--uds s"], None),
+        (["--scheduling-policy", "fair"], ["--scheduling-policy fcfs"], None),
         (["--no-access-log"], ["--disable-uvicorn-access-log"], None),
         (["--max-queue", "3"], None, None),
         (["--restart"], None, None),
