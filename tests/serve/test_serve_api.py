@@ -171,32 +171,31 @@ def test_every_chunk_says_its_tokens_and_what_they_cost(client: OpenAI, ask: Cal
         assert not any(hasattr(other, "prompt_token_ids") for other in others)
 
 
-@pytest.mark.parametrize("level", ["none", "summary", "detailed"])
-def test_an_answer_says_what_became_of_its_drafts(target: Target, drafter: Drafter, level: str) -> None:
+@pytest.mark.parametrize(("level", "ask"), [("summary", complete), ("detailed", chat)])
+def test_an_answer_says_what_became_of_its_drafts(
+    target: Target, drafter: Drafter, client: OpenAI, level: str, ask: Callable[..., Any]
+) -> None:
     longest = drafter.config.block_size - 1
+    assert not hasattr(ask(client, max_tokens=2), "metrics")
     with serving(make_engine(target, drafter), per_request_spec_decode_metrics=level) as url:
-        client = client_of(url)
-        for ask in (chat, complete):
-            answer = ask(client, temperature=0)
-            *_, last = ask(client, temperature=0, stream=True, stream_options={"include_usage": True})
-            if level == "none":
-                assert not hasattr(answer, "metrics") and not hasattr(last, "metrics")
-                continue
-            found = answer.metrics["speculative_decoding"]
-            assert last.metrics["speculative_decoding"] == found
-            spent = answer.usage.dflash
-            assert found["num_draft_tokens"] == spent["drafted"] > 0
-            assert found["num_accepted_draft_tokens"] == spent["accepted"]
-            assert found["num_spec_tokens"] == longest and len(found["acceptance_histogram"]) == longest + 1
-            assert sum(found["acceptance_histogram"]) == found["num_spec_steps"]
-            assert sum(j * count for j, count in enumerate(found["acceptance_histogram"])) == spent["accepted"]
-            assert found["mean_acceptance_length"] == 1 + spent["accepted"] / found["num_spec_steps"]
-            assert found["draft_acceptance_rate"] == spent["accepted"] / spent["drafted"]
-            assert ("per_step_drafted" in found) == (level == "detailed")
-            if level == "detailed":
-                assert sum(found["per_step_drafted"]) == spent["drafted"]
-                assert sum(found["per_step_accepted"]) == spent["accepted"]
-            assert not hasattr(ask(client, n=2, max_tokens=2), "metrics"), "of which of them?"
+        asking = client_of(url)
+        answer = ask(asking, temperature=0, max_tokens=16)
+        usages = {"include_usage": True}
+        *_, last = ask(asking, temperature=0, max_tokens=16, stream=True, stream_options=usages)
+        assert not hasattr(ask(asking, n=2, max_tokens=2), "metrics"), "of which of them?"
+    found, spent = answer.metrics["speculative_decoding"], answer.usage.dflash
+    assert last.metrics["speculative_decoding"] == found
+    assert found["num_draft_tokens"] == spent["drafted"] > 0
+    assert found["num_accepted_draft_tokens"] == spent["accepted"]
+    assert found["num_spec_tokens"] == longest and len(found["acceptance_histogram"]) == longest + 1
+    assert sum(found["acceptance_histogram"]) == found["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(found["acceptance_histogram"])) == spent["accepted"]
+    assert found["mean_acceptance_length"] == 1 + spent["accepted"] / found["num_spec_steps"]
+    assert found["draft_acceptance_rate"] == spent["accepted"] / spent["drafted"]
+    assert ("per_step_drafted" in found) == (level == "detailed")
+    if level == "detailed":
+        assert sum(found["per_step_drafted"]) == spent["drafted"]
+        assert sum(found["per_step_accepted"]) == spent["accepted"]
 
 
 @pytest.mark.parametrize("prompt", ["a" * 700 + "bcd", [*range(97, 117)] * 30 + [5, 6, 7]], ids=["text", "tokens"])
