@@ -93,8 +93,9 @@ class Sampler:
             if params.logit_bias:
                 tokens, values = zip(*params.logit_bias, strict=True)
                 self.bias[row].scatter_add_(0, self._on_device(list(tokens)), self._on_device(list(values)).float())
-            if params.min_tokens:
-                self.stops[row, self._on_device([token for token in stop_ids if 0 <= token < self._vocab])] = True
+            stops = [token for token in stop_ids if 0 <= token < self._vocab] if params.min_tokens else []
+            if stops:
+                self.stops[row, self._on_device(stops)] = True
 
     def move(self, source: int, target: int) -> None:
         for field in self._fields + (self._tables if self._written else []):

@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import Progress
-from serve.answer import Answer
+from serve.answer import Answer, speculative_decoding
 from serve.text import Detokenizer, StopScanner
 
 BYTES = make_tokenizer()
@@ -195,6 +195,21 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
     whole = BYTES.decode(ids, skip_special_tokens=True)
     assert played[0] == first_stop(whole, stops, include, least)
     assert played[1] == ("stop" if first_stop(whole, stops, least=least) != whole else reason)
+
+
+def test_what_became_of_drafts_is_counted_as_vllm_counts_it() -> None:
+    answer = Answer(BYTES, 1, (), trace=True)
+    for drafted, accepted in ((None, 0), (7, 3), (7, 0), (0, 0), (2, 2), (7, 3)):
+        tokens = tuple(encode("a" * (accepted + 1)))
+        answer.add(Progress(tokens, None if drafted is None else Step(drafted, accepted, tokens), None))
+    assert speculative_decoding(answer, 7, True) == {
+        "mean_acceptance_length": 3.0, "draft_acceptance_rate": 8 / 23,
+        "acceptance_histogram": [1, 0, 1, 2, 0, 0, 0, 0],
+        "num_spec_steps": 4, "num_accepted_draft_tokens": 8, "num_draft_tokens": 23, "num_spec_tokens": 7,
+        "per_step_accepted": [3, 0, 2, 3], "per_step_drafted": [7, 7, 2, 7],
+    }  # fmt: skip
+    none = speculative_decoding(Answer(BYTES, 1, ()), 1, False)
+    assert (none["mean_acceptance_length"], none["draft_acceptance_rate"], none["num_spec_steps"]) == (1.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(("reason", "include", "text"), [("stop", 0, "a"), ("stop", 1, "ab"), ("length", 0, "ab")])
