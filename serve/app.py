@@ -28,7 +28,7 @@ from .answer import Answer, Piece, speculative_decoding, usage
 from .keys import matching
 from .lanes import CLIENT_CLOSED_REQUEST, Lanes, unless_disconnected
 from .logprobs import Echo, TokenStrings, prompt_logprobs
-from .metrics import CONTENT_TYPE, Clock, Metrics
+from .metrics import CONTENT_TYPE, Clock, Metrics, told
 from .openapi import description
 from .page import page
 from .parsing import OutputParser, Parsers
@@ -43,7 +43,7 @@ from .protocol import (
 )
 from .replies import Replies, ReplyForm
 from .responses_api import responses
-from .state import ServerState
+from .state import Count, ServerState
 from .text import special_tokens
 from .tokenizing import Encoder, tokenizing
 
@@ -98,6 +98,7 @@ def create_app(
         request_timeout_s,
         priorities,
         per_request_spec_decode_metrics,
+        shared.answers,
     )
     limit = engine.info.capacity.context_limit
     lanes, encoder = Lanes(), Encoder(engine.tokenizer, limit)
@@ -142,7 +143,9 @@ def create_app(
         stats = None  # of an engine that does not answer the last ones are shown
         with contextlib.suppress(EngineClosedError, TimeoutError):
             stats = await asyncio.wait_for(engine.ping(), STATS_S)
-        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+        asked = [asyncio.wait_for(told(path), STATS_S) for path in shared.others]
+        others = [one for one in await asyncio.gather(*asked, return_exceptions=True) if isinstance(one, bytes) and one]
+        return Response(metrics.render(stats, others), media_type=CONTENT_TYPE)
 
     @routes.get("/v1/models")
     async def models() -> Response:
@@ -237,6 +240,7 @@ def create_app(
 
     # no schema routes of its own, so that every path that is not listed above is a 404 in OpenAI's form
     app = FastAPI(openapi_url=None, redirect_slashes=False, root_path=root_path)
+    app.state.metrics = metrics
     app.include_router(page())
     app.include_router(open_routes)
     app.include_router(routes)
@@ -266,11 +270,12 @@ class _Service:
         request_timeout_s: float | None,
         priorities: bool,
         draft_metrics: str,
+        opened: Count,
     ) -> None:
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._most_open = engine.info.max_num_seqs + max_queue
         self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
-        self._open = 0  # answers, running or queued
+        self._open = opened  # answers, running or queued
         self._strings = TokenStrings(engine.tokenizer)
 
     def check_model(self, name: str) -> None:
@@ -297,8 +302,8 @@ class _Service:
         Raises:
             ApiError: (400) it cannot be decoded; (429) too many answers wait already.
         """
-        if self._open + len(prompts) * body.answers > self._most_open:
-            raise ApiError(429, f"{self._open} answers are under way or wait; try again later", code="queue_full")
+        if self._open.total + len(prompts) * body.answers > self._most_open:
+            raise ApiError(429, f"{self._open.total} answers are under way or wait; try again later", code="queue_full")
         if grammar and body.ignore_eos:
             raise ignores_its_end(grammar[0])
         if body.priority and not self._priorities:  # whoever likes would go before all others
@@ -404,7 +409,7 @@ class _Service:
         outcome = "disconnected"
         clocks, prompts = [Clock() for _ in asked], set[int]()
         self._metrics.waiting.inc(len(answers))
-        self._open += len(answers)
+        self._open.add(len(answers))
         late = None
         try:
             with self._engine.decode(asked) as responses:
@@ -435,7 +440,7 @@ class _Service:
         finally:
             if late is not None:
                 late.cancel()
-            self._open -= len(answers)
+            self._open.add(-len(answers))
             self._metrics.waiting.dec(len(answers))
             for answer, clock in zip(answers, clocks, strict=True):
                 self._metrics.ended(clock, answer.finish_reason or outcome)

@@ -14,7 +14,6 @@ from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, from_mapping, given_values, option, options, run_command
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
-from dflash_toolkit.threads import use_threads
 
 from .external import OWN, ExternalOptions, check_own, offered, split, start
 from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -23,7 +22,6 @@ PROG = "dflash-serve"
 DESCRIPTION = """\
 Serve a target over OpenAI's API, with a drafter that makes it faster and changes nothing else. Without a drafter
 the same server decodes plainly. Requests are decoded together and come and go at every step."""
-MOST_CONNECTIONS = 4096
 EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # what `dflash-toolkit[serve]` installs
 
 
@@ -36,6 +34,7 @@ class ServeConfig(ModelOptions):
     port: int = option(8000, "port to listen on; 0 takes a free one")
     external: ExternalOptions = options(ExternalOptions, flat=True)
     runtime: EngineOptions = options(EngineOptions, flat=True)
+    api_server_count: int = option(1, "processes of HTTP and text; more help where one is too slow for all clients")
     uds: str | None = option(None, "listen on a Unix socket at this path instead")
     ssl_keyfile: str | None = option(None, "serve https with this key")
     ssl_certfile: str | None = option(None, "and this certificate chain")
@@ -91,7 +90,7 @@ class ServeConfig(ModelOptions):
             raise ValueError("per_request_spec_decode_metrics needs a drafter")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("https needs both ssl_keyfile and ssl_certfile")
-        for name, least in (("max_queue", 0), ("max_connections", 1), ("drain_timeout", 0)):
+        for name, least in (("max_queue", 0), ("max_connections", 1), ("api_server_count", 1), ("drain_timeout", 0)):
             if (value := getattr(self, name)) is not None and not value >= least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         for name in ("request_timeout", "client_timeout"):
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
 
 
-def _dispatch(argv: Sequence[str]) -> None:
+def _dispatch(argv: Sequence[str]) -> int:
     if any(re.match(r"(--api-key|api_key)(=|$)", word) for word in argv):
         raise UserError(
             "api_key: whoever lists this machine's processes would see it; put it into a file (--api-key-file) or into "
@@ -122,79 +121,45 @@ def _dispatch(argv: Sequence[str]) -> None:
         start(config, given, passed)
     check_own(config, given, passed)
     with offered(config, given):
-        _run(config)
+        return _run(config)
 
 
-def _run(config: ServeConfig) -> None:
+def _run(config: ServeConfig) -> int:
     _require_extra()
     from .access import set_up_logs
     from .keys import read_keys
-    from .processes import EngineProcess
-    from .server import Connection, Server, bind, bind_path, raise_open_files, url_of
-    from .state import ServerState
+    from .processes import EngineProcess, Fronts
+    from .server import bind, bind_path, url_of
 
     read_ahead(config.drafter, config.target)  # into the system's cache, for the engine's process
     keys = read_keys(config.api_key_file)
     set_up_logs(config.log_json, config.access_log)
-    Connection.limit = min(config.max_connections or MOST_CONNECTIONS, raise_open_files())
-    Connection.client_timeout_s = config.client_timeout
-    bound = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
-    with bound, contextlib.closing(EngineProcess(config)) as process:
+    several = config.api_server_count > 1
+    bound = bind(config.host, config.port, several) if config.uds is None else bind_path(config.uds)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bound)
+        process = stack.enter_context(contextlib.closing(EngineProcess(config)))
         process.start()
+        fronts = stack.enter_context(contextlib.closing(Fronts(config, keys, bound, process.path)))
         # not above: this imports torch and transformers, seconds in which the engine's process does the same
-        import transformers
+        from .front import Front
 
-        from dflash_toolkit.models.target import load_config, load_tokenizer
-        from dflash_toolkit.runtime import EngineClient
-
-        from .app import create_app
-        from .defaults import sampling_defaults
-
-        use_threads(config.threads)
-        transformers.utils.logging.disable_progress_bar()  # errors are one line
-        load_config(config.target)  # says first if there is no such target
-        defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
-        tokenizer = load_tokenizer(config.target)
+        front = Front(config, keys)
         info = process.ready()
         process.watch(config.restart)
-        engine, state = EngineClient(process.path, info, tokenizer, again=config.restart), ServerState()
-        app = create_app(
-            engine,
-            config.model,
-            keys,
-            defaults,
-            config.tool_call_parser,
-            config.reasoning_parser,
-            state=state,
-            max_queue=config.max_queue,
-            request_timeout_s=config.request_timeout,
-            root_path=config.root_path,
-            allowed_origins=config.allowed_origins,
-            scheduling_policy=config.scheduling_policy,
-            per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
-        )
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         address = url_of(bound, https=config.ssl_certfile is not None)
         line = f"{PROG}: {address}/v1 serves {config.model} ({drafting}, {info.place})"
-
-        def drain() -> None:
-            state.draining = True
-
-        server = Server(
-            app,
-            ready=lambda: print(line, flush=True),
-            stop=engine.close,
-            drain=drain,
-            drain_s=config.drain_timeout,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
-        )
+        server = front.server(process.path, info, 0, ready=lambda: print(line, flush=True), drain=fronts.drain)
+        fronts.ready(info, server)
         # these are how a server is stopped; uvicorn ends open answers first and then raises them again
         signal.signal(signal.SIGTERM, lambda *_: None)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[bound])
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
+        fronts.close()
+        return 1 if fronts.failed else 0
 
 
 def _require_extra() -> None:

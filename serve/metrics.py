@@ -3,11 +3,15 @@
 `examples/deploy/grafana` shows them. A registry of their own keeps two servers in one process apart.
 """
 
+import asyncio
+import contextlib
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -197,7 +201,6 @@ class Metrics:
     def __init__(self, model: str = "") -> None:
         self._registry = CollectorRegistry()
         self._engine = _OfEngine(model)
-        self._registry.register(self._engine)
         self._of_steps = _OfSteps(model)
         self._registry.register(self._of_steps)
         named = ["model_name"]
@@ -246,11 +249,83 @@ class Metrics:
             self._success.labels(self._model, outcome).inc()
             self._whole.observe(time.perf_counter() - clock.began)
 
-    def render(self, stats: Stats | None = None) -> bytes:
-        """The text exposition format; `stats` is what the engine says now."""
+    def own(self) -> bytes:
+        """What this process has counted, for `render` in another."""
+        return msgspec.msgpack.encode(_plain(self._registry.collect()))
+
+    def render(self, stats: Stats | None = None, others: Sequence[bytes] = ()) -> bytes:
+        """The text exposition format.
+
+        Args:
+            stats: what the engine says now.
+            others: `own` of the other fronts.
+        """
         if stats is not None:
             self._engine.stats = stats
-        return generate_latest(self._registry)
+        shown = CollectorRegistry()
+        shown.register(self._engine)
+        told = (msgspec.msgpack.decode(other, type=list[_Family]) for other in others)
+        shown.register(_Sum([_plain(self._registry.collect()), *told]))
+        return generate_latest(shown)
+
+
+class _Family(msgspec.Struct, array_like=True):
+    """A metric as it goes from one front to another."""
+
+    name: str
+    text: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+def _plain(metrics: Iterable[Metric]) -> list[_Family]:
+    return [
+        _Family(m.name, m.documentation, m.type, [(one.name, one.labels, one.value) for one in m.samples])
+        for m in metrics
+    ]
+
+
+class _Sum:
+    """What several fronts have counted."""
+
+    def __init__(self, fronts: Sequence[list[_Family]]) -> None:
+        self._fronts = fronts
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for family in itertools.chain.from_iterable(self._fronts):
+            found.setdefault(family.name, Metric(family.name, family.text, family.kind))
+            sums = values.setdefault(family.name, {})
+            for name, labels, value in family.samples:
+                place = name, tuple(labels.items())
+                if name.endswith("_created"):  # a time
+                    sums[place] = min(sums.get(place, value), value)
+                else:
+                    sums[place] = sums.get(place, 0.0) + value
+        for name, metric in found.items():
+            for (sample, labels_of), value in values[name].items():
+                metric.add_sample(sample, dict(labels_of), value)
+            yield metric
+
+
+async def tell(metrics: Metrics, path: Path) -> asyncio.Server:
+    """Tell whoever connects to a Unix socket what this process has counted, as long as the result is kept."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(metrics.own())
+        writer.close()
+
+    return await asyncio.start_unix_server(answer, path)
+
+
+async def told(path: Path) -> bytes | None:
+    """What the process that listens there has counted; None: it has gone."""
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_unix_connection(path)
+        with contextlib.closing(writer):
+            return await reader.read()
+    return None
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import select
 import signal
@@ -10,16 +11,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_toolkit.config import UnsupportedModel, UserError, one_line
 from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
+from .server import beside
+
 if TYPE_CHECKING:
     from dflash_toolkit.runtime import Engine
 
     from .cli import ServeConfig
+    from .server import Server
 
 log = logging.getLogger("dflash_toolkit.serve")
 END_S = 5.0  # seconds that the engine gets to end by itself
@@ -121,6 +126,93 @@ class EngineProcess:
                 self._process.kill()
                 self._process.join()
         self._folder.cleanup()
+
+
+class Fronts:
+    """The front processes beside this one, which is the first.
+
+    They listen on the same address and ask the same engine. If one ends by itself, all drain and end, as in vLLM.
+
+    Args:
+        keys: API keys.
+        bound: this process's listening socket.
+        path: the engine's.
+
+    Attributes:
+        failed: one has ended by itself.
+    """
+
+    def __init__(self, config: "ServeConfig", keys: Sequence[str], bound: socket.socket, path: Path) -> None:
+        self.failed = False
+        self._ready = self._closing = False
+        self._wait_s = config.drain_timeout + 2 * END_S
+        self._processes: list[tuple[Any, Any]] = []  # and the pipe to each
+        context = multiprocessing.get_context("spawn")
+        for number in range(1, config.api_server_count):
+            control, theirs = context.Pipe()
+            with beside(bound) as listener, theirs:
+                options = (config, keys, listener, path, number, theirs)
+                process = context.Process(target=_front_main, args=options, name=f"front{number}")
+                process.start()
+            self._processes.append((process, control))
+
+    def ready(self, info: Info, server: "Server") -> None:
+        """Wait until all take requests.
+
+        Args:
+            server: this process's, which is told to end when one of them has.
+
+        Raises:
+            UserError: one could not.
+        """
+        for step in ("loaded", "ready"):
+            for process, control in self._processes:
+                try:
+                    assert control.recv() == step
+                    if step == "loaded":
+                        control.send(info)
+                except (EOFError, OSError) as error:
+                    process.join(END_S)
+                    raise UserError(
+                        f"{process.name} ended while it started (exit code {process.exitcode}); see above"
+                    ) from error
+        self._ready = True
+        threading.Thread(target=self._watch, args=(server,), name="fronts", daemon=True).start()
+
+    def _watch(self, server: "Server") -> None:
+        processes = {process.sentinel: process for process, _ in self._processes}
+        for sentinel in multiprocessing.connection.wait(list(processes)):
+            if not self._closing:
+                process = processes[sentinel]
+                process.join()
+                self.failed = True
+                log.error("%s ended by itself (exit code %s); the server ends", process.name, process.exitcode)
+                server.should_exit = True
+
+    def drain(self) -> None:
+        """Have them finish what they have, and end."""
+        self._closing = True
+        for _, control in self._processes:
+            control.close()
+
+    def close(self) -> None:
+        """Drain, and end those that do not end."""
+        self.drain()
+        ends = time.monotonic() + (self._wait_s if self._ready else 0.0)
+        for process, _ in self._processes:
+            process.join(max(0.0, ends - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _front_main(*options: Any) -> None:
+    """The process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first front says when to end
+        signal.signal(number, signal.SIG_IGN)
+    from .front import front_main
+
+    front_main(*options)
 
 
 def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> None:

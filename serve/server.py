@@ -15,13 +15,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dflash_toolkit.config import UserError
 
+from .state import Count
+
 MOST_FILES = 65536
 SPARE_FILES = 64  # for what is no client's connection
 GRACE_S = 5  # seconds that open answers get to say that they are cut off
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, several: bool = False) -> socket.socket:
     """A socket with its address; port 0 takes a free one. Clients are refused until the server listens on it.
+
+    Args:
+        several: others are to have the address too, see `beside`.
 
     Raises:
         UserError: the host cannot be resolved or is not ours, or the port is taken or not allowed.
@@ -34,11 +39,32 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        if several:  # set only now: before, it would have let us in beside another server
+            taken = bound.getsockname()
+            bound.close()
+            bound = socket.socket(family, kind, protocol)
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                bound.setsockopt(socket.SOL_SOCKET, option, 1)
+            bound.bind(taken)
     except OSError as error:
         bound.close()
         reason = error.strerror or str(error)
         raise UserError(f"cannot listen on {host} port {port} ({reason}); give another --host or --port") from error
     return bound
+
+
+def beside(bound: socket.socket) -> socket.socket:
+    """Another socket with a bound one's address, for another process; the system spreads connections over both.
+
+    A Unix socket is shared: whoever is first takes a connection.
+    """
+    if bound.family == socket.AF_UNIX:
+        return bound.dup()
+    other = socket.socket(bound.family, bound.type, bound.proto)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        other.setsockopt(socket.SOL_SOCKET, option, 1)
+    other.bind(bound.getsockname())
+    return other
 
 
 def bind_path(path: str) -> socket.socket:
@@ -87,19 +113,19 @@ class Connection(HttpToolsProtocol):
 
     limit = 1 << 30  # of open connections
     client_timeout_s = 30.0  # to send a header, and behind it a body
-    _open = 0
+    open = Count()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = None
-        Connection._open += 1
-        if Connection._open > self.limit:
+        self.open.add(1)
+        if self.open.total > self.limit:
             self._refuse(b"503 Service Unavailable")
         else:
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        Connection._open -= 1
+        self.open.add(-1)
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -51,11 +51,11 @@ def test_connections_beyond_the_limit_are_refused_and_leave_room_again(
 ) -> None:
     with serving(make_engine(target, None)) as url:
         address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
-        monkeypatch.setattr(Connection, "limit", Connection._open + 2)
+        monkeypatch.setattr(Connection, "limit", Connection.open.total + 2)
         with contextlib.ExitStack() as stack:
             for _ in range(2):
                 stack.enter_context(socket.create_connection(address, LATE_S))
-            wait_until(lambda: Connection._open >= Connection.limit)
+            wait_until(lambda: Connection.open.total >= Connection.limit)
             with socket.create_connection(address, LATE_S) as third:
                 assert third.makefile("rb").read().startswith(b"HTTP/1.1 503")
         wait_until(lambda: httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200)
@@ -194,7 +194,7 @@ def children(pid: int) -> list[int]:
                 and b"spawn_main" in (folder / "cmdline").read_bytes()
             ):
                 found.append(int(folder.name))
-    return found
+    return sorted(found)  # the engine's, then fronts'
 
 
 def test_an_engine_that_is_killed_is_noticed_and_started_again(target_dir: Path) -> None:
@@ -236,3 +236,29 @@ def test_told_to_stop_it_finishes_what_it_has_and_refuses_more(target_dir: Path,
         assert not os.path.exists(path)
         with pytest.raises((OSError, http.client.HTTPException)), socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
+
+
+def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_on_alone(target_dir: Path) -> None:
+    options = ("--api-server-count", "3", "--max-num-seqs", "1", "--max-queue", "0")
+    with command(target_dir, *options) as (process, line):
+        url = line.split()[1].removesuffix("/v1")
+        ask = lambda **more: httpx.post(f"{url}/v1/completions", json=LONG | more, timeout=LATE_S)  # noqa: E731
+        # each on a connection of its own, which any front gets
+        assert len({ask().json()["choices"][0]["text"] for _ in range(12)}) == 1
+        for _ in range(6):
+            counted = httpx.get(f"{url}/metrics").text
+            assert 'dflash_requests_total{outcome="length"} 12.0' in counted
+            assert 'vllm:generation_tokens_total{model_name="org/tiny"} 600.0' in counted
+            assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="org/tiny"} 12.0' in counted
+            assert "dflash_requests_open 0.0" in counted and counted.count("vllm:num_requests_running{") == 1
+        engine, *fronts = children(process.pid)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as running:
+            next(events := running.iter_lines())
+            os.kill(engine, signal.SIGSTOP)  # so that it does not end meanwhile
+            assert {ask().status_code for _ in range(8)} == {429}, "the only place is taken, whichever front has it"
+            os.kill(engine, signal.SIGCONT)
+            assert "data: [DONE]" in list(events)
+        os.kill(fronts[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=LATE_S)
+    assert process.returncode == 1 and "front1 ended by itself (exit code -9); the server ends" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (engine, *fronts)), "the others were told to end"
