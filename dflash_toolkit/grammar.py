@@ -163,7 +163,7 @@ class Grammars:
         """
         compiled = self.compile(grammar)
         text = self._vocabulary_for(grammar).text
-        ends = [token for token in stop_ids if token not in text]
+        ends = [token for token in stop_ids if 0 <= token < self._vocabulary and token not in text]
         if not ends:
             raise GrammarError(
                 f"a {grammar.name} needs a token that ends the answer and the target declares none; "

@@ -255,7 +255,7 @@ def test_a_request_may_name_the_token_that_ends_its_answer() -> None:
     target, drafter = pair()
     end = TOKENIZER.convert_tokens_to_ids("<|user|>")
     choices = [generate(target, helper, PROMPT, SamplingParams(
-        grammar=Grammar("regex", "ab"), stop_token_ids=(end,), logit_bias=((end, 100.0),)
+        grammar=Grammar("regex", "ab"), stop_token_ids=(end, 9999, -1), logit_bias=((end, 100.0),)
     )) for helper in (None, drafter)]  # fmt: skip
     assert [found.tokens for found in choices] == [[*TOKENIZER.encode("ab"), end]] * 2
 
