@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from datetime import UTC, datetime
 from typing import Any
 
+from dflash_toolkit.runtime.client import request_name
+
 from .state import ServerState
 
 Scope = MutableMapping[str, Any]
@@ -39,6 +41,7 @@ class Access:
         sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         number = sent if REQUEST_ID.fullmatch(sent) else secrets.token_hex(8).encode()
         scope.setdefault("state", {})["request_id"] = number.decode()
+        request_name.set(number.decode())
         began, status = time.perf_counter(), 0
 
         async def sending(message: Scope) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_toolkit.config import UnsupportedModel, UserError, one_line
 from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
+from .access import set_up_logs
 from .server import beside
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> N
     """The process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server says when to end; its own end closes `control`
         signal.signal(number, signal.SIG_IGN)
+    set_up_logs(config.log_json, config.access_log)
     told = Channel(control)
     code = 0
     try:

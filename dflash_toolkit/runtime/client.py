@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 COMPILE_S = 60.0
+request_name: ContextVar[str] = ContextVar("request_name", default="")  # what logs call what is asked for now
 
 
 class EngineClosedError(Exception):
@@ -170,6 +172,7 @@ class _Connection:
                     one.params,
                     one.key,
                     one.priority,
+                    request_name.get(),
                 )
             )
         return numbers[0]

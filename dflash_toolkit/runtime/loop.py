@@ -26,6 +26,7 @@ from .request import Request
 from .wire import CHUNK, Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
 
 COMPILERS = 4  # grammars that are compiled at the same time
+FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
 
 
@@ -139,6 +140,7 @@ class EngineLoop:
             except UserError as error:  # asked for without having looked at `Info`
                 front.items.append(_ended(number, str(error)))
                 continue
+            request.name = ask.name
             front.requests[number] = request
             self.engine.scheduler.add(request)
 
@@ -183,7 +185,8 @@ class EngineLoop:
 
     def _on_progress(self, front: _Front, number: int, request: Request, step: Step | None) -> None:
         generation = request.generation
-        tokens = generation.tokens if step is None else step.tokens
+        # the prefill's one, and not once more what was sent before an error
+        tokens = step.tokens if step is not None else [] if request.error else generation.tokens
         logprobs = generation.logprobs[len(generation.tokens) - len(tokens) :] if generation.logprobs else []
         drafted, accepted = (-1, 0) if step is None else (step.drafted, step.accepted)
         front.items.append(
@@ -196,7 +199,7 @@ class EngineLoop:
                 logprobs,
                 request.cached_tokens,
                 generation.prompt_logprobs if step is None else None,
-                None if request.error is None else str(request.error),
+                None if request.error is None else _said(request.error),
             )
         )
         if request.finished:
@@ -240,7 +243,7 @@ class EngineLoop:
         log.error("a step failed", exc_info=error)
         lost: list[Request] = []
         for front in self._fronts.values():
-            front.items += [_ended(number, "the step failed; see the server's log") for number in front.requests]
+            front.items += [_ended(number, FAILED) for number in front.requests]
             lost += front.requests.values()
             front.requests = {}
         self._cancel(lost)
@@ -265,6 +268,11 @@ class EngineLoop:
         for front in list(self._fronts.values()):
             front.items.clear()
             self._tell(front, Lost(str(failure)))
+
+
+def _said(error: Exception) -> str:
+    """What a client is told."""
+    return str(error) if isinstance(error, UserError) else FAILED
 
 
 def _ended(number: int, error: str) -> Item:

@@ -66,9 +66,14 @@ class PagePool:
             self._holders[page] = 1
         return pages
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Give pages back, a request's first page last, so that long prefixes are evicted from their end."""
+    def release(self, pages: Sequence[int]) -> list[int]:
+        """Give pages back, a request's first page last, so that long prefixes are evicted from their end.
+
+        Returns:
+            Those that are free now, which nobody will read before they are written.
+        """
         self.changes += bool(pages)
+        freed = []
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} released twice"
@@ -77,6 +82,15 @@ class PagePool:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
+                    freed.append(page)
+        return freed
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Let nobody find these pages any more, which the caller holds."""
+        for page in pages:
+            node = self._node_of_page.pop(page, None)
+            if node is not None:
+                del self._tree[node.key]
 
     def unmatch(self, pages: Sequence[int]) -> None:
         """Give back what `match` returned, for which no room was found."""

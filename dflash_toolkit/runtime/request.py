@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..config import UserError
 from ..generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
 from .line import Place
@@ -40,6 +41,17 @@ class Committed:
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asked for them
     prompt: PromptLogprobs | None = None  # with the first token, if the request asked for them
+    finite: bool = True  # so are the target's states that chose the tokens
+    spoils: bool = False  # keys and values that are NaN or infinite may be left in the request's pages
+
+
+class NotFiniteError(UserError):
+    """The target computed NaN or infinity for a request, twice behind the same tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the target computed NaN or infinity for this request; its weights may be damaged, or dtype too narrow"
+        )
 
 
 class RollingAcceptance:
@@ -93,6 +105,7 @@ class Request:
     key: str = ""  # whose it is: turns go round the keys, then round a key's requests
     group: str = ""  # what was asked for together, of a key, is computed one after the other; "": it alone
     priority: int = 0  # lower is earlier
+    name: str = ""  # for the log
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)
@@ -108,6 +121,8 @@ class Request:
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
     cancelled: bool = False
     error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
+    spoilt: bool = False  # its pages must not be read by others
+    again: bool = False  # it is computed once more, as something was not finite
     matcher: "Matcher | None" = None  # of its grammar, behind `tokens`
 
     def with_seed(self, seed: int) -> "Request":

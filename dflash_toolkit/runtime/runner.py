@@ -9,6 +9,7 @@ padding of a prompt's chunk write to the null block.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -110,6 +111,7 @@ class StepRunner:
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_num_seqs * (1 + max_block))
         self.bucket = functools.partial(bucket_of, max_num_seqs)  # a method would make a cycle with those that get it
+        self._none = torch.full((), -1, device=self.device)
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
         # what a captured prefill reads: tokens, and where they stand: start, count, pages
         self._prompt = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=self.device)
@@ -218,7 +220,8 @@ class StepRunner:
         if mode.full:
             sampler.count(rows, choice, counts)
         scored = request.scored if request.scores_prompt else None
-        return self._pending(torch.cat([counts[:, None], choice], dim=1), logprobs, [request], [0], scored)
+        told = torch.cat([counts[:, None], self._of_finite(choice, self._last_hidden[None])], dim=1)
+        return self._pending(told, logprobs, [request], [0], scored)
 
     @torch.inference_mode()
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
@@ -232,6 +235,13 @@ class StepRunner:
     @torch.inference_mode()
     def remove(self, row: int) -> None:
         self.state.remove(row)
+
+    @torch.inference_mode()
+    def clean(self, pages: Sequence[int]) -> None:
+        """Leave zeros in these pages: some kernels multiply what stands behind the last key by zero."""
+        at = to_device(pages, torch.int64, self.device)
+        for stack in (self.verifier.stack, *([self.proposer.stack] if self.proposer else [])):
+            stack.cache.unflatten(2, (-1, self.page_size)).index_fill_(2, at, 0.0)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -276,7 +286,8 @@ class StepRunner:
             if pending.logprobs is not None and row in pending.wanted:
                 place, best = pending.wanted[row]
                 logprobs = unpack_logprobs(pending.logprobs[place, :count], best)
-            found.append(Committed(tokens[:count], logprobs, prompt))
+            spoils = -1 in tokens
+            found.append(Committed(tokens[:count], logprobs, prompt, not spoils or -1 not in tokens[:count], spoils))
         if pending.buffer is not None:
             self._results.give_back(pending.buffer)
         return found
@@ -427,7 +438,12 @@ class StepRunner:
         verdict = self.verifier.commit(read.draft, choice, self.state)
         if self.proposer and read.features is not None:
             self.proposer.write_context(read.features, read.rows, verdict.counts)
-        return torch.cat([verdict.counts[:, None].long(), verdict.path], dim=1), verdict
+        return torch.cat([verdict.counts[:, None].long(), self._of_finite(verdict.path, read.hidden)], dim=1), verdict
+
+    def _of_finite(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Tokens [B, S], and -1 where the state [B, S, D] behind which one stands is not finite."""
+        norm = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)  # one kernel, and NaN stays NaN
+        return torch.where(norm < math.inf, tokens, self._none)
 
     # ---- host and device -----------------------------------------------------------------------------------
 

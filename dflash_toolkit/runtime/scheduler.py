@@ -4,8 +4,12 @@ One `advance` computes chunks of prompts up to a number of tokens, in the order 
 decoding step for the whole batch, and reads results that are old enough. The device runs behind: a step is launched
 before the results of the one before it are read, so a request may run a step past its end; what that step commits is
 dropped when it is read.
+
+Where a step raises, the requests that it was launched for are given one each: whoever raises again ends with the error,
+and the others go on from what was read of them. Prefills are tried twice.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from typing import Any, Protocol
 from ..generation import Step
 from .line import Line
 from .pages import PagePool
-from .request import Committed, Request
+from .request import Committed, NotFiniteError, Request
 
 
 class Device(Protocol):
@@ -46,6 +50,12 @@ class Device(Protocol):
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """The pages of a request in the batch have changed."""
 
+    def clean(self, pages: Sequence[int]) -> None:
+        """Leave no NaN in pages that nobody holds."""
+
+    def check(self) -> None:
+        """Use the device once. Raises what it raises at every use once it has failed."""
+
     def decode(self, requests: Sequence[Request], block: int) -> Any:
         """Launch one step of rows 0..len(requests) - 1; returns its pending result."""
 
@@ -53,6 +63,8 @@ class Device(Protocol):
         """Wait for a result: what every row it was launched for got."""
 
 
+log = logging.getLogger(__name__)
+IN_VAIN = 8  # faults behind one another, with nothing read between them, that are not yet everybody's end
 OVERTAKEN = 16  # younger requests that may start before one that found no pages; then it is waited for
 
 
@@ -101,6 +113,10 @@ class Scheduler:
         self._without_pages: list[Request] = []  # that wait though they were next
         self._prefix_cache, self._report = prefix_cache, report
         self._launches: deque[_Launch] = deque()
+        self._block = 1  # of the newest step
+        self._in_vain = 0  # faults since a result was read
+        self._news: deque[tuple[Request, Step | None]] = deque()  # to be reported
+        self._raised: Exception | None = None  # by a report
 
     @property
     def idle(self) -> bool:
@@ -120,9 +136,12 @@ class Scheduler:
         if request.cancelled or request.finished:
             return
         request.cancelled = True
-        if request.place is not None:  # else it was never queued
-            self._drop(request)
-            self._end(request)
+        if request.place is None:  # it was never queued
+            return
+        try:
+            self._take(request)
+        except Exception as error:
+            self._recover(error)
 
     def abandon(self) -> None:
         """Discard everything without a word to the device, which is broken."""
@@ -131,19 +150,29 @@ class Scheduler:
         self.waiting = Line()
         self.running.clear()
         self._launches.clear()
+        self._news.clear()
         self._without_pages.clear()
 
     def advance(self) -> None:
-        """One turn of the loop."""
+        """One turn of the loop. Raises what the device raises once it has failed, and what a report raises."""
+        try:
+            self._advance()
+        except Exception as error:
+            self._recover(error)
+        if (raised := self._raised) is not None:
+            self._raised = None
+            raise raised
+
+    def _advance(self) -> None:
         self._compute_prompts()
         # what a grammar allows next depends on what was committed
         depth = 0 if any(request.matcher for request in self.running) else self._device.depth
         while self._launches and not depth:  # where a step is waited for, first tokens do not wait for it
-            self._read(self._launches.popleft())
+            self._read()
         decoding = self._decode()
         # results are read late, but not later than the next result of those who wait for nothing else
         while self._launches and (len(self._launches) > depth or not decoding):
-            decoding |= self._read(self._launches.popleft())
+            decoding |= self._read()
 
     # ---- prompts ---------------------------------------------------------------------------------------
 
@@ -173,7 +202,9 @@ class Scheduler:
                 if goes:
                     line.went(request)
             if goes:
-                left -= max(self._prefill(request), 1)
+                left -= max(self._try_prefill(request), 1)
+                while self._launches and not self._device.depth:  # where a step is waited for, so are first tokens
+                    self._read()
             else:
                 line.pass_over(request)
 
@@ -194,6 +225,19 @@ class Scheduler:
     def _next_chunk(self, request: Request) -> int:
         """Tokens that it computes next, at most: a prefix may be found yet."""
         return min(request.length - request.prefilled, self._cut)
+
+    def _try_prefill(self, request: Request) -> int:
+        """As `_prefill`, twice if need be; whoever raises both times ends."""
+        for last in (False, True):
+            try:
+                return self._prefill(request)
+            except Exception as error:
+                log.error("the prompt of request %s failed", request.name or "without a name", exc_info=error)
+                self._device.check()
+                self._device.remove(len(self.running))  # it may have got its row
+                if last:
+                    self._fail(request, error)
+        return 0
 
     def _prefill(self, request: Request) -> int:
         """Compute the next chunk of a prompt; how many tokens it had.
@@ -217,16 +261,14 @@ class Scheduler:
         return len(chunk)
 
     def _begin_answer(self, request: Request, ids: list[int]) -> None:
+        pending = self._device.add(len(self.running), request)
         if self._prefix_cache:
             self._pool.publish(ids, request.pages)
         self.waiting.leave(request)
         request.row = len(self.running)
         self.running.append(request)
-        pending = self._device.add(request.row, request)
         if pending is not None:
             self._launches.append(_Launch(pending, [(request, request.epoch)], 0))
-        while self._launches and not self._device.depth:  # where a step is waited for, first tokens wait for nobody
-            self._read(self._launches.popleft())
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its pages, if there are enough for its prompt and a step.
@@ -268,7 +310,11 @@ class Scheduler:
     def _decode(self) -> bool:
         if all(request.surely_ends for request in self.running):
             return False
-        block = self.choose_block(self.running)
+        return self._launch(self.choose_block(self.running))
+
+    def _launch(self, block: int) -> bool:
+        """A step of those who run; False if for want of pages there is none left."""
+        self._block = block
         for request in list(self.running):
             if request.row is not None:  # it did not give way to one of those before
                 self._reserve(request, block)
@@ -300,62 +346,164 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a request's pages; it is computed again, from the tokens known so far, when there is room."""
-        self._drop(request)
-        self.waiting.add(request)
-        self.preemptions += 1
+        try:
+            self._take(request)
+        finally:
+            self.waiting.add(request)
+            self.preemptions += 1
 
     # ---- results ---------------------------------------------------------------------------------------
 
-    def _read(self, launch: _Launch) -> bool:
-        """Whether any request got something."""
-        results = []
-        ended = []
-        for (request, epoch), committed in zip(launch.requests, self._device.read(launch.pending), strict=True):
-            if request.epoch != epoch:
-                continue  # finished, cancelled or preempted since
-            step = None
-            if launch.block == 0:
-                request.add_first(committed)
+    def _read(self) -> bool:
+        """Read the oldest result; whether any request got something."""
+        found = self._device.read(self._launches[0].pending)
+        launch = self._launches.popleft()
+        leaving, got = [], False
+        for (request, epoch), committed in zip(launch.requests, found, strict=True):
+            if request.epoch != epoch or request.finished:
+                continue  # cancelled, preempted or finished since
+            request.spoilt |= committed.spoils
+            if committed.finite:
+                request.again = False
+                step = self._add(request, launch.block, committed)
+                self.waiting.charge(request, answer=len(committed.tokens))
             else:
-                request.blocks_in_flight.pop(0)
-                step = request.add_step(launch.block, committed)
-            self.waiting.charge(request, answer=len(committed.tokens))
-            if request.finished:
-                ended.append(request)
-            results.append((request, step))
-        self._drop(*ended)
-        for request in ended:
-            self._end(request)
-        for request, step in results:  # a report may raise, and then nothing may be half read
-            self._report(request, step)
-        return bool(results)
-
-    def _drop(self, *requests: Request) -> None:
-        """Take rows and pages; what is in flight for them is void."""
+                step = None
+                request.epoch += 1  # what stands behind that is void
+                request.error = NotFiniteError() if request.again else None
+                log.error("NaN or infinity was computed for request %s", request.name or "without a name")
+            got = True
+            if request.finished or not committed.finite:
+                leaving.append(request)
+            if committed.finite or request.error:
+                self._news.append((request, step))
         # from the last row down: the row that moves up is of a request that stays
-        for request in sorted(requests, key=lambda request: request.row or 0, reverse=True):
-            self._take(request)
+        for request in sorted(leaving, key=lambda request: request.row or 0, reverse=True):
+            if request.finished:
+                self._take(request)
+            else:
+                request.again = True
+                self._preempt(request)
+        self._tell()
+        self._in_vain = 0
+        return got
 
-    def _end(self, request: Request) -> None:
-        self.waiting.leave(request, ended=True)
-        if request in self._without_pages:
-            self._without_pages.remove(request)
+    def _tell(self) -> None:
+        """Report what is new. What a report raises is raised at the end of the turn: nothing may be half done."""
+        while self._news:
+            request, step = self._news.popleft()
+            try:
+                if not request.cancelled:
+                    self._report(request, step)
+            except Exception as error:
+                self._raised = self._raised or error
+
+    def _add(self, request: Request, block: int, committed: Committed) -> Step | None:
+        try:
+            if block == 0:
+                request.add_first(committed)
+                return None
+            request.blocks_in_flight.pop(0)
+            return request.add_step(block, committed)
+        except Exception as error:
+            log.error("the answer of request %s cannot go on", request.name or "without a name", exc_info=error)
+            request.error, request.spoilt = error, True
+            return None
 
     def _take(self, request: Request) -> None:
+        """Take row and pages, and the place in line of one that has ended; what is in flight for it is void."""
         written = request.length if request.row is not None else request.prefilled
-        self.waiting.leave(request)
-        if request.row is not None:
-            last = len(self.running) - 1
-            if request.row != last:
-                moved = self.running[last]
-                self._device.move(last, request.row)
-                self.running[request.row], moved.row = moved, request.row
-            self.running.pop()
-            self._device.remove(last)
-        if self._prefix_cache and request.pages:
-            self._pool.publish((request.prompt_ids + request.tokens)[:written], request.pages)
-        self._pool.release(request.pages)
-        request.pages, request.prefilled, request.row = [], 0, None
+        ended = request.finished or request.cancelled
+        self.waiting.leave(request, ended=ended)
+        if ended and request in self._without_pages:
+            self._without_pages.remove(request)
+        spoilt, row, pages = request.spoilt, request.row, request.pages
+        request.pages, request.prefilled, request.row, request.spoilt = [], 0, None, False
         request.scored = []
         request.blocks_in_flight.clear()
         request.epoch += 1
+        if spoilt:
+            self._pool.forget(pages)
+        elif self._prefix_cache and pages:
+            self._pool.publish((request.prompt_ids + request.tokens)[:written], pages)
+        free = self._pool.release(pages)
+        # the device comes last: where it raises, all is known that was done
+        if row is not None:
+            moved = self.running.pop()
+            if moved is not request:
+                self.running[row], moved.row = moved, row
+                self._device.move(len(self.running), row)
+            self._device.remove(len(self.running))
+        if spoilt and free:
+            self._device.clean(free)
+
+    # ---- what fails ------------------------------------------------------------------------------------
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """It ends with an error; what it wrote is not for others."""
+        request.error, request.spoilt = error, True
+        self._news.append((request, None))
+        self._take(request)
+        self._tell()
+
+    def _recover(self, error: Exception) -> None:
+        """Find who made a step fail, and go on without. Raises the error where that has not helped."""
+        log.error("a step failed; its requests are computed one by one", exc_info=error)
+        self._tell()
+        self._device.check()
+        self._in_vain += 1
+        if self._in_vain > IN_VAIN:
+            raise error
+        lost = False  # what stands behind a step that cannot be read is not known
+        while self._launches:
+            launch = self._launches[0]
+            if not (lost and launch.block):
+                try:
+                    self._read()
+                    continue
+                except Exception as again:
+                    log.error("a result could not be read", exc_info=again)
+                    lost = lost or launch.block > 0
+                    request, epoch = launch.requests[0]
+                    if launch.block == 0 and request.epoch == epoch:
+                        self._fail(request, again)
+            if self._launches and self._launches[0] is launch:
+                self._launches.popleft()
+        running, self.running = self.running, []
+        for row in range(self._max_num_seqs):
+            self._device.remove(row)
+        for request in running:
+            request.row = None
+            request.epoch += 1
+            request.blocks_in_flight.clear()
+        sound = []
+        for request in running:
+            if request.finished or request.cancelled:
+                self._take(request)
+                continue
+            if not request.tokens:
+                self._preempt(request)
+                continue
+            try:
+                self._step_alone(request)
+            except Exception as again:
+                log.error("request %s failed alone", request.name or "without a name", exc_info=again)
+                self._device.check()
+                self._launches.clear()
+                self._fail(request, again)
+            if request.row is not None:
+                self._device.remove(0)
+                request.row = None
+                sound.append(request)
+            self.running = []
+        for request in sound:
+            request.row = len(self.running)
+            self.running.append(request)
+            self._device.add(request.row, request)
+
+    def _step_alone(self, request: Request) -> None:
+        request.row, self.running = 0, [request]
+        self._device.add(0, request)
+        self._launch(self._block)
+        while self._launches:
+            self._read()

@@ -27,6 +27,7 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     params: SamplingParams
     key: str = ""  # whose requests they are: turns are fair over keys
     priority: int = 0  # lower is earlier
+    name: str = ""  # for the log
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

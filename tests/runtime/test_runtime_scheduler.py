@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit import SamplingParams
+from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime.pages import PagePool
-from dflash_toolkit.runtime.request import Committed, Request
+from dflash_toolkit.runtime.request import Committed, NotFiniteError, Request
 from dflash_toolkit.runtime.scheduler import Scheduler
 
 SIZE, BLOCK = 4, 8
@@ -114,6 +115,84 @@ class TableDevice:
     def read(self, pending: Any) -> Any:
         return pending
 
+    def clean(self, pages: Sequence[int]) -> None:
+        assert not any({*pages} & {*row.pages} for row in self.rows.values())
+
+    def check(self) -> None:
+        pass
+
+
+IN_PREFILL, IN_DECODE, NAN = 97, 98, 99  # tokens that make a prefill raise, a step, and that are NaN
+CALM = 60  # calls after a fault by chance that go well: it strikes once
+
+
+class FaultyDevice(TableDevice):
+    """Raises for some tokens, and now and then by chance, before or after the work; computes NaN likewise."""
+
+    def __init__(self, depth: int, dice: random.Random) -> None:
+        super().__init__(depth, dice)
+        self.faults, self._calm = 0, CALM
+        self.nan: set[tuple[int, int]] = set()  # slots
+        self.struck: set[Request] = set()  # by a NaN of chance
+
+    def _strike(self, name: str, run: Any, *always: bool) -> Any:
+        self._calm -= 1
+        by_chance = self._calm < 0 and self._dice.random() < 0.05
+        if not by_chance and not any(always):
+            return run()
+        self._calm = CALM
+        self.faults += by_chance
+        if self._dice.random() < 0.5:
+            run()
+        raise RuntimeError(f"{name} {'by chance' if by_chance else 'always'}")
+
+    def _write(self, pages: Sequence[int], position: int, token: int) -> None:
+        super()._write(pages, position, token)
+        slot = pages[position // SIZE], position % SIZE
+        (self.nan.add if token == NAN else self.nan.discard)(slot)
+
+    def _finite(self, pages: Sequence[int], length: int) -> bool:
+        return not any((pages[p // SIZE], p % SIZE) in self.nan for p in range(length))
+
+    def prefill(self, ids: Sequence[int], *rest: Any) -> Any:
+        return self._strike("prefill", lambda: super(FaultyDevice, self).prefill(ids, *rest), IN_PREFILL in ids)
+
+    def add(self, row: int, request: Request) -> Any:
+        found = self._strike("add", lambda: super(FaultyDevice, self).add(row, request))
+        if found and not self._finite(request.pages, len(request.prompt_ids)):
+            return [replace(found[0], finite=False, spoils=True)]
+        return found
+
+    def decode(self, requests: Sequence[Request], block: int) -> Any:
+        def run() -> Any:
+            found = super(FaultyDevice, self).decode(requests, block)
+            for i, request in enumerate(requests):
+                row = self.rows[i]
+                if request not in self.struck and self._dice.random() < 0.005:
+                    self.struck.add(request)
+                    self.nan.add((row.pages[(row.length - 1) // SIZE], (row.length - 1) % SIZE))
+                if not self._finite(row.pages, row.length):
+                    found[i] = replace(found[i], finite=False, spoils=True)
+            return found
+
+        return self._strike("decode", run, any(IN_DECODE in request.prompt_ids for request in requests))
+
+    def read(self, pending: Any) -> Any:
+        return self._strike("read", lambda: pending)
+
+    def move(self, *rows: int) -> None:
+        self._strike("move", lambda: super(FaultyDevice, self).move(*rows))
+
+    def remove(self, row: int) -> None:
+        self._strike("remove", lambda: super(FaultyDevice, self).remove(row))
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self._strike("set_pages", lambda: super(FaultyDevice, self).set_pages(row, pages))
+
+    def clean(self, pages: Sequence[int]) -> None:
+        super().clean(pages)
+        self.nan = {slot for slot in self.nan if slot[0] not in pages}
+
 
 def request_of(prompt: list[int], limit: int, *report: Any) -> Request:
     return Request(prompt, SamplingParams(max_tokens=limit), frozenset(), limit, *report)
@@ -162,21 +241,35 @@ def test_ten_thousand_random_events_lose_no_page_and_no_token(
     check_events(depth, seed, max_num_seqs, pages)
 
 
-def test_such_events_preempt_and_cancel_and_find_prefixes() -> None:
+def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail() -> None:
     counts = [check_events(1, seed, 5, 30) for seed in range(4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
 
 
-def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[int, int, int]:
-    """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were."""
+def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
+    """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were, and how
+    many faults, NaN by chance, and requests that ended with each kind of error."""
     dice = random.Random(seed)
     pool = PagePool(pages, SIZE)
     done: list[Request] = []
+    told: dict[Request, list[int]] = {}
+
+    def report(request: Request, step: Step | None) -> None:
+        if request.error is None:
+            told.setdefault(request, []).extend(request.tokens if step is None else step.tokens)
+            assert told[request] == request.tokens, "told once, as it comes"
+        if request.finished:
+            done.append(request)
+
+    device = FaultyDevice(depth, dice)
     scheduler = scheduled(
-        TableDevice(depth, dice), pool=pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=7,
+        device,
+        pool=pool,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=7,
         prefix_cache=dice.random() < 0.8,
-        report=lambda request, step: done.append(request) if request.finished else None,
-    )  # fmt: skip
+        report=report,
+    )
     scheduler.choose_block = lambda requests: dice.choice([1, 2, BLOCK])
     shared = [dice.randrange(97) for _ in range(40)]
     alive: list[Request] = []
@@ -185,7 +278,9 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
         action = dice.random()
         if action < 0.25 and event < 250:
             prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
-            count = dice.randrange(1, 30)
+            if dice.random() < 0.15:
+                prompt.insert(dice.randrange(len(prompt)), dice.choice([IN_PREFILL, IN_DECODE, NAN]))
+            count = dice.randrange(2, 30)
             request = request_of(prompt, count)
             request.params = replace(request.params, prompt_logprobs=dice.choice([None, 0]))
             request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
@@ -203,13 +298,20 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
     pool.check()
     assert pool.available == pool.capacity
     assert not scheduler.waiting._keys and all(request.place is None for request in alive), "the line is empty"
-    assert len(done) == len(alive) - cancelled
+    assert len(done) == len(set(done)) == len(alive) - cancelled
+    failed = [0, 0, 0]
     for request in done:
+        if wrong := {*request.prompt_ids} & {IN_PREFILL, IN_DECODE, NAN}:
+            failed[wrong.pop() - IN_PREFILL] += 1
+            assert isinstance(request.error, NotFiniteError) if NAN in request.prompt_ids else request.error
+            continue
+        assert request.error is None
         assert request.tokens == truth(request.prompt_ids, request.limit)
         assert sum(len(step.tokens) for step in request.generation.steps) == request.limit - 1
         scored = None if request.params.prompt_logprobs is None else list(enumerate(request.prompt_ids))[1:]
         assert request.generation.prompt_logprobs == scored
-    return scheduler.preemptions, cancelled, sum(request.cached_tokens > 0 for request in done)
+    cached = sum(request.cached_tokens > 0 for request in done)
+    return scheduler.preemptions, cancelled, cached, device.faults, len(device.struck), *failed
 
 
 def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:

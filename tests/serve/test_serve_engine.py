@@ -5,7 +5,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from dflash_toolkit.runtime import (
     SyntheticAcceptance,
     load_engine,
 )
+from dflash_toolkit.runtime.client import RequestFailedError
 from serve.app import EventResponse, create_app
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -144,6 +145,36 @@ def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
     wait_until(lambda: client.get("/health").status_code != 200)
     assert client.get("/health").status_code == 503
     assert client.post("/v1/completions", json=body).json()["error"]["code"] == "engine_failed"
+
+
+def test_a_request_that_makes_steps_fail_ends_alone_and_the_log_says_which(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(target, drafter)
+    real = engine.engine.runner.decode
+
+    def decode(requests: Sequence[Any], block: int) -> Any:
+        if any(request.prompt_ids == [7, 7] for request in requests):
+            raise RuntimeError("secret details")
+        return real(requests, block)
+
+    monkeypatch.setattr(engine.engine.runner, "decode", decode)
+
+    async def play() -> list[Any]:
+        asked = [told(ask(engine, prompt)) for prompt in ([1], [7, 7], [2, 3])]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, failed, last = asyncio.run(play())
+    assert isinstance(failed, RequestFailedError)
+    for found, prompt in ((first, [1]), (last, [2, 3])):
+        tokens = [token for progress in found for token in progress.tokens]
+        assert tokens == generate(target, drafter, prompt, LONG).tokens
+    client = TestClient(create_app(engine, "m"))
+    body = {"model": "m", "prompt": [7, 7], "max_tokens": 9, "ignore_eos": True}
+    reply = client.post("/v1/completions", json=body, headers={"x-request-id": "that-one"})
+    assert reply.status_code == 500 and reply.json()["error"]["code"] == "request_failed"
+    assert "secret" not in reply.text and "request that-one failed" in caplog.text and "secret details" in caplog.text
+    assert client.get("/health").status_code == 200
 
 
 def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -> None:

@@ -1,0 +1,168 @@
+"""A request that makes steps fail, or computes NaN, ends alone; the others write what they write alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import make_drafter, make_target
+from test_runtime_engine import make_engine, prompts_of
+
+from dflash_toolkit import Drafter, SamplingParams, Target, generate
+from dflash_toolkit.runtime import Engine, Request
+from dflash_toolkit.runtime.request import Committed, NotFiniteError
+
+BAD = 298  # a token that no sound prompt holds, nor the drafter as its mask
+LONG = SamplingParams(max_new_tokens=12, ignore_eos=True)
+WAYS = [
+    LONG,
+    SamplingParams(max_new_tokens=10, temperature=0.9, seed=3, ignore_eos=True),
+    SamplingParams(max_new_tokens=10, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Target, Drafter]:
+    """With a head of its own: the NaN of an embedding is not in every logit."""
+    target = make_target("qwen2", tied=False, limit=512)
+    return target, make_drafter(target)
+
+
+def run(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Request]:
+    requests = [engine.submit(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    while engine.step():
+        pass
+    engine.pool.check()
+    assert engine.pool.available == engine.pool.capacity and not engine.runner.state.active.any()
+    return requests
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams], list[int]]:
+    """Prompts with a prefix in common, two of which hold the bad token, and the numbers of those two."""
+    prefix, *tails = prompts_of(24, 5, 9, 1, 14, 3)
+    prompts = [prefix + tail for tail in tails]
+    for bad in (1, 3):
+        prompts[bad].insert(20 + bad, BAD)
+    return prompts, [WAYS[i % 3] for i in range(5)], [1, 3]
+
+
+def check(models: tuple[Target, Drafter], requests: Sequence[Request], bad: Sequence[int]) -> None:
+    for i, request in enumerate(requests):
+        if i not in bad:
+            assert request.error is None
+            assert request.tokens == generate(*models, request.prompt_ids, request.params).tokens
+
+
+@pytest.mark.parametrize("place", ["prefill", "add", "decode"])
+def test_whoever_makes_the_device_raise_ends_alone(
+    models: tuple[Target, Drafter], place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(*models, max_num_seqs=4)
+    runner = engine.runner
+    real = getattr(runner, place)
+
+    def raising(first: Any, *rest: Any) -> Any:
+        found = real(first, *rest)  # what was done before it raised must not be seen
+        asked = [first] if place == "prefill" else [r.prompt_ids for r in (first if place == "decode" else rest)
+                                                    if isinstance(r, Request)]  # fmt: skip
+        if any(BAD in ids for ids in asked):
+            raise RuntimeError("a kernel's own")
+        return found
+
+    setattr(runner, place, raising)
+    prompts, params, bad = mixed()
+    requests = run(engine, prompts, params)
+    check(models, requests, bad)
+    assert [str(requests[i].error) for i in bad] == ["a kernel's own"] * 2
+    assert "a kernel's own" in caplog.text and "Traceback" in caplog.text
+    setattr(runner, place, real)
+    (again,) = run(engine, [prompts[1]], [LONG])
+    check(models, [again], [])
+    assert again.cached_tokens <= 20, "what it had written is not for others"
+    with pytest.raises(RuntimeError, match="its own"):
+        runner.check = lambda: (_ for _ in ()).throw(RuntimeError("its own"))
+        setattr(runner, place, raising)
+        run(engine, [[BAD, *prompts[1]]], [LONG])
+
+
+@pytest.mark.parametrize("place", ["prefill", "add", "decode", "read", "set_pages", "move", "remove"])
+def test_a_fault_that_does_not_come_again_ends_nobody(models: tuple[Target, Drafter], place: str) -> None:
+    engine = make_engine(*models, max_num_seqs=4)
+    real, calls = getattr(engine.runner, place), 0
+
+    def raising(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("once")
+        return real(*args)
+
+    setattr(engine.runner, place, raising)
+    requests = run(engine, prompts_of(30, 12, 9, 20, 5), [WAYS[i % 3] for i in range(5)])
+    check(models, requests, [])
+    assert calls >= 3
+
+
+def test_a_fault_of_many_together_leaves_them_to_go_on_alone(models: tuple[Target, Drafter]) -> None:
+    engine = make_engine(*models)
+    real = engine.runner.decode
+
+    def raising(requests: Sequence[Request], block: int) -> Any:
+        if len(requests) > 1:
+            raise RuntimeError("too many")
+        return real(requests, block)
+
+    engine.runner.decode = raising  # type: ignore[method-assign]
+    check(models, run(engine, prompts_of(9, 12, 5), [LONG] * 3), [])
+
+
+def test_whoever_computes_nan_ends_alone_and_leaves_none(
+    models: tuple[Target, Drafter], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(*models, max_num_seqs=4)
+    prompts, params, bad = mixed()
+    engine.runner.target.embedding[BAD] = math.nan
+    requests = run(engine, prompts * 2, params * 2)
+    check(models, requests, [*bad, *(5 + i for i in bad)])
+    for i in (*bad, *(5 + i for i in bad)):
+        assert isinstance(requests[i].error, NotFiniteError) and not requests[i].tokens
+    assert "NaN or infinity" in caplog.text
+    for stack in (engine.runner.verifier.stack, engine.runner.proposer.stack):
+        assert stack.cache[:, :, engine.runner.page_size :].isfinite().all(), "pages are clean for who comes next"
+    check(models, run(engine, prompts[::2], params[::2]), [])
+    engine.runner.target.embedding[BAD] = 0.0
+
+
+def test_nan_that_does_not_come_again_ends_nobody(models: tuple[Target, Drafter]) -> None:
+    """In the keys and values of one row, which others have a part of."""
+    engine = make_engine(*models)
+    prefix, *tails = prompts_of(12, 5, 9, 4)
+    requests = [engine.submit(prefix + tail, each) for tail, each in zip(tails, WAYS, strict=True)]
+    for _ in range(9):
+        engine.step()
+    engine.runner.verifier.stack.cache[0, 1, engine.runner.page_size * requests[0].pages[1]] = math.inf
+    while engine.step():
+        pass
+    check(models, requests, [])
+    assert engine.stats.preemptions and engine.pool.available == engine.pool.capacity
+    assert engine.runner.verifier.stack.cache.isfinite().all()
+
+
+def test_nan_in_a_rejected_draft_is_cleaned_away(models: tuple[Target, Drafter]) -> None:
+    """It stands behind the answer, where a kernel may multiply it by zero."""
+    engine = make_engine(*models)
+    real, cache, spoilt = engine.runner.read, engine.runner.verifier.stack.cache, []
+
+    def read(pending: Any) -> list[Committed]:
+        found = real(pending)
+        for row, request in enumerate(engine.scheduler.running):
+            if len(request.tokens) == 7 and request.pages[-1] not in spoilt:
+                spoilt.append(request.pages[-1])
+                cache[:, :, engine.runner.page_size * request.pages[-1] + 3] = math.nan
+                found[row] = replace(found[row], spoils=True)
+        return found
+
+    engine.runner.read = read  # type: ignore[method-assign]
+    check(models, run(engine, prompts_of(9, 15), [LONG] * 2), [])
+    assert spoilt and cache.isfinite().all() and not engine.stats.preemptions
