@@ -14,11 +14,11 @@ from dflash_toolkit.runtime import Engine, Request
 from dflash_toolkit.runtime.request import Committed, NotFiniteError
 
 BAD = 298  # a token that no sound prompt holds, nor the drafter as its mask
-LONG = SamplingParams(max_new_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 WAYS = [
     LONG,
-    SamplingParams(max_new_tokens=10, temperature=0.9, seed=3, ignore_eos=True),
-    SamplingParams(max_new_tokens=10, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=10, temperature=0.9, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=10, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
 ]
 
 
