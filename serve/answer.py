@@ -71,6 +71,7 @@ class Answer:
         least: tokens that it has before a stop string can end it.
         ids: pieces have their tokens.
         trace: what became of each draft is kept.
+        stop_ids: tokens that the request asks to end the answer.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Answer:
         least: int = 0,
         ids: bool = False,
         trace: bool = False,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self._follow, self._prompt_alone = follow, prompt_alone
         self._include_stop, self._least, self._ids = include_stop, least, ids
@@ -100,7 +102,7 @@ class Answer:
         self.cached_tokens = 0  # of the prompt
         self.reasoning_tokens = 0  # up to the mark that ends the reasoning, included
         self.drafts: list[tuple[int, int]] = []  # tokens proposed and taken, if that is kept
-        self._trace = trace
+        self._trace, self._stop_ids = trace, stop_ids
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, before, shown)
@@ -113,6 +115,13 @@ class Answer:
         """`finish_reason` as clients know it; an answer that was cut says so though it has tool calls."""
         called = self._parser is not None and self._parser.called
         return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What of the request ended it: a stop string or a stop token. As vLLM has it."""
+        if self.finish_reason != "stop" or self._scanner.stopped:
+            return self._scanner.found
+        return self.tokens[-1] if self.tokens[-1] in self._stop_ids else None
 
     def add(self, progress: Progress) -> Piece:
         """What may be sent now; sets `finish_reason` when it is the last."""

@@ -380,6 +380,7 @@ class _Service:
                 body.min_tokens or 0,
                 bool(body.return_token_ids),
                 self._draft_metrics != "none" and len(asked) == 1,
+                body.stop_token_ids or (),
             )
             for i, (one, parser) in enumerate(zip_longest(asked, parse))
         ]
@@ -396,6 +397,7 @@ class _Service:
             found |= self._beside_usage(answers, replies)
             for choice, answer, one in zip(found.get("choices", ()), answers, asked, strict=False):
                 ids, scores = one.prompt_ids, answer.prompt_logprobs
+                choice["stop_reason"] = answer.stop_reason
                 if body.prompt_logprobs is not None and scores is not None:
                     where = choice if replies.kind == "text" else found
                     where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
@@ -458,6 +460,8 @@ class _Service:
                 async for index, piece in pieces:
                     if piece is None:
                         chunks = replies.ended(index, answers[index].reason)
+                        if isinstance(replies, Replies):
+                            chunks[0]["choices"][0]["stop_reason"] = answers[index].stop_reason
                     else:
                         long = piece.echo is not None and piece.echo.logprobs is not None
                         make = functools.partial(replies.piece, index, piece)

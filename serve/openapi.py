@@ -140,6 +140,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] = []
+    stop_reason: str | int | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -179,6 +180,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: list[int] = []
+    stop_reason: str | int | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -200,6 +202,7 @@ class TextChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None  # null in the chunks before the last
     token_ids: list[int] = []
     prompt_token_ids: list[int] = []
+    stop_reason: str | int | None = None
 
 
 class Completion(BaseModel):

@@ -135,10 +135,14 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self.stops, self._include = tuple(stops), include
-        self.stopped = False
+        self.found: str | None = None  # the stop string
         self._borders = [_borders(stop) for stop in self.stops]
         self._matched = [0] * len(self.stops)  # characters of each that the text ends with
         self._held = ""  # may be the start of a stop string
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def add(self, piece: str, early: bool = False) -> str:
         """The text that is safe to send. After a stop string (`stopped`) there is none.
@@ -150,18 +154,18 @@ class StopScanner:
             return "" if self.stopped else piece
         text = self._held + piece
         for end, letter in enumerate(piece, len(self._held) + 1):
-            complete = 0
+            complete = ""
             for i, (stop, borders) in enumerate(zip(self.stops, self._borders, strict=True)):
                 matched = self._matched[i]
                 while matched and stop[matched] != letter:
                     matched = borders[matched - 1]
                 self._matched[i] = matched = matched + (stop[matched] == letter)
                 if matched == len(stop):
-                    complete = max(complete, matched)
+                    complete = max(complete, stop, key=len)
                     self._matched[i] = borders[-1]
             if complete and not early:
-                self.stopped, self._held = True, ""
-                return text[: end - (0 if self._include else complete)]
+                self.found, self._held = complete, ""
+                return text[: end - (0 if self._include else len(complete))]
         keep = 0 if self._include else max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

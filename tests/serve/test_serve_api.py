@@ -288,6 +288,8 @@ def test_a_stop_string_can_be_kept_and_can_come_too_early(client: OpenAI) -> Non
     whole = complete(client, temperature=0).choices[0].text
     stop = whole[9:12]
     end = whole.find(stop) + len(stop)
+    *_, last = complete(client, temperature=0, stop=[stop, "never"], stream=True)
+    assert last.choices[0].stop_reason == stop
     extra: dict[str, Any] = {"include_stop_str_in_output": True}
     kept = complete(client, temperature=0, stop=stop, extra_body=extra)
     assert kept.choices[0].text == whole[:end] and kept.choices[0].finish_reason == "stop"
@@ -301,10 +303,12 @@ def test_an_answer_has_as_many_tokens_as_it_must(client: OpenAI) -> None:
     every = list(range(0, 256, 2))
     for least in (0, 7, 30):
         extra = {"min_tokens": least, "stop_token_ids": every, "return_token_ids": True}
-        *before, last = complete(client, seed=4, extra_body=extra).choices[0].token_ids
+        choice = complete(client, seed=4, extra_body=extra).choices[0]
+        *before, last = choice.token_ids
+        assert choice.stop_reason == last
         assert len(before) >= least and last in every and not {*before[:least]} & {*every}
     endless = complete(client, max_tokens=9, extra_body=LONG | {"min_tokens": 9})  # benchmarks ask so
-    assert endless.usage.completion_tokens == 9
+    assert endless.usage.completion_tokens == 9 and endless.choices[0].stop_reason is None
     room = refusal(complete, client, prompt="a" * 500, max_tokens=None, extra_body={"min_tokens": 13})
     assert (room.status_code, room.param) == (400, "min_tokens")
     both = refusal(complete, client, extra_body={"min_tokens": 3, "regex": "a"})

@@ -158,6 +158,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(
         assert expected.startswith(sent), "part of a stop string was sent"
     assert sent + scanner.finish() == expected
     assert scanner.stopped == (first_stop(text, stops) != text)
+    assert first_stop(text, stops, include=True) == first_stop(text, stops) + (scanner.found or "")
 
 
 def test_text_is_held_back_no_longer_than_it_may_be_a_stop_string() -> None:
