@@ -174,7 +174,14 @@ class ReasoningOptions(_Strict):
 
 
 class EventOptions(_Strict):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+    @field_validator("include_obfuscation", mode="before", json_schema_input_type=Literal[False] | None)
+    @classmethod
+    def _plain(cls, wanted: Any) -> Any:
+        if wanted is True:
+            raise ValueError("is not supported; leave it out")
+        return wanted
 
 
 class ResponsesRequest(GenerationRequest):
