@@ -59,19 +59,23 @@ bench: $(READY)  ## time of a training step and of decoding on this machine's de
 
 # z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
 # vLLM and SGLang read the command lines of `dflash-serve --engine`: the packages without what computes, 400 MB
-# lm-eval measures a tiny target through the server
+# lm-eval measures a tiny target through the server; the other clients have an environment each, with our torch
 PEERS_SITE := .venv-peers/site
 LM_EVAL := .venv-peers/lm-eval
+CLIENTS := schemathesis==4.32.5 guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2
 PARSERS := vllm==0.33.0 sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal attrs cachetools cbor2 cloudpickle frozenlist \
     ipython llguidance multidict openai_harmony orjson partial_json_parser pillow propcache pybase64 pyzmq traitlets yarl
-test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (run `make demo` first); vLLM's and SGLang's parsers; lm-eval
+test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (run `make demo` first); vLLM's and SGLang's parsers; lm-eval; other clients
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
 	.venv-peers/bin/python -m pip install --quiet 'dflash[local]==0.1.0'
 	test -d $(PEERS_SITE)/sglang || $(BIN)/python -m pip install --quiet --no-deps --target $(PEERS_SITE) $(PARSERS)
 	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
 	$(LM_EVAL)/bin/python -m pip install --quiet 'lm_eval[api]==0.4.13' transformers==5.24.0
-	DFLASH_LM_EVAL=$(LM_EVAL)/bin/python \
+	for client in $(CLIENTS); do at=.venv-peers/clients/$${client%%==*}; test -x $$at/bin/python || $(PYTHON) -m venv $$at || exit 1; \
+	    $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $$at/lib/python3*/site-packages)/ours.pth; \
+	    $$at/bin/python -m pip install --quiet $$client || exit 1; done
+	DFLASH_LM_EVAL=$(LM_EVAL)/bin/python DFLASH_PEERS_CLIENTS=.venv-peers/clients \
 	DFLASH_PEERS_SITE=$(PEERS_SITE) DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
 
 clean:           ## remove what the commands above made

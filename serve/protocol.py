@@ -80,7 +80,9 @@ class Speculative(_Strict):
     """How a request is drafted for."""
 
     model_config = ConfigDict(extra="forbid")
-    num_speculative_tokens: int | None = Field(None, ge=0, le=0)  # 0 turns the drafter off; other lengths the server chooses
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=0
+    )  # 0 turns the drafter off; other lengths the server chooses
 
 
 class TextPart(_Strict):

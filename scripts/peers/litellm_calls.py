@@ -1,6 +1,6 @@
 """Asks a server through LiteLLM: a chat, the same streamed, a tool, a response. Prints what it read, as JSON.
 
-    .venv-peers/litellm/bin/python scripts/peers/litellm_calls.py URL MODEL
+.venv-peers/litellm/bin/python scripts/peers/litellm_calls.py URL MODEL
 """
 
 import json

@@ -1,0 +1,150 @@
+"""Other projects' clients against a tiny server: `make test-peers`.
+
+DFLASH_PEERS_CLIENTS is a folder with an environment for each of them; DFLASH_PEERS_SITE has vLLM, whose benchmark needs
+no device.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import make_drafter
+from paths import ROOT
+from test_serve_api import serving
+from test_serve_engine import make_engine
+from test_serve_tools import SAYS, make_reciting
+
+from dflash_toolkit import Target
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+KEY = "secret"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_reciting()
+
+
+@pytest.fixture(scope="module")
+def url(target: Target) -> Iterator[str]:
+    with serving(make_engine(target, make_drafter(target), max_model_len=512)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    target.tokenizer.save_pretrained(folder)
+    target.model.config.save_pretrained(folder)
+    return folder
+
+
+def run(*words: str, **env: str) -> str:
+    """What a program prints, which must end well."""
+    done = subprocess.run(words, env={**os.environ, **OFFLINE, **env}, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def program(client: str, name: str) -> str:
+    """A program of a client's environment."""
+    folder = os.environ.get("DFLASH_PEERS_CLIENTS")
+    if not folder:
+        pytest.skip("DFLASH_PEERS_CLIENTS is not set: run `make test-peers`")
+    return str(ROOT / folder / client / "bin" / name)
+
+
+def counted(url: str) -> dict[str, float]:
+    """What /metrics says of drafts."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    pairs = [line.rpartition(" ") for line in lines if line.startswith("vllm:spec_decode_num")]
+    return {name.partition("{")[0]: float(value) for name, _, value in pairs if "position" not in name}
+
+
+@pytest.mark.parametrize("keys", [[], [KEY]], ids=["open", "keys"])
+def test_schemathesis_finds_no_answer_that_is_not_described(target: Target, keys: list[str], tmp_path: Path) -> None:
+    """Nor a 5xx, nor a body that the description excludes and the server takes."""
+    schemathesis = program("schemathesis", "schemathesis")
+    header = ["-H", f"Authorization: Bearer {KEY}"] if keys else []
+    engine = make_engine(target, make_drafter(target), max_model_len=128)
+    with serving(engine, api_keys=keys) as url:
+        # what the description allows may still be refused: a prompt too long, a schema without a grammar
+        run(
+            schemathesis, "run", f"{url}/openapi.json", *header, "--checks", "all",
+            "--exclude-checks", "positive_data_acceptance", "--phases", "examples,coverage,fuzzing",
+            "--max-examples", "60", "--seed", "1", "--max-response-time", "60", "--continue-on-failure",
+            "--report-dir", str(tmp_path),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [
+        ("openai", "/v1/completions"),
+        ("openai-chat", "/v1/chat/completions"),
+        ("openai-responses", "/v1/responses"),
+    ],
+)
+def test_vllm_bench_serve_prints_the_acceptance(url: str, tokenizer: str, backend: str, path: str) -> None:
+    site = os.environ.get("DFLASH_PEERS_SITE")
+    if not site:
+        pytest.skip("DFLASH_PEERS_SITE is not set: run `make test-peers`")
+    before = counted(url)
+    said = run(
+        sys.executable, str(ROOT / "scripts/peers/vllm_bench.py"), "--backend", backend, "--base-url", url,
+        "--endpoint", path, "--model", "org/tiny", "--tokenizer", tokenizer, "--dataset-name", "random",
+        "--random-input-len", "20", "--random-output-len", "12", "--num-prompts", "6", "--max-concurrency", "3",
+        "--ignore-eos", "--disable-tqdm",
+        PYTHONPATH=str(ROOT / site),
+    )  # fmt: skip
+    found = {name.strip(): float(value) for name, value in re.findall(r"^([^:\n]+):\s+([\d.]+)\s*$", said, re.M)}
+    assert (found["Successful requests"], found["Failed requests"]) == (6, 0)
+    assert found["Total generated tokens"] == 72
+    brought = {name: value - before.get(name, 0) for name, value in counted(url).items()}
+    drafts, accepted = (brought[f"vllm:spec_decode_num_{name}_total"] for name in ("drafts", "accepted_tokens"))
+    assert (found["Drafts"], found["Accepted tokens"]) == (drafts, accepted) and drafts > 0
+    assert found["Acceptance length"] == pytest.approx(1 + accepted / drafts, abs=0.01)
+
+
+def test_aiperf_measures_and_reads_the_metrics(url: str, tokenizer: str, tmp_path: Path) -> None:
+    aiperf = program("aiperf", "aiperf")
+    run(
+        aiperf, "profile", "-m", "org/tiny", "--url", url, "--endpoint-type", "chat", "--streaming",
+        "--tokenizer", tokenizer, "--concurrency", "2", "--request-count", "6", "--isl", "20", "--osl", "10",
+        "--use-server-token-count", "--extra-inputs", "ignore_eos:true", "--output-artifact-dir", str(tmp_path),
+        HF_HUB_OFFLINE="",  # else it takes a folder for a name on the hub
+    )  # fmt: skip
+    found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert found["request_count"]["avg"] == 6 and found["output_sequence_length"]["avg"] == 10
+    assert not found.get("error_summary")
+    metrics = json.loads((tmp_path / "server_metrics_export.json").read_text())["metrics"]
+    assert {f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")} <= metrics.keys()
+
+
+def test_guidellm_measures(url: str, tokenizer: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run(
+        program("guidellm", "guidellm"), "run", "--disable-progress", "--profile", "kind=concurrent,streams=2",
+        "--backend", f"kind=openai_http,target={url},model=org/tiny", "--constraint", "kind=max_requests,count=6",
+        "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
+        "--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=10", "--output", f"kind=json,path={report}",
+    )  # fmt: skip
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals: dict[str, Any] = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (6, 0)
+    assert benchmark["metrics"]["output_token_count"]["successful"]["mean"] == 10
+
+
+def test_litellm_reads_chats_streams_calls_and_responses(url: str) -> None:
+    script = str(ROOT / "scripts/peers/litellm_calls.py")
+    found = json.loads(run(program("litellm", "python"), script, url, "org/tiny").splitlines()[-1])
+    assert found["chat"] == found["streamed"] == found["response"] == SAYS["a"]
+    assert found["calls"] == ["weather", "now"] and found["usage"] > 0
