@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 from conftest import make_drafter
 from fastapi.testclient import TestClient
@@ -175,6 +176,31 @@ def test_a_request_that_makes_steps_fail_ends_alone_and_the_log_says_which(
     assert reply.status_code == 500 and reply.json()["error"]["code"] == "request_failed"
     assert "secret" not in reply.text and "request that-one failed" in caplog.text and "secret details" in caplog.text
     assert client.get("/health").status_code == 200
+
+
+def test_a_step_that_does_not_return_is_seen_from_outside(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(target, None)
+    app = create_app(engine, "m")
+
+    async def play() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
+
+            async def statuses() -> list[int]:
+                return [(await client.get(path)).status_code for path in ("/health", "/ready")]
+
+            with gated(engine, 0) as gate:
+                asking = asyncio.ensure_future(told(ask(engine, [1])))
+                await asyncio.sleep(0)  # it asks
+                await asyncio.to_thread(gate.wait)
+                with monkeypatch.context() as patch:
+                    patch.setattr("serve.app.ENGINE_TIMEOUT_S", 0.05)
+                    hung = await statuses()
+                gate.open()
+                await asking
+                return hung + await statuses()
+
+    assert asyncio.run(asyncio.wait_for(play(), LATE_S)) == [503, 503, 200, 200]
 
 
 def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -> None:
