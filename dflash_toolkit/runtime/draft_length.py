@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from .request import Request
 from .runner import StepRunner, buckets_up_to
-from .timing import Times, median_seconds
+from .timing import Times, measured_times, seconds_of
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -73,11 +73,10 @@ def expected_tokens(rate: float, block: int) -> float:
 
 
 def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -> Times:
-    """Seconds of every (bucket, block), once, on an empty batch; captures the graphs on the way."""
-    times: Times = {}
-    for bucket in buckets_up_to(max_num_seqs):
-        for size in sizes:
-            step = runner.launcher(bucket, size)
-            step()
-            times[bucket, size] = median_seconds(step, runner.device, 5 if runner.device.type == "cuda" else 1)
-    return times
+    """Seconds of every (bucket, block), on an empty batch; captures the graphs on the way."""
+    on_gpu = runner.device.type == "cuda"
+    steps = {(bucket, size): runner.launcher(bucket, size) for bucket in buckets_up_to(max_num_seqs) for size in sizes}
+    for step in steps.values():
+        step()
+    samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
+    return measured_times(steps, lambda step: seconds_of(step, runner.device), samples, again_s)

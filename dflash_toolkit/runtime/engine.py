@@ -326,5 +326,5 @@ class Engine:
             drafter,
             self.options.draft_dtype,
         ]
-        times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs))
+        times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs), self.options.retune)
         return BlockChooser(sizes, times, runner.bucket)

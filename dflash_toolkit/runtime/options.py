@@ -77,6 +77,7 @@ class EngineOptions(DraftOptions):
     kv_cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory, for weights, caches and all")
     prefix_cache: bool = option(True, "keep the pages of prompts for those that begin alike")
+    retune: bool = option(False, "measure again how long steps take, instead of what an earlier start has kept")
     synthetic: SyntheticAcceptance | None = None
 
     def __post_init__(self) -> None:

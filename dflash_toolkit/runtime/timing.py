@@ -3,17 +3,21 @@
 import hashlib
 import importlib
 import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
 
 Times = dict[tuple[int, int], float]  # seconds of a step, by batch and block
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
-PASSES = [Path(__file__).with_name(f"{name}.py") for name in ("runner", "stack", "proposer", "verifier", "sampler")]
+OTHERS = ("runner", "stack", "proposer", "verifier", "sampler", "timing", "draft_length")
+PASSES = [Path(__file__).with_name(f"{name}.py") for name in OTHERS]  # and how they are measured
+NOISE = 1.02  # a step of more rows may have been faster by so much
+AGAIN = 3  # rounds in which times are measured again, at most
 
 
 def place_of(device: torch.device) -> tuple[str, ...]:
@@ -23,8 +27,13 @@ def place_of(device: torch.device) -> tuple[str, ...]:
     return torch.cuda.get_device_name(device), importlib.import_module("triton").__version__
 
 
-def cached_times(key: object, measure: Callable[[], Times]) -> Times:
-    """Times from the user's cache, or measured and put there. `key`: what they depend on besides the code."""
+def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) -> Times:
+    """Times from the user's cache, or measured and put there.
+
+    Args:
+        key: what they depend on besides the code.
+        anew: measure, whatever is there.
+    """
     written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
     for path in [*sorted(KERNELS.rglob("*.py")), *PASSES]:
         written.update(path.read_bytes())
@@ -34,6 +43,8 @@ def cached_times(key: object, measure: Callable[[], Times]) -> Times:
         return measure()
     path = root / "dflash-toolkit" / f"times-{digest}.json"
     try:
+        if anew:
+            raise FileNotFoundError
         return {(b, s): t for b, s, t in json.loads(path.read_text())["seconds"]}
     except (OSError, ValueError, KeyError, TypeError):
         times = measure()
@@ -49,19 +60,65 @@ def cached_times(key: object, measure: Callable[[], Times]) -> Times:
     return times
 
 
+def measured_times(
+    steps: Mapping[tuple[int, int], Callable[[], object]],
+    clock: Callable[[Callable[[], object]], float],
+    samples: int,
+    again_s: float,
+) -> Times:
+    """Median seconds of every step, whose samples take turns with those of the others: nothing else that runs for a
+    while is in one step's alone. Where a step of more rows was faster, both are measured again.
+
+    Args:
+        steps: what to run, by batch and block.
+        clock: the seconds of one run.
+        again_s: seconds that measuring again may take.
+    """
+
+    def sampled(shapes: Collection[tuple[int, int]], until: float) -> Times:
+        found: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+        for _ in range(samples):
+            if time.perf_counter() > until:
+                return {}
+            for shape in shapes:
+                found[shape].append(clock(steps[shape]))
+        return {shape: statistics.median(seconds) for shape, seconds in found.items()}
+
+    times = sampled(steps, math.inf)
+    until = time.perf_counter() + again_s
+    for _ in range(AGAIN):
+        if not (odd := out_of_order(times)):
+            break
+        times |= sampled(odd, until)
+    return times
+
+
+def out_of_order(times: Times) -> list[tuple[int, int]]:
+    """Shapes of which one has more rows than the next smaller and was faster."""
+    odd = set()
+    for shape in times:
+        for axis in (0, 1):
+            below = [s for s in times if s[1 - axis] == shape[1 - axis] and s[axis] < shape[axis]]
+            smaller = max(below, default=shape)
+            if times[smaller] > NOISE * times[shape]:
+                odd |= {smaller, shape}
+    return sorted(odd)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """On the device's clock where it has one."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `run`, on the device's clock where it has one."""
-    seconds = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    """Median time of `run`, see `seconds_of`."""
+    return statistics.median(seconds_of(run, device) for _ in range(repeats))

@@ -3,7 +3,9 @@
 import random
 import statistics
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,15 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import make_drafter, make_target
+from test_runtime_engine import make_engine, pair
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.runtime import EngineOptions, load_engine, timing
+from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.request import RollingAcceptance
-from dflash_toolkit.runtime.timing import cached_times
+from dflash_toolkit.runtime.timing import cached_times, measured_times
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 
@@ -200,6 +204,46 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cached_times(["a"], measure) and measure.call_count == 3
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no directory: nothing can be kept
     assert cached_times(["a"], measure) and measure.call_count == 4
+
+
+def test_times_are_measured_again_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measure = Mock(side_effect=lambda: {(1, 1): float(measure.call_count)})
+    found = [cached_times("key", measure, anew) for anew in (False, False, True, False)]
+    assert found == [{(1, 1): n} for n in (1.0, 1.0, 2.0, 2.0)], "and kept"
+    monkeypatch.setattr(engine_module, "measure_steps", lambda runner, sizes, rows: measure() and {})
+    for retune, calls in ((False, 3), (False, 3), (True, 4)):
+        make_engine(*pair(), num_speculative_tokens=None, retune=retune)
+        assert measure.call_count == calls
+
+
+def clocked(
+    times: dict[tuple[int, int], Iterator[float]],
+) -> tuple[dict[tuple[int, int], float], list[tuple[int, int]]]:
+    """What is measured where every shape's runs take these times, and the order of the runs."""
+    order: list[tuple[int, int]] = []
+
+    def step(shape: tuple[int, int]) -> Callable[[], float]:
+        return lambda: order.append(shape) or next(times[shape])  # type: ignore[func-returns-value]
+
+    found = measured_times({shape: step(shape) for shape in times}, lambda run: run(), 3, 60.0)  # type: ignore
+    return found, order
+
+
+def test_a_noisy_sample_decides_nothing() -> None:
+    one, two = (1, 1), (1, 8)
+    found, order = clocked({one: iter([9.0, 1.0, 1.1]), two: iter([2.0, 2.2, 0.1])})
+    assert found == {one: 1.1, two: 2.0} and order == [one, two] * 3, "in turns"
+
+
+def test_times_that_fall_where_there_is_more_to_do_are_measured_again() -> None:
+    sure, odd, large = repeat(1.0), chain([8.0] * 3, repeat(1.5)), repeat(2.0)
+    found, order = clocked({(1, 1): sure, (1, 4): odd, (1, 8): large, (2, 1): repeat(1.2)})
+    assert found == {(1, 1): 1.0, (1, 4): 1.5, (1, 8): 2.0, (2, 1): 1.2}
+    assert order[12:] == [(1, 4), (1, 8)] * 3, "those two alone, and once"
+    found, order = clocked({(1, 1): repeat(3.0), (2, 1): repeat(2.0), (4, 1): repeat(2.0)})
+    assert found[1, 1] == 3.0 and len(order) == 9 + 6 * timing.AGAIN, "it is so"
+    assert timing.out_of_order({(1, 1): 1.0, (2, 1): 0.99, (2, 4): 1.0, (1, 4): 1.01}) == [], "within the noise"
 
 
 def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
