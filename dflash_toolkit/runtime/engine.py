@@ -304,7 +304,9 @@ class Engine:
         choose, counts = self._choose_drafted(), self.stats.draft_lengths
 
         def chosen(requests: Sequence[Request]) -> int:
-            block = choose(requests) if all(request.params.drafting for request in requests) else 1
+            # whoever is computed once more gets no draft, which may hold the token that is NaN
+            drafts = all(request.params.drafting and not request.again for request in requests)
+            block = choose(requests) if drafts else 1
             counts[block - 1] = counts.get(block - 1, 0) + 1
             return block
 

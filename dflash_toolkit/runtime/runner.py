@@ -442,7 +442,8 @@ class StepRunner:
 
     def _of_finite(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Tokens [B, S], and -1 where the state [B, S, D] behind which one stands is not finite."""
-        norm = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)  # one kernel, and NaN stays NaN
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(hidden, dim=-1, dtype=wide)  # one kernel, and NaN stays NaN
         return torch.where(norm < math.inf, tokens, self._none)
 
     # ---- host and device -----------------------------------------------------------------------------------

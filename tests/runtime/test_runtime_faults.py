@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from conftest import make_drafter, make_target
 from test_runtime_engine import make_engine, prompts_of
+from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.runtime import Engine, Request
+from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Committed, NotFiniteError
 
 BAD = 298  # a token that no sound prompt holds, nor the drafter as its mask
@@ -147,6 +149,23 @@ def test_nan_that_does_not_come_again_ends_nobody(models: tuple[Target, Drafter]
     check(models, requests, [])
     assert engine.stats.preemptions and engine.pool.available == engine.pool.capacity
     assert engine.runner.verifier.stack.cache.isfinite().all()
+
+
+def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter]) -> None:
+    """It makes all of its block NaN, of which nothing is taken; then there is a step without."""
+    engine = make_engine(*models)
+    engine.runner.target.embedding[BAD] = math.nan
+    drafts = 0
+
+    def propose(last: Tensor, rows: Any, block: int) -> Draft:
+        nonlocal drafts
+        drafts += 1
+        return Draft(last.new_full((len(last), block - 1), BAD))
+
+    engine.runner.proposer.propose = propose  # type: ignore[method-assign]
+    check(models, run(engine, prompts_of(9, 15), [replace(LONG, max_tokens=5)] * 2), [])
+    engine.runner.target.embedding[BAD] = 0.0
+    assert drafts > 1
 
 
 def test_nan_in_a_rejected_draft_is_cleaned_away(models: tuple[Target, Drafter]) -> None:
