@@ -280,7 +280,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
     engine = load_engine(target, make_drafter(target), options=options)[0]
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     expected = engine.generate([[1, 2, 3]], params)[0].tokens
-    runner, failures = engine.runner, 3
+    runner, failures = engine.runner, 1  # alone it is captured
 
     def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
         nonlocal failures
@@ -298,8 +298,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
     monkeypatch.setattr(runner, "decode", decode)
     request = engine.submit([1, 2, 3], params)
     while not request.finished:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            engine.step()
+        engine.step()
     assert failures == 0 and request.tokens == expected
 
 
