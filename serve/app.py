@@ -69,6 +69,7 @@ def create_app(
     root_path: str = "",
     allowed_origins: Sequence[str] = (),
     scheduling_policy: str = "fair",
+    aliases: Sequence[str] = (),
     per_request_spec_decode_metrics: str = "none",
 ) -> FastAPI:
     """The application that serves `engine` as `model`.
@@ -83,6 +84,7 @@ def create_app(
         root_path: where a proxy shows the routes.
         allowed_origins: pages of other sites that browsers may let ask.
         scheduling_policy: "priority" lets requests say what comes first; otherwise turns are fair over keys.
+        aliases: more names for it.
         per_request_spec_decode_metrics: "summary" or "detailed" says in an answer what became of its drafts.
     """
     metrics = Metrics(model)
@@ -99,6 +101,7 @@ def create_app(
         priorities,
         per_request_spec_decode_metrics,
         shared.answers,
+        (model, *aliases),
     )
     limit = engine.info.capacity.context_limit
     lanes, encoder = Lanes(), Encoder(engine.tokenizer, limit)
@@ -149,12 +152,12 @@ def create_app(
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [card | {"id": name} for name in (model, *aliases)]})
 
     @routes.get("/v1/models/{name:path}")  # names like `Qwen/Qwen3-8B`
     async def one_model(name: str) -> Response:
         service.check_model(name)
-        return JSONResponse(card)
+        return JSONResponse(card | {"id": name})
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -271,7 +274,9 @@ class _Service:
         priorities: bool,
         draft_metrics: str,
         opened: Count,
+        names: Sequence[str],
     ) -> None:
+        self._names = names
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
         self._most_open = engine.info.max_num_seqs + max_queue
         self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
@@ -280,7 +285,7 @@ class _Service:
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) for a name that is not served."""
-        if name != self._model:
+        if name not in self._names:
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -17,6 +17,7 @@ from dflash_toolkit.runtime.options import EngineOptions
 
 from .external import OWN, ExternalOptions, check_own, offered, split, start
 from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
+from .pasted import in_our_words
 
 PROG = "dflash-serve"
 DESCRIPTION = """\
@@ -77,15 +78,20 @@ class ServeConfig(ModelOptions):
         choices=("none", "summary", "detailed"),
     )
     drain_timeout: float = option(25.0, "seconds that open answers get to finish when the server is told to stop")
-    served_model_name: str | None = option(None, "the name clients ask for (default: the target, as given)")
+    served_model_name: tuple[str, ...] = option(
+        (), "the names clients ask for; answers have the first (default: the target, as given)"
+    )
+    chat_template: str | None = option(None, "a file with the chat template to use instead of the target's own")
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
-        for name in ("host", "uds", "api_key_file", "served_model_name"):
+        for name in ("host", "uds", "api_key_file", "chat_template"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
+        if "" in self.served_model_name:
+            raise ValueError("served_model_name is empty")
         if self.per_request_spec_decode_metrics != "none" and self.drafter is None:
             raise ValueError("per_request_spec_decode_metrics needs a drafter")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
@@ -98,9 +104,9 @@ class ServeConfig(ModelOptions):
                 raise ValueError(f"{name} is {value}; it must be more than 0 seconds")
 
     @property
-    def model(self) -> str:
-        """The name clients ask for."""
-        return self.served_model_name or self.target
+    def models(self) -> tuple[str, ...]:
+        """The names clients ask for; answers have the first."""
+        return self.served_model_name or (self.target,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +121,11 @@ def _dispatch(argv: Sequence[str]) -> int:
             "the environment ($DFLASH_API_KEY)"
         )
     own, passed = split(argv)
+    if not any(re.match(r"(--)?engine(=|$)", word) for word in own):
+        own = in_our_words(own)
     given, source = given_values(ServeConfig, own, PROG, DESCRIPTION)
+    if isinstance(name := given.get("served_model_name"), str):  # of a file, where a list of one is seldom written
+        given["served_model_name"] = [name]
     config = from_mapping(ServeConfig, given, source)
     if config.external.engine != OWN:
         start(config, given, passed)
@@ -149,7 +159,7 @@ def _run(config: ServeConfig) -> int:
         process.watch(config.restart)
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         address = url_of(bound, https=config.ssl_certfile is not None)
-        line = f"{PROG}: {address}/v1 serves {config.model} ({drafting}, {info.place})"
+        line = f"{PROG}: {address}/v1 serves {config.models[0]} ({drafting}, {info.place})"
         server = front.server(process.path, info, 0, ready=lambda: print(line, flush=True), drain=fronts.drain)
         fronts.ready(info, server)
         # these are how a server is stopped; uvicorn ends open answers first and then raises them again

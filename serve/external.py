@@ -82,6 +82,17 @@ def _named(flag: str, names: Mapping[str, str], *beside: str) -> Flags:
     return words
 
 
+def _one(flag: str) -> Flags:
+    """Of a list."""
+
+    def words(values: Any) -> list[str]:
+        if len(values) > 1:
+            raise UserError(f"{flag} {' '.join(values)}: the other engine has one; give one")
+        return [flag, *values]
+
+    return words
+
+
 @dataclass(frozen=True)
 class Engine:
     """How another engine is started."""
@@ -99,7 +110,8 @@ COMMON = {
     "host": _flag("--host"),
     "port": _flag("--port"),
     "dtype": _flag("--dtype"),
-    "served_model_name": _flag("--served-model-name"),
+    "served_model_name": lambda value: ["--served-model-name", *value],
+    "chat_template": _flag("--chat-template"),
     "tensor_parallel_size": _flag("--tensor-parallel-size"),
     "data_parallel_size": _flag("--data-parallel-size"),
     "ssl_keyfile": _flag("--ssl-keyfile"),
@@ -152,6 +164,7 @@ SGLANG = Engine(
         "prefix_cache": _unless(True, "--disable-radix-cache"),
         "sampling_defaults": _flag("--sampling-defaults"),
         "root_path": _flag("--fastapi-root-path"),
+        "served_model_name": _one("--served-model-name"),
         "api_server_count": _flag("--tokenizer-worker-num"),
         "tool_call_parser": _named("--tool-call-parser", SGLANG_TOOLS),
         "reasoning_parser": _named("--reasoning-parser", {"qwen3": "qwen3", "deepseek_r1": "deepseek-r1"}),

@@ -43,6 +43,11 @@ class Front:
         self._config, self._keys = config, keys
         self._defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
         self._tokenizer = load_tokenizer(config.target)
+        if config.chat_template is not None:
+            try:
+                self._tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"chat_template {config.chat_template}: cannot be read ({error})") from error
 
     def server(
         self, path: Path, info: Info, number: int, ready: Callable[[], None], drain: Callable[[], None] = lambda: None
@@ -59,7 +64,7 @@ class Front:
         state = ServerState.of_several(path.parent, config.api_server_count, number) if several else ServerState()
         app = create_app(
             engine,
-            config.model,
+            config.models[0],
             self._keys,
             self._defaults,
             config.tool_call_parser,
@@ -70,6 +75,7 @@ class Front:
             root_path=config.root_path,
             allowed_origins=config.allowed_origins,
             scheduling_policy=config.scheduling_policy,
+            aliases=config.models[1:],
             per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
         )
         Connection.limit = min(config.max_connections or MOST_CONNECTIONS, raise_open_files())

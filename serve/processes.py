@@ -1,5 +1,6 @@
 """The engine in a process of its own, so that HTTP and text have no share in its interpreter lock."""
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -247,11 +248,25 @@ def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line
     engine, _ = load_engine(config.target, config.drafter, config.device, config.dtype, config.runtime)
+    threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
     loop = EngineLoop(engine, path, told.socket)
     told.send(info_of(engine))
     loop.run()
     return 1 if loop.failure else 0
+
+
+def _read_grammars(engine: "Engine") -> None:
+    """Load xgrammar, and show it the vocabulary, so that no request waits for that; where it is not installed, nothing.
+
+    In a thread, while steps are captured.
+    """
+    from dflash_toolkit.sampling import Grammar, SamplingParams
+
+    free = Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}')
+    for grammar in (Grammar("json", '{"type": "object"}'), free):
+        with contextlib.suppress(UserError):
+            engine.matcher(SamplingParams(grammar=grammar))
 
 
 def _capture(engine: "Engine") -> None:

@@ -15,7 +15,9 @@ from openai import APIError, OpenAI
 from paths import ROOT
 
 from dflash_toolkit import save_drafter
+from dflash_toolkit.config import from_mapping, given_values
 from serve import cli
+from serve.pasted import in_our_words
 from serve.processes import EngineProcess
 
 
@@ -46,11 +48,51 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
         (["--target", "x", "--draft-dtype", "int4"], "draft_dtype: 'int4' is not one of auto, fp8, full"),
         (["--target", "x", "--draft-dtype", "fp8", "prot=1"], "did you mean `port`?"),
+        (["x", "--tokenizer", "y"], "--tokenizer y: the target's own is used"),
+        (["x", "--revision=abc"], "--revision abc: download it"),
+        (["x", "--enforce-eager"], "--enforce-eager: steps are CUDA graphs"),
+        (["x", "--enable_log_requests"], "--enable-log-requests: what requests say is never logged"),
+        (["x", "--generation-config", "dir"], "--generation-config dir: put it into the target's directory"),
+        (["x", "--speculative-config", "{"], "--speculative-config {: must be"),
+        (["x", "--speculative-config", '{"model": "d", "method": "eagle3"}'], "method eagle3 is not supported here"),
+        (["x", "--speculative-config", '{"model": "d", "quantization": "fp8"}'], "quantization is not supported here"),
+        (["x", "--max-log-len"], "--max-log-len: a value is missing"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     port = [] if "--port" in argv or "192.0.2.1" in argv else ["--port", "0"]
     assert expected in refusal(capsys, *argv, *port)
+
+
+@pytest.mark.parametrize(
+    ("pasted", "meant", "needless"),
+    [
+        (["org/m", "--port", "1"], ["--target", "org/m", "--port", "1"], 0),
+        (["--model=m", "port=1"], ["--target", "m", "port=1"], 0),
+        (["m", "--served-model-name", "a", "b"], ["--target", "m", "--served-model-name", "a", "b"], 0),
+        (["m", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable_log_requests"],
+         ["--target", "m", "--tool-call-parser", "hermes"], 2),
+        (["m", "--enable-prefix-caching", "--disable-log-stats", "--max-log-len", "9", "--trust-remote-code"],
+         ["--target", "m"], 4),
+        (["m", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"],
+         ["--target", "m", "--no-prefix-cache", "--no-access-log"], 0),
+        (["m", "--uvicorn-log-level", "warning"], ["--target", "m", "--no-access-log"], 0),
+        (["m", "--uvicorn-log-level", "info"], ["--target", "m"], 1),
+        (["m", "--generation-config", "vllm", "--revision", "main"], ["--target", "m", "--sampling-defaults", "openai"],
+         0),
+        (["m", "--allowed-origins", '["http://a", "*"]', "--root-path", "/v"],
+         ["--target", "m", "--allowed-origins", "http://a", "*", "--root-path", "/v"], 0),
+        (["m", "--speculative-config", '{"method": "dflash", "model": "d", "num_speculative_tokens": 7}'],
+         ["--target", "m", "--drafter", "d", "--num-speculative-tokens", "7"], 0),
+    ],
+)  # fmt: skip
+def test_what_people_paste_from_vllm_is_said_in_our_words(
+    pasted: list[str], meant: list[str], needless: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_our_words(pasted) == meant
+    assert capsys.readouterr().err.count("is not needed") == needless
+    values, source = given_values(cli.ServeConfig, meant, "dflash-serve", "")
+    assert from_mapping(cli.ServeConfig, values, source).target in ("m", "org/m")
 
 
 def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +120,8 @@ def test_a_missing_package_names_the_extra(
 
 
 def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
-    assert cli.ServeConfig(target="demo/target").model == "demo/target"
-    assert cli.ServeConfig(target="demo/target", served_model_name="mine").model == "mine"
+    assert cli.ServeConfig(target="demo/target").models == ("demo/target",)
+    assert cli.ServeConfig(target="demo/target", served_model_name=("mine", "b")).models == ("mine", "b")
 
 
 def test_ctrl_c_while_it_loads_is_an_interruption(

@@ -117,6 +117,8 @@ def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: st
         (["--host", "0.0.0.0"], ["--host", "0.0.0.0"], ["--host", "0.0.0.0"]),
         (["--dtype", "bfloat16"], ["--dtype", "bfloat16"], ["--dtype", "bfloat16"]),
         (["--served-model-name", "m"], ["--served-model-name", "m"], ["--served-model-name", "m"]),
+        (["--chat-template", "t"], ["--chat-template", "t"], ["--chat-template", "t"]),
+        (["--api-server-count", "2"], ["--api-server-count", "2"], ["--tokenizer-worker-num", "2"]),
         (["--max-num-seqs", "9"], ["--max-num-seqs", "9"], ["--max-running-requests", "9"]),
         (["--max-model-len", "99"], ["--max-model-len", "99"], ["--context-length", "99"]),
         (["--max-num-batched-tokens", "99"], ["--max-num-batched-tokens", "99"], ["--chunked-prefill-size", "99"]),

@@ -218,14 +218,19 @@ def test_an_engine_that_is_killed_is_noticed_and_started_again(target_dir: Path)
 
 
 def test_told_to_stop_it_finishes_what_it_has_and_refuses_more(target_dir: Path, tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    with command(target_dir, "--uds", path, DFLASH_API_KEY="k") as (process, line):
+    path, template = str(tmp_path / "socket"), tmp_path / "template"
+    template.write_text("{{ messages[0]['content'] }}")
+    options = ("also", "--uds", path, "--chat-template", str(template))  # `also` is a second name
+    with command(target_dir, *options, DFLASH_API_KEY="k") as (process, line):
         assert f"unix:{path}" in line
         transport = httpx.HTTPTransport(uds=path)
         with httpx.Client(
             transport=transport, base_url="http://x", timeout=LATE_S, headers={"Authorization": "Bearer k"}
         ) as c:
             assert c.get("/ready").status_code == 200
+            assert [card["id"] for card in c.get("/v1/models").json()["data"]] == ["org/tiny", "also"]
+            chat = {"model": "also", "messages": [{"role": "user", "content": "abc"}]}
+            assert c.post("/tokenize", json=chat).json()["count"] == 3, "the template shows nothing else"
             with c.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as reply:
                 events = reply.iter_lines()
                 next(events)
