@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import math
+import os
 import re
 import signal
 import sys
@@ -52,7 +53,9 @@ class ServeConfig(ModelOptions):
         choices=("fair", "priority"),
     )
     request_timeout: float | None = option(None, "seconds after which an answer is given up (default: never)")
-    client_timeout: float = option(30.0, "seconds that a client has to send a header, and behind it a body")
+    client_timeout: float = option(
+        30.0, "seconds that a client has to send a header, then a body, and to take an answer"
+    )
     max_connections: int | None = option(None, "clients connected at a time (default: what the system's limit leaves)")
     log_json: bool = option(False, "write the log as JSON, one object a line")
     access_log: bool = option(True, "write a line for every request")
@@ -160,7 +163,7 @@ def _run(config: ServeConfig) -> int:
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
         address = url_of(bound, https=config.ssl_certfile is not None)
         line = f"{PROG}: {address}/v1 serves {config.models[0]} ({drafting}, {info.place})"
-        server = front.server(process.path, info, 0, ready=lambda: print(line, flush=True), drain=fronts.drain)
+        server = front.server(process.path, info, 0, ready=lambda: say(line), drain=fronts.drain)
         fronts.ready(info, server)
         # these are how a server is stopped; uvicorn ends open answers first and then raises them again
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -170,6 +173,14 @@ def _run(config: ServeConfig) -> int:
             Path(config.uds).unlink(missing_ok=True)
         fronts.close()
         return 1 if fronts.failed else 0
+
+
+def say(line: str) -> None:
+    """Print a line; where stdout takes none (a full disk, a closed pipe), nothing goes there any more."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _require_extra() -> None:

@@ -37,14 +37,13 @@ def bind(host: str, port: int, several: bool = False) -> socket.socket:
         raise UserError(f"host {host!r} cannot be resolved; give a name or address of this machine") from error
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _set(bound)
         bound.bind(address)
         if several:  # set only now: before, it would have let us in beside another server
             taken = bound.getsockname()
             bound.close()
             bound = socket.socket(family, kind, protocol)
-            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                bound.setsockopt(socket.SOL_SOCKET, option, 1)
+            _set(bound, socket.SO_REUSEPORT)
             bound.bind(taken)
     except OSError as error:
         bound.close()
@@ -61,10 +60,18 @@ def beside(bound: socket.socket) -> socket.socket:
     if bound.family == socket.AF_UNIX:
         return bound.dup()
     other = socket.socket(bound.family, bound.type, bound.proto)
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        other.setsockopt(socket.SOL_SOCKET, option, 1)
+    _set(other, socket.SO_REUSEPORT)
     other.bind(bound.getsockname())
     return other
+
+
+def _set(listener: socket.socket, *more: int) -> None:
+    """Its options, which its connections have too: a client that is gone without a word is noticed in two minutes."""
+    for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE, *more):
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
+    for name, value in (("KEEPIDLE", 60), ("KEEPINTVL", 10), ("KEEPCNT", 6), ("USER_TIMEOUT", 120_000)):  # s, s, , ms
+        if hasattr(socket, f"TCP_{name}"):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 def bind_path(path: str) -> socket.socket:
@@ -106,18 +113,19 @@ def raise_open_files() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection: it has a limited time to send a request, and there is a limited number of them.
+    """A client's connection: there is a limited number of them, and of time to send a request and to take an answer.
 
     Without limits connections that send nothing take every file that the process may open, and `/health` with them.
     """
 
     limit = 1 << 30  # of open connections
-    client_timeout_s = 30.0  # to send a header, and behind it a body
+    client_timeout_s = 30.0  # to send a header, and behind it a body; to take what it is sent
     open = Count()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = None
+        self._full: asyncio.TimerHandle | None = None
         self.open.add(1)
         if self.open.total > self.limit:
             self._refuse(b"503 Service Unavailable")
@@ -127,7 +135,19 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open.add(-1)
         self._stop_waiting()
+        if self._full is not None:
+            self._full.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """It takes less than it is sent."""
+        super().pause_writing()
+        self._full = self.loop.call_later(self.client_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._full is not None:
+            self._full.cancel()
 
     def on_message_begin(self) -> None:
         self._wait()  # the next request of an open connection

@@ -24,7 +24,7 @@ from test_serve_engine import LATE_S, gated, make_engine, wait_until
 from dflash_toolkit import Target, UserError
 from serve import access
 from serve.keys import VARIABLE, matching, read_keys
-from serve.server import Connection, raise_open_files
+from serve.server import Connection, bind, raise_open_files
 
 LONG = {"model": "org/tiny", "prompt": [1], "max_tokens": 50, "ignore_eos": True, "temperature": 0}
 
@@ -145,22 +145,30 @@ def test_every_response_has_a_request_id_and_a_line_without_anybodys_words(
     assert not any(word in access.PlainLines().format(r) for r in caplog.records for word in ("secret", "abc"))
 
 
-def test_a_log_that_cannot_be_written_stops_nobody(target: Target) -> None:
-    answered = 0
-    with contextlib.suppress(OSError), open("/dev/full", "w") as full, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", full)
-        loggers = [logging.getLogger(name) for name in ("dflash_toolkit", "uvicorn", "asyncio", access.log.name)]
-        kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
-        try:
-            access.set_up_logs(as_json=False, access=True)
-            with serving(make_engine(target, None)) as url:
-                for _ in range(3):
-                    answered += httpx.post(f"{url}/v1/completions", json=LONG, timeout=LATE_S).status_code == 200
-        finally:
-            for logger, handlers, propagate, level in kept:
-                logger.handlers[:], logger.propagate = handlers, propagate
-                logger.setLevel(level)
-    assert answered == 3
+def test_a_client_that_does_not_read_is_given_up(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "client_timeout_s", 0.3)
+    with serving(make_engine(target, None)) as url, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1])))
+        httpx.get(f"{url}/health")
+        before = Connection.open.total
+        body = json.dumps({"tokens": [1] * 400_000}).encode()  # a byte that JSON writes with six
+        slow.sendall(b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: Connection.open.total < before)
+        assert httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200
+        read = 0
+        with contextlib.suppress(ConnectionError):
+            while chunk := slow.recv(1 << 20):
+                read += len(chunk)
+        assert 0 < read < 2_400_000, "it began, and was cut off"
+
+
+def test_connections_are_looked_after_while_nothing_is_sent() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 # ---- the whole command ---------------------------------------------------------------------------------------------
@@ -267,3 +275,25 @@ def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_o
         _, err = process.communicate(timeout=LATE_S)
     assert process.returncode == 1 and "front1 ended by itself (exit code -9); the server ends" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in (engine, *fronts)), "the others were told to end"
+
+
+def test_where_nothing_can_be_written_requests_are_answered_all_the_same(target_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    argv = [sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--uds", str(path), "--device", "cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full, subprocess.Popen(argv, cwd=ROOT, env=env, stdout=full, stderr=full) as process:
+        try:
+
+            def answered() -> bool:
+                with contextlib.suppress(httpx.TransportError), httpx.Client(transport=transport) as client:
+                    reply = client.post("http://x/v1/completions", json=LONG | {"model": str(target_dir)})
+                    return reply.status_code == 200
+                return False
+
+            for _ in range(3):
+                transport = httpx.HTTPTransport(uds=str(path))
+                wait_until(answered)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LATE_S) == 0
+        finally:
+            process.kill()

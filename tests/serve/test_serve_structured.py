@@ -17,9 +17,11 @@ from test_serve_engine import ask, make_engine, told
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.grammar import Grammars
 from dflash_toolkit.runtime import AsyncEngine
 from dflash_toolkit.runtime import client as client_module
 from dflash_toolkit.sampling import Grammar, GrammarError
+from serve.processes import _read_grammars
 
 COMPACT = {"logit_bias": {str(token): bias for token, bias in NO_SPACE}, "max_tokens": 120}
 NAMED = {"name": "person", "schema": PERSON, "strict": True}
@@ -199,3 +201,10 @@ def test_a_dead_end_is_an_error_of_that_answer_alone(url: str, client: OpenAI) -
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert response.status_code >= 400 and "allows no token" in response.json()["error"]["message"]
     assert complete(client, max_tokens=3).choices[0].text is not None
+
+
+def test_what_grammars_need_is_read_before_the_first_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(target, None).engine
+    _read_grammars(engine)
+    monkeypatch.setattr(Grammars, "_new_vocabulary", lambda *_: pytest.fail("a request reads the vocabulary"))
+    assert engine.matcher(SamplingParams(grammar=Grammar("regex", "a+"))) is not None
