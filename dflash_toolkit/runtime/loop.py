@@ -249,6 +249,7 @@ class EngineLoop:
         self._cancel(lost)
         try:  # requests that hold no row are cancelled without asking the device
             self.engine.runner.check()
+            self.engine.scheduler.remove_rows()
         except Exception as failure:
             self._give_up(failure)
 

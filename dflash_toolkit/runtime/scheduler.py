@@ -153,6 +153,11 @@ class Scheduler:
         self._news.clear()
         self._without_pages.clear()
 
+    def remove_rows(self) -> None:
+        """No row stands for anybody any more, also where that had failed: it would write into pages of others."""
+        for row in range(self._max_num_seqs):
+            self._device.remove(row)
+
     def advance(self) -> None:
         """One turn of the loop. Raises what the device raises once it has failed, and what a report raises."""
         try:
@@ -470,8 +475,7 @@ class Scheduler:
             if self._launches and self._launches[0] is launch:
                 self._launches.popleft()
         running, self.running = self.running, []
-        for row in range(self._max_num_seqs):
-            self._device.remove(row)
+        self.remove_rows()
         for request in running:
             request.row = None
             request.epoch += 1

@@ -178,6 +178,36 @@ def test_a_request_that_makes_steps_fail_ends_alone_and_the_log_says_which(
     assert client.get("/health").status_code == 200
 
 
+def test_where_recovering_fails_too_they_end_and_the_next_are_served(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(target, None)
+    runner, faults = engine.engine.runner, {"decode": 1, "remove": 1}
+
+    def faulty(name: str) -> Callable[..., Any]:
+        real = getattr(runner, name)
+
+        def run(*args: Any) -> Any:
+            if faults[name] and (name == "decode" or not faults["decode"]):
+                faults[name] -= 1
+                raise RuntimeError("of the device")
+            return real(*args)
+
+        return run
+
+    for name in faults:
+        monkeypatch.setattr(runner, name, faulty(name))
+
+    async def play() -> list[Any]:
+        with pytest.raises(RequestFailedError):
+            await told(ask(engine, [1]))
+        assert not runner.state.active.any() and faults == {"decode": 0, "remove": 0}
+        return await told(ask(engine, [3]))
+
+    expected = generate(target, None, [3], LONG).tokens
+    assert [token for progress in asyncio.run(play()) for token in progress.tokens] == expected
+
+
 def test_a_step_that_does_not_return_is_seen_from_outside(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
     app = create_app(engine, "m")
