@@ -78,11 +78,11 @@ def test_long_texts_keep_no_short_one_waiting_and_are_not_encoded_for_clients_th
 ) -> None:
     began, gate, real = [], threading.Event(), Encoder.text
 
-    def held(self: Encoder, text: str, special: bool = True) -> list[int]:
+    def held(self: Encoder, text: str, *more: Any, **options: Any) -> list[int]:
         if len(text) > SHORT_BODY:
             began.append(text)
             gate.wait(LATE_S)
-        return real(self, text, special)
+        return real(self, text, *more, **options)
 
     monkeypatch.setattr(Encoder, "text", held)
     with serving(make_engine(target, None)) as url:
