@@ -63,10 +63,7 @@ def train_argv(target: Path, data: Path | None, output: Path, *more: str) -> lis
 
 @dataclass
 class Program:
-    """A program and what it is asked for unless a call says otherwise: of a flag given twice the last counts.
-
-    Data for a call that gives keys which `argv` gives too is set as `data`: keys behind `--data` count as the first.
-    """
+    """A program and what it is asked for unless a call says otherwise: of a flag or key given twice the last counts."""
 
     main: Callable[[list[str]], int]
     argv: Callable[..., list[str]]
