@@ -1,6 +1,7 @@
 """The shape of the code base: who imports whom, what is packaged, and what an import costs."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def package_of(path: PurePosixPath) -> list[str]:
     return parts if parts[0] in ("dflash_toolkit", "scripts") else ["dflash_toolkit", *parts]
 
 
+@functools.cache
 def imports_of(path: PurePosixPath, source: str) -> set[str]:
     """Absolute dotted names of everything that a file imports, anywhere in it."""
     names: set[str] = set()

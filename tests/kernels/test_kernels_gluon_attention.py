@@ -27,7 +27,7 @@ def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpret
     return kernel
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+@pytest.mark.parametrize(("causal", "short"), [(True, 64), (True, 128), (False, 64)])
 @pytest.mark.parametrize(
     ("groups", "group", "width", "size", "block", "contexts", "window"),
     [
@@ -39,7 +39,6 @@ def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpret
     ],
     ids=str,
 )
-@pytest.mark.parametrize("short", [64, 128])
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
     groups: int, group: int, width: int, size: int, block: int, contexts: tuple[int, ...], window: int,
     causal: bool, short: int, monkeypatch: pytest.MonkeyPatch,
