@@ -221,7 +221,7 @@ def create_app(
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
     routes.include_router(responses(answer_chat, lanes))
-    routes.include_router(description(model, bool(api_keys), root_path))
+    routes.include_router(description([model, *aliases], bool(api_keys), root_path))
     routes.include_router(tokenizing(engine, service.check_model, lanes, encoder))
 
     async def refuse(request: Request, error: Any) -> Response:

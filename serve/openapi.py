@@ -1,7 +1,7 @@
 """`/openapi.json`: what the routes accept, from the models that read it, and what they answer."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -358,11 +358,11 @@ ASKED = (400, *KEYED, 413)
 DECODED = (*ASKED, 404, 429, 504)
 
 
-def describe_routes(model: str, keyed: bool = False, root_path: str = "") -> dict[str, Any]:
+def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str = "") -> dict[str, Any]:
     """The OpenAPI 3.1 description of a server.
 
     Args:
-        model: the name clients ask for.
+        models: the names clients ask for.
         keyed: API keys are asked for.
         root_path: where a proxy shows the routes.
     """
@@ -371,16 +371,16 @@ def describe_routes(model: str, keyed: bool = False, root_path: str = "") -> dic
     schemas = accepted["$defs"] | answered["$defs"]
     for each in REQUESTS:
         schema = schemas[each.__name__]
-        schema["properties"]["model"] = {"type": "string", "const": model}
+        schema["properties"]["model"] = {"enum": [*models]}
         if issubclass(each, GenerationRequest):
             _close(schema, each)
     for name in ("TokenizeRequest", "DetokenizeRequest"):
-        schemas[name]["properties"]["model"] = {"enum": [model, None]}
+        schemas[name]["properties"]["model"] = {"enum": [*models, None]}
 
     chat = _post("Answer a conversation", "ChatRequest", "ChatCompletion", DECODED, "ChatCompletionChunk")
     text = _post("Continue prompts", "CompletionRequest", "Completion", DECODED, "Completion")
     items = _post("Answer a list of items", "ResponsesRequest", "ResponseObject", DECODED, "ResponseEvent")
-    named = {"name": "name", "in": "path", "required": True, "schema": {"enum": [model]}}
+    named = {"name": "name", "in": "path", "required": True, "schema": {"enum": [*models]}}
     paths: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": text},
@@ -481,9 +481,9 @@ def _post(summary: str, body: str, reply: str, errors: Iterable[int], events: st
     return _get(summary, errors, content) | {"requestBody": {"required": True, "content": _json(body)}}
 
 
-def description(model: str, keyed: bool = False, root_path: str = "") -> APIRouter:
+def description(models: Sequence[str], keyed: bool = False, root_path: str = "") -> APIRouter:
     """The route of the description; see `describe_routes`."""
-    routes, document = APIRouter(), describe_routes(model, keyed, root_path)
+    routes, document = APIRouter(), describe_routes(models, keyed, root_path)
 
     @routes.get("/openapi.json")
     async def openapi() -> Response:

@@ -122,10 +122,12 @@ def test_what_it_excludes_is_refused_in_its_form(
 
 
 def test_a_key_is_described_where_one_is_asked_for() -> None:
-    app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under")
+    app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under", aliases=["n"])
     with TestClient(app) as client:
         assert client.get("/openapi.json").status_code == 401
         document = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
+    asked = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+    assert asked == {"enum": ["m", "n"]}, "every name"
     assert document["servers"] == [{"url": "/under"}]
     paths = document["paths"]
     assert "401" in paths["/v1/models"]["get"]["responses"] and "security" not in paths["/v1/models"]["get"]
