@@ -308,8 +308,9 @@ def _said_in_one_line(grammar: Grammar) -> Iterator[None]:
     """What xgrammar says, without where in its sources it says so, and not all of a long text that it cites."""
     try:
         yield
-    except RuntimeError as error:
-        said = " ".join(re.sub(r"^\[[^]]*\] \S+: ", "", str(error).strip()).split())
+    except (RuntimeError, UnicodeDecodeError) as error:  # the second where it cites a part of a character
+        text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+        said = " ".join(re.sub(r"^\[[^]]*\] \S+: ", "", text.strip()).split())
         said = said if len(said) < 300 else f"{said[:300]}..."
         raise GrammarError(f"the {grammar.name} cannot be used: {said}") from error
 

@@ -314,6 +314,7 @@ def test_a_target_without_an_end_needs_one_of_the_request() -> None:
         ("grammar", "root ::= x", 'the grammar cannot be used: .*Rule "x" is not defined'),
         ("grammar", 'rot ::= "a"', 'root rule with name "root" is not found'),
         ("grammar", "start: missing", "the grammar cannot be used"),
+        ("grammar", "start: ò", "the grammar cannot be used: Lark error"),
         ("grammar", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "Nest layer"),
         ("grammar", "root ::= root", "allows no answer"),
     ],
