@@ -163,32 +163,39 @@ def serving(table: Table) -> None:
 
 
 def endpoint(table: Table) -> None:
-    """The server beside its engine alone, and vLLM's server."""
-    ours, peer = table.read("endpoint_h100", "dflash"), table.read("endpoint_h100", "vllm")
+    """The server with a drafter, one process of HTTP and text, and vLLM's."""
+    ours, peer = table.read("endpoint_h100", "drafts"), table.read("endpoint_h100", "vllm")
     table.columns(
-        "clients | streamed | engine alone, tokens/s | dflash-serve | of it | first token, engine | dflash-serve "
-        "| worst of 100 | vLLM, tokens/s | first token | dflash-serve is faster"
+        "clients | engine alone, tokens/s | dflash-serve | vllm serve | ratio | vllm serve, whole answers "
+        "| first token, engine | dflash-serve | vllm serve"
     )
-    engine = {row["clients"]: row for row in ours["engine"]}
-    vllm = {(row["clients"], row["streamed"]): row for row in peer["server"]}
-    for row in ours["server"]:
-        alone, other = engine[row["clients"]], vllm[row["clients"], row["streamed"]]
-
-        def first(times: dict[str, Any], name: str = "first_ms") -> str:
-            return f"{times[name]:.1f} ms" if name in times else "-"
-
+    vllm, whole = ({row["clients"]: row for row in peer["server"] if row["streamed"] is it} for it in (True, False))
+    for row, alone in zip(ours["server"], ours["engine"], strict=False):  # as far as it got
+        other = vllm[row["clients"]]
         table.add(
             row["clients"],
-            "yes" if row["streamed"] else "no",
-            f"{alone['tokens_per_second']:,.0f}",
-            f"{row['tokens_per_second']:,.0f}",
-            percent(row["of_engine"]),
-            first(alone) if row["streamed"] else "-",
-            first(row),
-            first(row, "first_p99_ms"),
-            f"{other['tokens_per_second']:,.0f}",
-            first(other),
+            *(f"{each['tokens_per_second']:,.0f}" for each in (alone, row, other)),
             times(row["tokens_per_second"] / other["tokens_per_second"]),
+            f"{whole[row['clients']]['tokens_per_second']:,.0f}",
+            *(f"{each['first_ms']:.1f} ms" for each in (alone, row, other)),
+        )
+
+
+def endpoint_plain(table: Table) -> None:
+    """The server without a drafter, four processes of HTTP and text."""
+    found = table.read("endpoint_h100", "plain")
+    table.columns(
+        "clients | engine alone, tokens/s | dflash-serve | of it | a step | gap, worst of 100 | first token, engine "
+        "| dflash-serve"
+    )
+    for row, alone in zip(found["server"], found["engine"], strict=False):  # the streamed ones come first
+        table.add(
+            row["clients"],
+            *(f"{each['tokens_per_second']:,.0f}" for each in (alone, row)),
+            percent(row["of_engine"]),
+            f"{alone['step_ms']:.2f} ms",
+            f"{row['gap_p99_ms']:.1f} ms",
+            *(f"{each['first_ms']:.1f} ms" for each in (alone, row)),
         )
 
 
@@ -427,6 +434,8 @@ TABLES: dict[str, Callable[[Table], None]] = {
     for make in (
         results,
         serving,
+        endpoint,
+        endpoint_plain,
         real_weights,
         real_weights_vllm,
         parts,
