@@ -3,8 +3,8 @@
 .venv-peers/litellm/bin/python scripts/peers/litellm_calls.py URL MODEL
 """
 
+import argparse
 import json
-import sys
 
 
 def main(url: str, model: str) -> None:
@@ -30,4 +30,7 @@ def main(url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("model")
+    main(**vars(parser.parse_args()))
