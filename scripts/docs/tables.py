@@ -199,6 +199,22 @@ def endpoint_plain(table: Table) -> None:
         )
 
 
+def soak(table: Table) -> None:
+    """Mixed requests to a server that is killed and stopped meanwhile."""
+    found = table.read("soak_cpu")
+    counts, held = found["counts"], found["figures"]
+    table.columns(" | ")
+    asked = ("whole", "streamed", "slow", "leaves", "several", "responses", "refused", "garbage")
+    table.add("requests", f"{found['requests']:,}")
+    table.add("of them", ", ".join(f"{counts[kind]:,} {kind}" for kind in asked))
+    table.add("sent while the server was away", f"{counts['lost to the disturbance']:,}")
+    table.add("answers compared with the one given alone, without drafts", f"{counts['compared']:,}")
+    table.add("of them different", counts.get("different", 0))
+    table.add("unexpected statuses, and requests or pages held at the end", found["failures"])
+    for name, what in (("front_rss_mib", "HTTP and text"), ("engine_rss_mib", "the engine")):
+        table.add(f"memory of {what}, at 60 % and at the end", " and ".join(f"{held[t][name]} MiB" for t in held))
+
+
 def real_weights(table: Table) -> None:
     table.columns(f"tokens/s | plain | {' | '.join(SETS)}")
     for key in ("pipeline", "regenerated_four_minutes", "regenerated_two_minutes"):
@@ -436,6 +452,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         serving,
         endpoint,
         endpoint_plain,
+        soak,
         real_weights,
         real_weights_vllm,
         parts,
@@ -490,7 +507,8 @@ def measured(table: Table) -> str:
 def today(command: list[str]) -> list[str]:
     """A command as it is run now; the files keep what was run."""
     words = [RENAMED.get(word, word) for word in command]
-    return [re.sub(r"^scripts/(\w+\.py)$", lambda found: f"scripts/{MOVED[found[1]]}", word) for word in words]
+    old = {f"scripts/{was}": f"scripts/{now}" for was, now in MOVED.items()}
+    return [old.get(word, word) for word in words]
 
 
 def pages() -> list[Path]:
