@@ -16,6 +16,7 @@ from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation.cli import EvalConfig
 from serve.cli import ServeConfig
 from serve.external import split
+from serve.pasted import in_our_words
 from train.config import TrainConfig, configure
 from train.data_cli import DataConfig
 
@@ -25,7 +26,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "dflash-train": lambda words: configure(*given_values(TrainConfig, words, "dflash-train", "")),
     "dflash-data": lambda words: parse_cli(DataConfig, words, "dflash-data", ""),
     "dflash-eval": lambda words: parse_cli(EvalConfig, words, "dflash-eval", ""),
-    "dflash-serve": lambda words: parse_cli(ServeConfig, split(words)[0], "dflash-serve", ""),
+    "dflash-serve": lambda words: parse_cli(ServeConfig, in_our_words(split(words)[0]), "dflash-serve", ""),
     "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),
 }
 
@@ -71,7 +72,8 @@ def test_a_command_can_be_run_and_has_no_old_name(line: str, capsys: pytest.Capt
         files = [ROOT / word for word in words if word.endswith(".py")]
         assert files and all(file.is_file() for file in files)
         if words[0] != "-m":
-            assert [word for word in words if word.startswith("--") and f'"{word}"' not in files[0].read_text()] == []
+            flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+            assert [flag for flag in flags if f'"{flag}"' not in files[0].read_text()] == []
     assert "notice:" not in capsys.readouterr().err
 
 
