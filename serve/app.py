@@ -378,14 +378,14 @@ class _Service:
                 before,
                 parser,
                 everything or (shown if parser else ()),
-                body.follow,
-                echoes[i // body.answers] if echoes else None,
-                body.prompt_alone,
-                bool(body.include_stop_str_in_output),
-                body.min_tokens or 0,
-                bool(body.return_token_ids),
-                self._draft_metrics != "none" and len(asked) == 1,
-                body.stop_token_ids or (),
+                follow=body.follow,
+                echo=echoes[i // body.answers] if echoes else None,
+                prompt_alone=body.prompt_alone,
+                include_stop=bool(body.include_stop_str_in_output),
+                least=body.min_tokens or 0,
+                ids=bool(body.return_token_ids),
+                trace=self._draft_metrics != "none" and len(asked) == 1,
+                stop_ids=body.stop_token_ids or (),
             )
             for i, (one, parser) in enumerate(zip_longest(asked, parse))
         ]

@@ -125,8 +125,7 @@ class _Times:
 class _OfSteps:
     """What every step of every answer counts.
 
-    In plain numbers, which become the library's metrics when somebody looks: its own took a quarter of the time that a
-    server has for a step of 64 answers.
+    In plain numbers, which become the library's metrics when somebody looks: its own take a lock for every count.
     """
 
     def __init__(self, model: str) -> None:

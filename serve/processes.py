@@ -133,7 +133,7 @@ class EngineProcess:
 class Fronts:
     """The front processes beside this one, which is the first.
 
-    They listen on the same address and ask the same engine. If one ends by itself, all drain and end, as in vLLM.
+    They listen on the same address and ask the same engine. If one ends by itself, all drain and end.
 
     Args:
         keys: API keys.

@@ -80,9 +80,8 @@ class Speculative(_Strict):
     """How a request is drafted for."""
 
     model_config = ConfigDict(extra="forbid")
-    num_speculative_tokens: int | None = Field(
-        None, ge=0, le=0
-    )  # 0 turns the drafter off; other lengths the server chooses
+    # 0 turns the drafter off; other lengths the server chooses
+    num_speculative_tokens: int | None = Field(None, ge=0, le=0)
 
 
 class TextPart(_Strict):
@@ -118,9 +117,8 @@ class ChatMessage(_Strict):
     """One turn. `developer` is OpenAI's newer word for `system`; chat templates know the older one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: List[TextPart] = Field(
-        None, validate_default=True, max_length=MOST_OF_A_MESSAGE
-    )  # an assistant's may be null
+    # an assistant's may be null
+    content: List[TextPart] = Field(None, validate_default=True, max_length=MOST_OF_A_MESSAGE)
     tool_calls: List[ToolCall] | None = Field(None, max_length=MOST_OF_A_MESSAGE)
     tool_call_id: str | None = None
     name: str | None = None

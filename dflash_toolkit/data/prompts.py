@@ -226,7 +226,7 @@ def apply_template(
 def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool]) -> int:
     """What decides whether a template shows a chat whole: the template, and what kinds of messages there are.
 
-    Each rendering of a long chat with tools takes tens of milliseconds, and finding out takes four.
+    To find out takes up to four renderings, which are slow for a long chat.
     """
     kinds = frozenset((m.get("role"), bool(m.get("content")), bool(m.get("tool_calls"))) for m in messages)
     return hash((str(tokenizer.chat_template), kinds, bool(tools), repr(sorted(variables.items()))))
