@@ -158,21 +158,21 @@ def check_tensors(case: Case) -> list[Finding]:
     """Is every tensor there, in its shape, and none besides?"""
     if case.config is None:
         return []
-    found = []
-    missing = [n for n in case.expected if n not in case.tensors]
-    unused = [n for n in case.tensors if n not in case.expected]
-    wrong = [n for n, s in case.expected.items() if n in case.tensors and tuple(case.tensors[n].shape) != s]
+    expected, found = case.expected, []
+    missing = [n for n in expected if n not in case.tensors]
+    unused = [n for n in case.tensors if n not in expected]
+    wrong = [n for n, s in expected.items() if n in case.tensors and tuple(case.tensors[n].shape) != s]
     if missing:
         remedy = "export the drafter again; a server that fills them with random numbers drafts noise"
         found.append(Finding("tensors", "fault", f"missing: {some(missing)}", remedy, {"missing": missing}))
     if wrong:
-        shapes = f"{wrong[0]} has shape {list(case.tensors[wrong[0]].shape)}, not {list(case.expected[wrong[0]])}"
+        shapes = f"{wrong[0]} has shape {list(case.tensors[wrong[0]].shape)}, not {list(expected[wrong[0]])}"
         remedy = "config.json and the weights are of two drafters, or the sizes in config.json are wrong"
         found.append(Finding("tensors", "fault", f"misshapen: {shapes} ({len(wrong)} in all)", remedy))
     if unused:
         remedy = "a variant of DFlash, or a wrong num_hidden_layers: what these tensors do is not done when drafting"
         found.append(Finding("tensors", "fault", f"not used: {some(unused)}", remedy, {"unused": unused}))
-    return found or [Finding("tensors", "ok", f"all {len(case.expected)} there, in their shapes")]
+    return found or [Finding("tensors", "ok", f"all {len(expected)} there, in their shapes")]
 
 
 def check_weights(case: Case) -> list[Finding]:

@@ -1,7 +1,8 @@
-"""`dflash-doctor` on two drafters, each broken in every known way: with the record the cause is certain; without it
-no wrong thing is ever named as the fault.
+"""`dflash-doctor` on two drafters, broken in every known way: with the record the cause is certain; without it no wrong
+thing is ever named as the fault. Each way breaks one drafter that has the record and the other that has none.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -67,14 +68,28 @@ class Patient:
         return found
 
 
-@pytest.fixture(scope="module", params=[("qwen3", 5, 3), ("llama", 3, 2)], ids=str)
-def sick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Patient:
-    kind, taps, layers = request.param
-    target, path = make_target(kind, layers=8), tmp_path_factory.mktemp(kind)
-    made = fit(target, answered(target, TEXTS, TOKENS), path, block_size=BLOCK, taps=taps, layers=layers)
-    note = {"target": "tiny", "acceptance_length": 5.5, "trained_block_size": BLOCK}
-    save_drafter(made, path / "exported", note | {RECORD_KEY: export_record(made, target)})
-    return Patient(target, made, path)
+KINDS = {"qwen3": (5, 3), "llama": (3, 2)}  # taps, layers
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Patient]:
+    """The patient of a kind, trained where it is first asked for."""
+
+    @functools.cache
+    def trained(kind: str) -> Patient:
+        (taps, layers), target = KINDS[kind], make_target(kind, layers=8)
+        path = tmp_path_factory.mktemp(kind)
+        made = fit(target, answered(target, TEXTS, TOKENS), path, block_size=BLOCK, taps=taps, layers=layers)
+        note = {"target": "tiny", "acceptance_length": 5.5, "trained_block_size": BLOCK}
+        save_drafter(made, path / "exported", note | {RECORD_KEY: export_record(made, target)})
+        return Patient(target, made, path)
+
+    return trained
+
+
+@pytest.fixture(params=KINDS)
+def sick(request: pytest.FixtureRequest, patient: Callable[[str], Patient]) -> Patient:
+    return patient(request.param)
 
 
 # ---- ways to break it ----------------------------------------------------------------------------------------------
@@ -157,9 +172,15 @@ def named(findings: list[Finding]) -> set[str]:
     return {finding.check for finding in findings}
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_with_a_record_the_cause_is_certain_and_nothing_else_is_blamed(sick: Patient, name: str) -> None:
-    break_it, check, remedy = BREAKS[name]
+# every way breaks both drafters, one with and one without its record: the other two examinations show nothing new
+IN_TURN = [(name, list(KINDS)[i % 2], list(KINDS)[1 - i % 2]) for i, name in enumerate(BREAKS)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind, _ in IN_TURN])
+def test_with_a_record_the_cause_is_certain_and_nothing_else_is_blamed(
+    patient: Callable[[str], Patient], name: str, kind: str
+) -> None:
+    (break_it, check, remedy), sick = BREAKS[name], patient(kind)
     found = sick.examine(break_it(sick), texts=TEXTS[:1])
     assert named(found["fault"]) == {check}
     (fault,) = found["fault"]
@@ -168,9 +189,9 @@ def test_with_a_record_the_cause_is_certain_and_nothing_else_is_blamed(sick: Pat
     assert named(found["warning"]) <= {"serving", "recall", "acceptance"}
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_without_a_record_no_wrong_thing_is_named(sick: Patient, name: str) -> None:
-    break_it, check, remedy = BREAKS[name]
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, _, kind in IN_TURN])
+def test_without_a_record_no_wrong_thing_is_named(patient: Callable[[str], Patient], name: str, kind: str) -> None:
+    (break_it, check, remedy), sick = BREAKS[name], patient(kind)
     found = sick.examine(break_it(sick), recorded=False)
     (acceptance,) = (f for severity in found.values() for f in severity if f.check == "acceptance")
     blamed = named(found["fault"])
