@@ -2,11 +2,12 @@
 
     python scripts/soak.py --target DIR --drafter DIR --requests 10000 --output soak.json
 
-Whatever is decided by its request alone (greedy, or with a seed) is first asked alone, without drafts. Then clients ask
-all of it at once, whole and streamed, read slowly, leave in the middle, send half a request, garbage and what must be
-refused. After a quarter of the requests the engine's process is killed, after half the server is told to stop and
-started again. It ends with 1 if an answer differs from the one given alone, a status is not the expected one, or pages,
-open files, threads or processes are left.
+Whatever is decided by its request alone (greedy, or with a seed) is first asked alone, without drafts: twice, for a
+prompt of which the cache has the beginning is cut elsewhere, which may resolve a near tie otherwise on a GPU. Then
+clients ask all of it at once, whole and streamed, read slowly, leave in the middle, send half a request, garbage and
+what must be refused. After a quarter of the requests the engine's process is killed, after half the server is told to
+stop and started again. It ends with 1 if an answer differs from the one given alone, a status is not the expected one,
+or pages, open files, threads or processes are left.
 """
 
 import argparse
@@ -168,7 +169,7 @@ class Soak:
     dice: random.Random
     asked: list[tuple[str, dict[str, Any]]]
     model: str = "model"
-    expected: list[str] = field(default_factory=list)
+    expected: list[list[str]] = field(default_factory=list)
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     failures: list[str] = field(default_factory=list)
     disturbed_until: float = 0.0  # until then the server may be away
@@ -177,12 +178,13 @@ class Soak:
         self.disturbed_until = max(self.disturbed_until, time.monotonic() + seconds)
 
     async def alone(self, client: httpx.AsyncClient) -> None:
-        for path, body in self.asked:
+        self.expected = [[] for _ in self.asked]
+        for (path, body), answers in 2 * list(zip(self.asked, self.expected, strict=True)):
             plain = {"speculative": {"num_speculative_tokens": 0}}
             reply = await client.post(path, json={"model": self.model, **body, **plain})
             if reply.status_code != 200:
                 raise UserError(f"{json.dumps(body)[:300]}: {reply.text[:300]}")
-            self.expected.append(text_of(path, reply.json()["choices"][0]))
+            answers.append(text_of(path, reply.json()["choices"][0]))
 
     async def one(self, client: httpx.AsyncClient) -> None:
         """One request of any kind."""
@@ -209,10 +211,10 @@ class Soak:
 
     def _compare(self, number: int, text: str) -> str | None:
         self.counts["compared"] += 1
-        if text == self.expected[number]:
+        if text in self.expected[number]:
             return None
         self.counts["different"] += 1
-        return f"request {number}, alone {self.expected[number]!r}, now {text!r}"
+        return f"request {number}, alone {self.expected[number]}, now {text!r}"
 
     async def _whole(self, client: httpx.AsyncClient) -> str | None:
         number, path, body = self._pick()

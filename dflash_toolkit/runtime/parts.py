@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .capture import to_device
-from .sampler import Mode
+from .sampler import Mode, logprob_columns
 from .stack import Rows
 
 
@@ -42,9 +42,12 @@ class Between:
     Args:
         rows, block: the largest batch and block.
         width, features: values of a hidden state, and of what the taps make of a token.
+        vocab: tokens that log-probabilities are of.
     """
 
-    def __init__(self, rows: int, block: int, width: int, features: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, rows: int, block: int, width: int, features: int, vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -52,6 +55,8 @@ class Between:
         self._features = new(rows * block, features, dtype=dtype) if features else None
         self._lengths = new(rows, dtype=torch.int32)
         self._draft, self._choice = new(rows, block), new(rows, block)
+        columns = logprob_columns(vocab)
+        self._logprobs = {mode: new(rows, block, columns, dtype=torch.float64) for mode in Mode if mode.full}
         self._rows = {mode: new(rows) for mode in Mode}  # which choose so, filled up with the first of them
         self._known: dict[Mode, list[int]] = {}
         self._masks: tuple[Tensor, Tensor] | None = None  # of grammars, made when there is one
@@ -103,3 +108,9 @@ class Between:
     def chosen(self, rows: Tensor, choice: Tensor) -> None:
         """What those rows [F] choose, int64 [F, S]; of a row that stands there twice it is the same."""
         self._choice[:, : choice.shape[1]].index_copy_(0, rows, choice)
+
+    def told(self, mode: Mode, logprobs: Tensor) -> Tensor:
+        """Log-probabilities [F, S, ...] at a place of their own: graphs share their memory, and the next one runs
+        before they are on their way to the host."""
+        place = self._logprobs[mode][: logprobs.shape[0], : logprobs.shape[1]]
+        return place.copy_(logprobs)

@@ -106,7 +106,8 @@ class StepRunner:
         self._masked = False  # whether a request ever had a grammar
         self._numbers = torch.arange(max_num_seqs, device=self.device)
         width = target.spec.hidden_size
-        self._between = Between(max_num_seqs, max_block, width, len(taps) * width, self.dtype, self.device)
+        vocab = target.spec.vocab_size
+        self._between = Between(max_num_seqs, max_block, width, len(taps) * width, vocab, self.dtype, self.device)
         self._graphs: dict[Part, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_num_seqs * (1 + max_block))
@@ -416,7 +417,7 @@ class StepRunner:
         masks = self._between.masks(count, block, self._words) if mode.masked else None
         choice, logprobs = self.state.sampler.choose(hidden, self.target.head, rows, draft, lengths, mode, masks)
         self._between.chosen(rows, choice)
-        return logprobs
+        return None if logprobs is None else self._between.told(mode, logprobs)
 
     def _end(self, batch: int, block: int) -> Tensor:
         tokens, verdict = self._commit(*self._between.get(self.state.page_table[:batch], self.page_size, block))

@@ -30,6 +30,11 @@ class Mode(IntEnum):
         return self >= Mode.MASKED
 
 
+def logprob_columns(vocab_size: int) -> int:
+    """Values that `Sampler.choose` tells of a token's log-probability and the most probable ones beside it."""
+    return 1 + 2 * min(MAX_LOGPROBS, vocab_size)
+
+
 def mode_of(params: SamplingParams) -> Mode:
     if params.edits_logits or params.logprobs is not None:
         return Mode.MASKED_FULL if params.grammar else Mode.FULL

@@ -181,6 +181,26 @@ def endpoint(table: Table) -> None:
         )
 
 
+def endpoint_fronts(table: Table) -> None:
+    """The server with a drafter by how many processes of HTTP and text it has."""
+    runs = {n: table.read("endpoint_h100", f"fronts_{n}") for n in (1, 2, 4)}
+    table.columns(
+        "clients | engine alone, tokens/s | 1 process | 2 | 4 | first token, engine | 1 process | 2 | 4 "
+        "| gap, worst of 100, 1 process | 2 | 4"
+    )
+    streamed = {n: [row for row in run["server"] if row["streamed"]] for n, run in runs.items()}
+    for i, alone in enumerate(runs[2]["engine"]):
+        rows = [streamed[n][i] for n in runs]
+        table.add(
+            alone["clients"],
+            " / ".join(f"{run['engine'][i]['tokens_per_second']:,.0f}" for run in runs.values()),
+            *(f"{row['tokens_per_second']:,.0f} ({percent(row['of_engine'])})" for row in rows),
+            f"{alone['first_ms']:.1f} ms",
+            *(f"{row['first_ms']:.1f} ms" for row in rows),
+            *(f"{row['gap_p99_ms']:.1f} ms" for row in rows),
+        )
+
+
 def endpoint_plain(table: Table) -> None:
     """The server without a drafter, four processes of HTTP and text."""
     found = table.read("endpoint_h100", "plain")
@@ -451,6 +471,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         results,
         serving,
         endpoint,
+        endpoint_fronts,
         endpoint_plain,
         soak,
         real_weights,

@@ -24,7 +24,7 @@ def test_answers_among_all_sorts_of_requests_are_those_given_alone(url: str) -> 
         state = soak.Soak(url, dice, asked, "org/tiny")
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await state.alone(client)
-            state.expected[::2] = [text + "!" for text in state.expected[::2]]
+            state.expected[::2] = [[text + "!" for text in texts] for texts in state.expected[::2]]
 
             async def some() -> None:
                 for _ in range(8):
