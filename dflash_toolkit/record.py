@@ -83,6 +83,7 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
     place, positions = torch.arange(CONTEXT)[None], torch.arange(CONTEXT, CONTEXT + SLOTS)[None]
     found = {"context": summary(drafter.hidden_norm(drafter.fc(features))[0])}
     context, rope = drafter.context_kv(features, place), drafter.rope(positions)
+    x = drafter.scaled(x)
     for i, layer in enumerate(drafter.layers):
         x = layer(x, rope, (context.keys[i], context.values[i]), drafter.own_mask(i, positions, place))
         found[f"layers.{i}"] = summary(x[0])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
-from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, LAYERS, TAPS
+from dflash_toolkit.models.dflash.shape import BLOCK_SIZE
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
@@ -28,8 +28,8 @@ MOST_GIB = 2**20  # no machine has more memory
 class DrafterOptions:
     """Shape of the drafter; what is not given is the target's own."""
 
-    layers: int = option(LAYERS, "draft layers")
-    taps: int = option(TAPS, "tapped target layers, evenly spaced")
+    layers: int | None = option(None, "draft layers (default: 5, or 6 for a target of experts)")
+    taps: int | None = option(None, "tapped target layers, evenly spaced (default: 5, or 8 for a target of experts)")
     target_layer_ids: tuple[int, ...] = option((), "tap exactly these 0-based layers instead")
     block_size: int = option(BLOCK_SIZE, "one anchor plus block_size - 1 drafted tokens")
     mask_token_id: int | None = option(None, "row of the target's embedding for masked slots (default: an unused one)")

@@ -1,5 +1,6 @@
 """Is the drafter, and is the target, what it was at export? The record of the export says so with certainty."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..fingerprint import tensor_digest
+from ..models.dflash.checkpoint import SCALES
 from ..models.dflash.network import DrafterConfig
 from ..models.rope import RopeScaling
 from ..models.target import Target
@@ -23,7 +25,7 @@ ROUNDED = 0.15  # the target's numbers, where one of the two computed in 16 bits
 EXACT = 0.02  # where both computed in fp32, on whatever device
 OTHER = 0.35  # beyond: not another quantization of the same weights, but others
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
-PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias")
+PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias", *SCALES)
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ def _layers(case: Case, record: dict[str, Any], found: Exported) -> bool:
 def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
     """Compare what decides how it runs; the block's size may be chosen freely."""
     assert case.config is not None
-    then, now = record["configuration"], configuration(case.config)
+    then, now = SCALES | record["configuration"], configuration(case.config)  # those are younger than the record
     settled = True
 
     def fault(check: str, key: str, words: str, remedy: str, value: Any = None) -> None:
@@ -147,7 +149,8 @@ def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
     for key in PLAIN_KEYS:
         if then[key] != now[key]:
             name = LIKE_JSON.get(key, key)
-            remedy = f"set {name} to {then[key]} in config.json"
+            where = "dflash_config of config.json" if key in SCALES else "config.json"
+            remedy = f"set {name} to {json.dumps(then[key])} in {where}"
             fault("configuration", key, f"{name} is {now[key]}, exported with {then[key]}", remedy)
             settled = False
     return settled

@@ -189,7 +189,7 @@ class Probe:
         if last in hidden:
             hidden[last] = self.target.model.model.norm(hidden[last])  # as HF's hidden_states have it
         if EMBEDDING in self._layers:
-            hidden[EMBEDDING] = self.target.embed(tokens[0])
+            hidden[EMBEDDING] = self.target.embedding(tokens[0])
         return Answer(tokens[0], len(prompt), generation, hidden)
 
     def answers(self, prompts: Sequence[list[int]], bar: Progress, names: Sequence[str] = ()) -> list[Answer]:
@@ -260,7 +260,7 @@ class Probe:
             visible = torch.ones(rows, 1, size, total + size, dtype=torch.bool, device=device)
             visible[:, :, :, :total] = (place < anchor[:, None] + setting.context_end)[:, None, None]
             rope = drafter.rope(positions)
-            x = self.target.embed(ids).to(drafter.dtype)
+            x = drafter.scaled(self.target.embed(ids).to(drafter.dtype))
             for i, layer in enumerate(drafter.layers):
                 own = drafter.own_mask(i, positions, place.expand(rows, -1))
                 pair = (context.keys[i].expand(rows, -1, -1, -1), context.values[i].expand(rows, -1, -1, -1))

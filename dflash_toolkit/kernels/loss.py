@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .mix import CROSS_ENTROPY, LossMix, RowTerms
+from .mix import CROSS_ENTROPY, PLAIN, LogitScale, LossMix, RowTerms
 from .ops import ops_for
 
 
@@ -37,17 +37,25 @@ class TargetStates:
 
     hidden: Tensor  # [N, D] after the target's final norm
     at: Tensor  # [R] long, which of the N predicts the token of a row; many rows may share one
+    scale: LogitScale = PLAIN  # behind its head
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, mix: LossMix, states: TargetStates | None
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        mix: LossMix,
+        states: TargetStates | None,
+        scale: LogitScale,
     ) -> tuple[Tensor | None, ...]:
         terms = RowTerms.empty(len(hidden), mix.distribution, hidden.device)
         # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        _chunks(hidden, weight, labels, chunk, mix, states if mix.distribution else None, terms, d_hidden)
+        _chunks(hidden, weight, labels, chunk, mix, states if mix.distribution else None, scale, terms, d_hidden)
         ctx.save_for_backward(d_hidden)
         outputs = (terms.cross_entropy, terms.rank, terms.kl, terms.acceptance)
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
@@ -56,7 +64,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         (d_hidden,) = ctx.saved_tensors
-        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None, None, None
+        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None, None, None, None
 
 
 def _chunks(
@@ -66,6 +74,7 @@ def _chunks(
     chunk: int,
     mix: LossMix,
     states: TargetStates | None,
+    scale: LogitScale,
     terms: RowTerms,
     d_hidden: Tensor | None,
 ) -> None:
@@ -79,11 +88,15 @@ def _chunks(
     for number, start in enumerate(range(0, len(hidden), chunk)):
         rows = slice(start, start + chunk)
         logits = head(hidden[rows])
+        slope = scale.apply_(logits, d_hidden is not None)
         if states is not None:
             needed, at = shared.of(number, rows)
             target = target_head(states.hidden[needed])
+            states.scale.apply_(target)
         ops.row_loss_(logits, labels[rows], terms[rows], mix, d_hidden is not None, target, at)
         if d_hidden is not None:
+            if scale != PLAIN:
+                logits *= slope
             d_hidden[rows] = (logits.to(weight.dtype) @ weight).to(hidden.dtype)
 
 
@@ -135,6 +148,7 @@ def frozen_head_loss(
     chunk: int = 512,
     mix: LossMix = CROSS_ENTROPY,
     states: TargetStates | None = None,
+    scale: LogitScale = PLAIN,
 ) -> RowLoss:
     """The loss of rows of hidden states under a frozen LM head, without ever holding the full logits.
 
@@ -145,6 +159,7 @@ def frozen_head_loss(
         chunk: rows whose logits exist at one time.
         mix: which losses, and how much of each.
         states: the target's predictions for the same rows; only the distribution losses need them.
+        scale: what stands behind the drafter's head.
 
     Returns:
         `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
@@ -154,5 +169,5 @@ def frozen_head_loss(
     """
     if mix.distribution and states is None:
         raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution: give its states")
-    loss, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states)
+    loss, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale)
     return RowLoss(loss, RowTerms(*terms))

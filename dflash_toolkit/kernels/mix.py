@@ -65,6 +65,39 @@ class LossMix:
 CROSS_ENTROPY = LossMix()
 
 
+@dataclass(frozen=True, slots=True)
+class LogitScale:
+    """What stands behind a head: its products z become cap * tanh(multiplier * z / cap), or multiplier * z."""
+
+    multiplier: float = 1.0  # > 0
+    cap: float | None = None  # > 0
+
+    PIECE = 64  # rows that are capped at a time, in fp32
+
+    def apply_(self, products: Tensor, slope: bool = False) -> Tensor | float:
+        """Turn what a head multiplied [R, V] into logits, in place and rounded to its dtype once.
+
+        Returns:
+            d logits / d products where it was asked for, in that dtype; 1 or the multiplier where it is the same
+            everywhere.
+        """
+        if self.cap is None:
+            if self.multiplier != 1.0:
+                products.mul_(self.multiplier)
+            return self.multiplier
+        found = torch.empty_like(products) if slope else None
+        for start in range(0, len(products), self.PIECE):
+            rows = slice(start, start + self.PIECE)
+            bent = (products[rows].float() * (self.multiplier / self.cap)).tanh_()
+            if found is not None:
+                found[rows] = self.multiplier * (1 - bent * bent)
+            products[rows] = bent.mul_(self.cap)
+        return 1.0 if found is None else found
+
+
+PLAIN = LogitScale()
+
+
 @dataclass(slots=True)
 class RowTerms:
     """What the kernels say of each of R rows of the drafter's logits."""

@@ -286,8 +286,11 @@ class Target:
         return declared_stop_ids(self.config, getattr(self.model, "generation_config", None))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., D] of token ids."""
-        return self.embedding(ids)
+        """Rows [..., D] of the embedding's table, which drafters read: without the factor that Gemma has in its module.
+
+        So do z-lab's client and vLLM; SGLang takes Gemma's rows with the factor.
+        """
+        return self.embedding(ids) if type(self.embedding) is nn.Embedding else F.embedding(ids, self.embedding.weight)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states; no norm is applied here."""

@@ -34,7 +34,8 @@ class Proposer:
         """`block` - 1 tokens behind `last` [B]."""
         masks = last.new_full((len(last), block - 1), self.weights.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
-        hidden = self.stack.forward(F.embedding(ids.flatten(), self._embedding), rows)
+        embedded, scale = F.embedding(ids.flatten(), self._embedding), self.weights.config.input_embedding_scale
+        hidden = self.stack.forward(embedded if scale == 1.0 else embedded * scale, rows)
         tokens = self.stack.ops.linear_argmax(hidden, self._head).view(-1, block)
         return Draft(tokens[:, 1:])  # slot 0 predicts nothing
 

@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from dflash_toolkit.kernels.loss import frozen_head_loss
+from dflash_toolkit.kernels.mix import LogitScale
 from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized
 
 # ---- the frozen head -------------------------------------------------------------------------------
@@ -60,6 +61,20 @@ def test_loss_and_gradient_are_those_of_cross_entropy_over_the_full_logits(shape
     for got, expected in zip(ours(*inputs, chunk), exact(*inputs), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=5e-5, atol=1e-6)
     assert all(map(torch.equal, inputs, before)), "inputs are left as they were"
+
+
+@pytest.mark.parametrize(("multiplier", "cap"), [(0.2, None), (1.0, 3.0), (0.7, 2.0)])
+def test_behind_the_head_logits_are_multiplied_and_capped(multiplier: float, cap: float | None) -> None:
+    hidden, weight, labels, upstream = head_inputs(90, 16, 50, scale=3.0)  # more rows than are capped at a time
+    leaf, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    rows = frozen_head_loss(leaf, weight, labels, 80, scale=LogitScale(multiplier, cap))
+    rows.loss.backward(upstream)
+    logits = exact @ weight.double().T * multiplier
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap  # as z-lab's client has it
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    loss.backward(upstream.double())
+    torch.testing.assert_close(rows.loss.double(), loss, rtol=5e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=5e-5, atol=1e-6)
 
 
 def test_saturated_logits_give_finite_losses_and_gradients() -> None:

@@ -35,6 +35,7 @@ YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embedding
 SCALINGS = [LINEAR, YARN]
 KINDS = [{}, {"attention_bias": True}, {"block_size": 2}, {"is_causal": None}, {"is_causal": True}, SLIDING]
 KINDS += [{"rope_scaling": scaling} for scaling in SCALINGS]
+KINDS += [{"input_embedding_scale": 5.5}, {"output_multiplier": 0.2, "final_logit_softcapping": 20.0}]
 JUNK = [None, True, -1, 0, 7, 2.5, "x", "", [], ["x"], [0], [2.5], {}, {"a": 1}]
 REQUIRED = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size "
@@ -115,6 +116,16 @@ def test_a_newer_published_form_has_its_block_size_nested_only(copy: Path) -> No
     config = read_config(copy)
     assert (config.block_size, config.rope_theta) == (8, 1e4)
     assert config.is_causal is None, "the type of the layer decides"
+
+
+def test_scales_are_read_where_published_drafters_have_them_and_a_cap_of_zero_is_none(copy: Path) -> None:
+    # z-lab/Muse-Glimmer-30B-DFlash2 nests them; z-lab's client reads the top level, too
+    change_config(copy, {"dflash_config": {"output_multiplier": 0.196, "final_logit_softcapping": 20}})
+    change_config(copy, {"input_embedding_scale": 2})
+    config = load_drafter(str(copy)).config
+    assert (config.output_multiplier, config.final_logit_softcapping, config.input_embedding_scale) == (0.196, 20, 2)
+    change_config(copy, {"dflash_config": {"final_logit_softcapping": 0}})
+    assert load_drafter(str(copy)).config.final_logit_softcapping is None
 
 
 def test_a_flat_form_without_rope_parameters_or_depth_of_the_target_is_read(copy: Path, drafter: Drafter) -> None:

@@ -78,7 +78,7 @@ def dense(drafter: Drafter, inputs: tuple[Tensor, ...], visible: Visible | None 
     for features, before, block, at in zip(*(t.double() for t in inputs), strict=True):
         ctx = rms_norm(features @ w["fc.weight"].T, w["hidden_norm.weight"], eps)  # the same for every layer
         everywhere = torch.cat([before, at])
-        x = block
+        x = block * config.input_embedding_scale  # every slot's, the anchor's too, as z-lab's client has it
         for layer in range(config.num_layers):
 
             def project(name: str, value: Tensor, prefix: str = f"layers.{layer}.") -> Tensor:
@@ -112,7 +112,7 @@ def dense(drafter: Drafter, inputs: tuple[Tensor, ...], visible: Visible | None 
     [
         {}, {"num_kv_heads": 4}, {"num_kv_heads": 1}, {"num_layers": 1}, {"num_layers": 5}, {"head_dim": 10},
         {"attention_bias": True}, {"target_layer_ids": (3,)}, {"rms_norm_eps": 0.1}, {"rope_theta": 1e6},
-        {"block_size": 2}, {"block_size": 16},
+        {"block_size": 2}, {"block_size": 16}, {"input_embedding_scale": 8.0},
     ],
     ids=str,
 )  # fmt: skip

@@ -29,6 +29,9 @@ from dflash_toolkit.models.dflash.shape import default_target_layer_ids
         ({"layer_types": ("full_attention", "sliding_attention")}, "sliding_window is None"),
         ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 0}, "sliding_window is 0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"input_embedding_scale": 0.0}, "input_embedding_scale is 0.0"),
+        ({"output_multiplier": -1.0}, "output_multiplier is -1.0"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -158,9 +158,10 @@ def test_scaled_rope_is_that_of_hugging_face(kind: str) -> None:
     check(make_engine(target, None), (target, None), prompts_of(50), params)
 
 
-def test_a_drafter_with_biases_drafts_as_the_reference_does() -> None:
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_a_drafter_with_biases_or_scaled_blocks_drafts_as_the_reference_does(scale: float) -> None:
     target = make_target()
-    drafter = make_drafter(target, attention_bias=True)
+    drafter = make_drafter(target, attention_bias=True, input_embedding_scale=scale)
     for name, parameter in drafter.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_(std=0.5)

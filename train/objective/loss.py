@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
-from dflash_toolkit.kernels.mix import LossMix
+from dflash_toolkit.kernels.mix import PLAIN, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.dflash.shape import logit_scale
 from dflash_toolkit.models.target import Target
 
 from ..config import LossOptions, TrainConfig
@@ -92,7 +93,8 @@ def compute_loss(
         hidden = forward(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
         )
-        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma, features.final)
+        scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
+        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales)
 
 
 def _forward(
@@ -116,7 +118,14 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCo
 
 
 def draft_loss(
-    hidden: Tensor, blocks: Blocks, head_weight: Tensor, options: LossOptions, gamma: float, final: Tensor | None = None
+    hidden: Tensor,
+    blocks: Blocks,
+    head_weight: Tensor,
+    options: LossOptions,
+    gamma: float,
+    final: Tensor | None = None,
+    scale: LogitScale = PLAIN,
+    target_scale: LogitScale = PLAIN,
 ) -> DraftLoss:
     """The loss of a batch of blocks.
 
@@ -124,6 +133,7 @@ def draft_loss(
         hidden: [B, A*S, D] normed outputs of the drafter.
         head_weight: [V, D], the target's.
         final: [B, T, D] last hidden states of the target, normed; needed by distribution losses only.
+        scale: what stands behind the head for the drafter, and `target_scale` for the target.
 
     Raises:
         ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
@@ -134,9 +144,11 @@ def draft_loss(
     mix = LossMix(options.ce, options.kl, options.tv, options.lk, options.lk_hybrid, options.temperature)
     states = None
     if mix.distribution and final is not None:
-        states = TargetStates(final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index])
+        states = TargetStates(
+            final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index], target_scale
+        )
     chosen, labels = hidden.flatten(0, 1).index_select(0, index), blocks.labels.flatten()[index]
-    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states)
+    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states, scale)
 
     supervised = blocks.supervised[:, :, 1:]
     slot = index - index // blocks.size - 1  # the same rows among slots 1..S-1

@@ -60,6 +60,8 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
         start = load_start(config.init_from, target_config, config.drafter, given, output)
         config = replace(config, drafter=options_of(start.drafter.config))
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
+    sizes = replace(config.drafter, layers=shape.num_layers, taps=len(shape.target_layer_ids))
+    config = replace(config, drafter=sizes)  # whose defaults are the target's: what resumes is compared by number
     check_fits(shape, target_config)
     data = PromptData(digest)
     work = output / WORK

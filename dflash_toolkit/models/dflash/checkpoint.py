@@ -28,6 +28,12 @@ from .network import Drafter, DrafterConfig
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
+# on a block's embeddings and on logits, with what their absence means; read in dflash_config by all loaders
+SCALES: dict[str, float | None] = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+}
 STALE_S = 3600.0  # no export takes so long
 DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
@@ -70,7 +76,8 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
             "target_layer_ids": list(config.target_layer_ids),
             "mask_token_id": config.mask_token_id,
             "block_size": config.block_size,
-        },
+        }
+        | scales_of(config),
     }
     if scaling:
         values["rope_scaling"] = scaling  # transformers 4 knows no rope_parameters
@@ -79,6 +86,11 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
     if provenance is not None:
         values[PROVENANCE_KEY] = provenance
     return values
+
+
+def scales_of(config: DrafterConfig) -> dict[str, float]:
+    """Those of SCALES that a drafter has."""
+    return {key: getattr(config, key) for key, none in SCALES.items() if getattr(config, key) != none}
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -314,6 +326,10 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             is_causal=causal,
             attention_bias=find("attention_bias", False) is True,
             rope_scaling=rope_scaling,
+            input_embedding_scale=float(get("input_embedding_scale", 1.0, kind=int | float)),
+            output_multiplier=float(get("output_multiplier", 1.0, kind=int | float)),
+            # zero is none, as the other loaders have it
+            final_logit_softcapping=float(get("final_logit_softcapping", 0.0, kind=int | float)) or None,
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"drafter {path}: config.json: {error}") from error

@@ -50,6 +50,9 @@ class DrafterConfig:
     is_causal: bool | None = False  # None: sliding layers are causal inside the block, full ones are not
     attention_bias: bool = False
     rope_scaling: RopeScaling | None = None  # None: plain RoPE
+    input_embedding_scale: float = 1.0  # on a block's rows of the target's embedding table
+    output_multiplier: float = 1.0  # on the head's logits
+    final_logit_softcapping: float | None = None  # of those: cap * tanh(logits / cap)
     rope_factor: float = field(default=1.0, init=False, repr=False, compare=False)  # on cosines and sines
     scaled_frequencies: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)  # [H / 2] or none
 
@@ -63,7 +66,7 @@ class DrafterConfig:
             raise ValueError(
                 f"block_size is {self.block_size}: a block needs an anchor and at least one mask (2..{LONGEST_BLOCK})"
             )
-        for name in ("rms_norm_eps", "rope_theta"):
+        for name in ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier", *self._capped):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a number > 0")
         if self.num_layers < 1:
@@ -100,6 +103,10 @@ class DrafterConfig:
             frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
             object.__setattr__(self, "scaled_frequencies", frequencies)
             object.__setattr__(self, "rope_factor", factor)
+
+    @property
+    def _capped(self) -> tuple[str, ...]:
+        return () if self.final_logit_softcapping is None else ("final_logit_softcapping",)
 
     @property
     def feature_size(self) -> int:
@@ -338,17 +345,18 @@ class Drafter(nn.Module):
         """Run block embeddings against the context.
 
         Args:
-            block: target embeddings of `[anchor, MASK, ...]` of one or more blocks, [B, Q, D].
+            block: rows of the target's embedding table for `[anchor, MASK, ...]` of one or more blocks, [B, Q, D].
             positions: position of every slot, [B, Q].
             context: keys and values of T context tokens.
             mask: who sees whom, bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes; None is for a single
                 block in decoding, which sees the whole context and, by the layer's own rule, itself.
 
         Returns:
-            Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits.
+            Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits. What stands
+            behind the head (`output_multiplier`, `final_logit_softcapping`) leaves their order and so their argmax.
         """
         rope = self.rope(positions)
-        x = block
+        x = self.scaled(block)
         for i, layer in enumerate(self.layers):
             layer_mask = self.own_mask(i, positions, context.positions) if mask is None else mask
             pair = (context.keys[i], context.values[i])
@@ -357,6 +365,11 @@ class Drafter(nn.Module):
             else:
                 x = layer(x, rope, pair, layer_mask)
         return self.norm(x)
+
+    def scaled(self, block: Tensor) -> Tensor:
+        """A block's rows of the embedding table as the first layer gets them."""
+        scale = self.config.input_embedding_scale
+        return block if scale == 1.0 else block * scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, T, H] of neox RoPE, in fp32 and then rounded to the drafter's dtype.

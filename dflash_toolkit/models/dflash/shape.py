@@ -8,13 +8,19 @@ if TYPE_CHECKING:
     from .network import DrafterConfig
 
 LAYERS, TAPS, BLOCK_SIZE = 5, 5, 16
+LAYERS_FOR_EXPERTS, TAPS_FOR_EXPERTS = 6, 8
+# whose own heads a drafter takes: those of their published drafters
+LIKE_THE_TARGET = ("llama", "qwen2", "qwen3")
+HEAD_DIM, HEADS, KV_HEADS = 128, 32, 8
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
 def drafter_shape(
     target: "PreTrainedConfig",
     *,
-    layers: int = LAYERS,
-    taps: int = TAPS,
+    layers: int | None = None,
+    taps: int | None = None,
     block_size: int = BLOCK_SIZE,
     target_layer_ids: tuple[int, ...] = (),
     mask_token_id: int | None = None,
@@ -23,10 +29,20 @@ def drafter_shape(
     head_dim: int | None = None,
     intermediate_size: int | None = None,
 ) -> "DrafterConfig":
-    """A few layers with the target's widths, heads and vocabulary; what is given takes the place of the target's.
+    """A few layers with the target's width and vocabulary; what is given takes the place of the defaults.
+
+    They are those of published drafters. Layers and taps: 5 and 5 (arXiv 2602.06036; z-lab's for Qwen3, Llama,
+    Qwen3.6-27B and Qwen3.8-27B), 6 and 8 for a target of experts (z-lab's for Qwen3.5- and Qwen3.6-35B-A3B). Heads: the
+    target's own for Llama, Qwen2 and Qwen3, else 32 query and 8 key/value heads of 128 (z-lab's for Qwen3.5 to 3.8 and
+    Muse-Glimmer-30B, whatever the target has), fewer below a hidden size of 2048. FFN: the target's own, and for a
+    target of experts three times the hidden size (6144 for 2048 in the same two). RoPE is plain and turns whole heads,
+    with the theta of the target's full attention. A multiplier and a soft cap of the target's logits stay (as
+    Muse-Glimmer-30B's drafter has them); blocks read the embedding's table as it is.
 
     Args:
-        taps: evenly spaced, where `target_layer_ids` names none.
+        target: the configuration of the language model; of one with images, its text part.
+        taps: evenly spaced, where `target_layer_ids` names none; see `default_target_layer_ids`. Where they are not
+            given and the target is too shallow for the default, as many as it has layers to tap.
         mask_token_id: by default the last row of the embedding.
 
     Raises:
@@ -37,27 +53,70 @@ def drafter_shape(
     def given(value: int | None, default: Any) -> int:
         return int(default if value is None else value)
 
-    depth, widths = int(target.num_hidden_layers), target.hidden_size // target.num_attention_heads
+    depth, width, experts = int(target.num_hidden_layers), int(target.hidden_size), has_experts(target)
+    if target.model_type in LIKE_THE_TARGET:
+        heads, kv_heads = target.num_attention_heads, target.num_key_value_heads
+        size = getattr(target, "head_dim", None) or width // heads
+    else:
+        kv_heads = min(KV_HEADS, max(1, width // 256))
+        heads, size = kv_heads * HEADS // KV_HEADS, HEAD_DIM
+    if not target_layer_ids:
+        if taps is None and experts:
+            taps = max(1, min(TAPS_FOR_EXPERTS, depth - 3))
+        kinds = getattr(target, "layer_types", None) or ()
+        target_layer_ids = default_target_layer_ids(depth, TAPS if taps is None else taps, kinds)
+    multiplier, cap = logit_scale(target)
     return DrafterConfig(
-        hidden_size=target.hidden_size,
-        num_layers=layers,
-        num_heads=given(num_heads, target.num_attention_heads),
-        num_kv_heads=given(num_kv_heads, target.num_key_value_heads),
-        head_dim=given(head_dim, getattr(target, "head_dim", None) or widths),
-        intermediate_size=given(intermediate_size, target.intermediate_size),
+        hidden_size=width,
+        num_layers=given(layers, LAYERS_FOR_EXPERTS if experts else LAYERS),
+        num_heads=given(num_heads, heads),
+        num_kv_heads=given(num_kv_heads, kv_heads),
+        head_dim=given(head_dim, size),
+        intermediate_size=given(intermediate_size, 3 * width if experts else _dense(target.intermediate_size)),
         vocab_size=target.vocab_size,
         num_target_layers=depth,
-        target_layer_ids=target_layer_ids or default_target_layer_ids(depth, taps),
+        target_layer_ids=target_layer_ids,
         mask_token_id=given(mask_token_id, target.vocab_size - 1),
         block_size=block_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=float(target.rope_parameters["rope_theta"]),
+        rms_norm_eps=next((getattr(target, name) for name in EPSILONS if getattr(target, name, None)), 1e-6),
+        rope_theta=rope_theta(target),
         max_position_embeddings=target.max_position_embeddings,
+        output_multiplier=multiplier,
+        final_logit_softcapping=cap,
     )
 
 
-def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+def has_experts(target: "PreTrainedConfig") -> bool:
+    """Whether layers of a target are mixtures of experts."""
+    return any(getattr(target, name, None) for name in EXPERTS)
+
+
+def _dense(size: int | list[int]) -> int:
+    return max(size) if isinstance(size, list) else size  # Gemma 3n gives one for each layer
+
+
+def rope_theta(target: "PreTrainedConfig") -> float:
+    """The base of a target's RoPE; where it differs by the kind of layer, that of full attention."""
+    rope: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
+    return float(rope.get("full_attention", rope).get("rope_theta", 1e6))
+
+
+def logit_scale(config: "PreTrainedConfig | DrafterConfig") -> tuple[float, float | None]:
+    """What a model multiplies the logits of its head with, and what it caps them at (Gemma 2 and 4)."""
+    multiplier = getattr(config, "output_multiplier", None) or getattr(config, "logit_scale", None)  # Muse; Cohere
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        multiplier = 1 / divisor
+    return float(multiplier or 1.0), getattr(config, "final_logit_softcapping", None) or None
+
+
+def default_target_layer_ids(
+    num_target_layers: int, num_taps: int, layer_types: "tuple[str, ...] | list[str]" = ()
+) -> tuple[int, ...]:
     """Taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
+
+    Args:
+        layer_types: of every layer. Where some are recurrent and enough are full attention, each tap moves to the
+            nearest of those, so that all stand at the same place in the model's period.
 
     Raises:
         ValueError: the target is too shallow for that many distinct taps.
@@ -71,4 +130,9 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
         ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
     if list(ids) != sorted(set(ids)) or max(ids) > num_target_layers - 2:
         raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap")
+    if "linear_attention" in layer_types:
+        full = [i for i, kind in enumerate(layer_types[:-1]) if kind == "full_attention"]
+        nearest = tuple(min(full, key=lambda layer: abs(layer - i)) for i in ids) if full else ()
+        if len(set(nearest)) == len(ids):
+            return nearest
     return ids

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from ...config import UserError
 from ..rope import tell_of_vllm
-from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, staged
+from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, scales_of, staged
 from .network import Drafter
 
 
@@ -41,6 +41,8 @@ def save_speculators(
         raise UserError(
             f"{path}: the speculators form cannot hold causal layers, unless all are and have a sliding window"
         )
+    if drafter.config.input_embedding_scale != 1.0:
+        raise UserError(f"{path}: the speculators form cannot hold input_embedding_scale, which this drafter has")
     flat = config_json(drafter.config)
     layer_keys = [
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -65,7 +67,9 @@ def save_speculators(
         "mask_token_id": drafter.config.mask_token_id,
         "sliding_window_non_causal": causal == {False},
         "target_hidden_size": drafter.config.hidden_size,
-        PROVENANCE_KEY: (provenance or {}) | {"num_target_layers": drafter.config.num_target_layers},
+        PROVENANCE_KEY: (provenance or {})
+        | {"num_target_layers": drafter.config.num_target_layers}
+        | scales_of(drafter.config),
     }
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
     tensors["embed_tokens.weight"] = embedding.detach().to("cpu", torch.bfloat16).clone()

@@ -12,7 +12,7 @@ from test_train_features import config, run_of
 
 from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
-from dflash_toolkit.kernels.mix import LossMix
+from dflash_toolkit.kernels.mix import LogitScale, LossMix
 from dflash_toolkit.models.target import Target
 from train.config import LossOptions, TrainConfig
 from train.features.source import FeatureSource
@@ -93,12 +93,13 @@ def test_a_mix_through_the_head_is_float64_autograd_s(chunk: int) -> None:
     labels, at, upstream = torch.randint(301, (23,)), torch.randint(9, (23,)), torch.rand(23)
     upstream[4] = 0.0
     leaf, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-    rows = frozen_head_loss(leaf, weight, labels, chunk, mix, TargetStates(states, at))
+    own, theirs = LogitScale(0.8, 7.0), LogitScale(cap=5.0)
+    rows = frozen_head_loss(leaf, weight, labels, chunk, mix, TargetStates(states, at, theirs), own)
     rows.loss.backward(upstream)
 
-    logits = exact @ weight.double().T
+    logits = 7 * torch.tanh(exact @ weight.double().T * 0.8 / 7)
     log_q = (logits / 1.5).log_softmax(-1)
-    log_p = (states.double() @ weight.double().T / 1.5).log_softmax(-1)[at]
+    log_p = (5 * torch.tanh(states.double() @ weight.double().T / 5) / 1.5).log_softmax(-1)[at]
     kl, overlap = (log_p.exp() * (log_p - log_q)).sum(-1), torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
     share = torch.exp(-3 * overlap.detach())
     loss = 0.4 * F.cross_entropy(logits, labels, reduction="none") + 0.3 * kl + 0.6 * (1 - overlap)

@@ -1,0 +1,123 @@
+"""The shape that a drafter gets by default is that of the published drafters for the same target."""
+
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PreTrainedConfig
+
+from dflash_toolkit.models.dflash.shape import default_target_layer_ids, drafter_shape
+from dflash_toolkit.models.target import choose_mask_token
+
+HYBRID = ["linear_attention"] * 3 + ["full_attention"]
+
+
+def target(kind: str, **values: Any) -> PreTrainedConfig:
+    return getattr(transformers, f"{kind}Config")(**values)
+
+
+QWEN35 = {"vocab_size": 248320, "head_dim": 256, "max_position_embeddings": 262144}
+ROPE35 = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+QWEN35["rope_parameters"] = ROPE35 | {"rope_type": "default"}
+# (heads, key/value heads, head dim), FFN, layers, theta: facts of model pages
+PUBLISHED = {
+    "Qwen3-8B": (
+        target("Qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+               num_key_value_heads=8, head_dim=128, vocab_size=151936, rope_parameters={"rope_theta": 1e6}),
+        (32, 8, 128), 12288, 5, 1e6, (1, 9, 17, 25, 33),
+    ),
+    "Qwen3.6-27B and Qwen3.8-27B": (
+        target("Qwen3_5Text", hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
+               num_key_value_heads=4, layer_types=HYBRID * 16, **QWEN35),
+        (32, 8, 128), 17408, 5, 1e7, (3, 15, 31, 47, 59),
+    ),
+    "Qwen3.6-35B-A3B": (
+        target("Qwen3_5MoeText", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, num_key_value_heads=2,
+               layer_types=HYBRID * 10, **QWEN35),
+        (32, 8, 128), 6144, 6, 1e7, (3, 7, 11, 15, 23, 27, 31, 35),
+    ),
+    "gpt-oss-20b": (
+        target("GptOss", num_hidden_layers=24, num_local_experts=32),
+        (32, 8, 128), 8640, 6, 150000.0, (1, 4, 7, 10, 12, 15, 18, 21),
+    ),
+    "Gemma 3 27B": (
+        target("Gemma3Text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32,
+               num_key_value_heads=16, head_dim=128),
+        (32, 8, 128), 21504, 5, 1e6, (1, 16, 30, 44, 59),
+    ),
+    "OLMo 3 7B": (
+        target("Olmo3", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32),
+        (32, 8, 128), 11008, 5, 5e5, (1, 8, 15, 22, 29),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_heads_widths_layers_taps_and_theta_are_those_of_published_drafters(name: str) -> None:
+    config, heads, ffn, layers, theta, taps = PUBLISHED[name]
+    shape = drafter_shape(config)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == heads
+    assert (shape.intermediate_size, shape.num_layers, shape.rope_theta) == (ffn, layers, theta)
+    assert shape.target_layer_ids == taps
+    assert (shape.hidden_size, shape.vocab_size) == (config.hidden_size, config.vocab_size)
+    assert shape.rope_scaling is None and set(shape.layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_small_dense_target_gives_its_own_heads(kind: str) -> None:
+    shape = drafter_shape(target(kind, hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64))
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (9, 3, 64)
+
+
+@pytest.mark.parametrize("width", [32, 320, 1024, 1536, 2560])
+def test_narrow_targets_of_other_families_get_fewer_heads(width: int) -> None:
+    shape = drafter_shape(target("Mistral", hidden_size=width, num_attention_heads=4, num_key_value_heads=2))
+    assert shape.head_dim == 128 and shape.num_heads == 4 * shape.num_kv_heads
+    assert shape.num_heads * shape.head_dim <= max(512, 2 * width)
+
+
+def test_what_is_given_takes_the_place_of_the_defaults() -> None:
+    config = PUBLISHED["Qwen3.6-35B-A3B"][0]
+    shape = drafter_shape(config, layers=3, taps=2, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=100)
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (3, 8, 2, 64)
+    assert (shape.intermediate_size, shape.target_layer_ids) == (100, (3, 35))
+
+
+def test_a_shallow_target_of_experts_is_tapped_at_as_many_layers_as_it_has() -> None:
+    config = target("Qwen3Moe", num_hidden_layers=6)
+    assert drafter_shape(config).target_layer_ids == (1, 2, 3)
+    with pytest.raises(ValueError, match="6 layers has no 8 distinct"):
+        drafter_shape(config, taps=8)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "taps", "ids"),
+    [
+        (HYBRID * 6, 5, (3, 7, 11, 15, 19)),  # Qwen3.5-0.8B: the last layer is never tapped
+        (HYBRID * 2, 3, (1, 3, 5)),  # too few for all of them
+        (["linear_attention"] * 8, 3, (1, 3, 5)),
+        (["sliding_attention", "full_attention"] * 4, 3, (1, 3, 5)),  # no recurrent ones
+    ],
+)
+def test_taps_of_a_recurrent_target_stand_behind_full_attention(kinds: list[str], taps: int, ids: Any) -> None:
+    assert default_target_layer_ids(len(kinds), taps, kinds) == ids
+
+
+def test_a_scale_and_a_soft_cap_of_the_targets_logits_stay_and_its_embedding_scale_does_not() -> None:
+    shape = drafter_shape(target("Gemma2"))
+    assert (shape.final_logit_softcapping, shape.output_multiplier, shape.input_embedding_scale) == (30.0, 1.0, 1.0)
+    assert drafter_shape(target("Granite", logits_scaling=8.0)).output_multiplier == 0.125
+    assert drafter_shape(target("Cohere", logit_scale=0.0625)).output_multiplier == 0.0625
+
+
+def test_the_norms_epsilon_is_found_by_its_other_names() -> None:
+    assert drafter_shape(target("Cohere", layer_norm_eps=3e-5)).rms_norm_eps == 3e-5
+    assert drafter_shape(target("GptOss")).rms_norm_eps == 1e-5
+
+
+def test_padded_rows_of_the_embedding_are_the_masks() -> None:
+    class Tokenizer:
+        def __len__(self) -> int:
+            return 248077
+
+    assert choose_mask_token(Tokenizer(), 248320) == 248077, "as in z-lab's for Qwen3.5"
