@@ -22,11 +22,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
-def in_turn(cases: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
-    """Every case with every dtype on a GPU; in the interpreter, which is slow, with one of them in turn."""
+def in_turn(cases: Sequence[tuple[object, ...]], values: Sequence[object] = DTYPES) -> list[tuple[object, ...]]:
+    """Every case with every dtype (or other value) on a GPU; in the interpreter, which is slow, with one in turn."""
     if DEVICE == "cuda":
-        return [(*case, dtype) for case in cases for dtype in DTYPES]
-    return [(*case, DTYPES[i % len(DTYPES)]) for i, case in enumerate(cases)]
+        return [(*case, value) for case in cases for value in values]
+    return [(*case, values[i % len(values)]) for i, case in enumerate(cases)]
 
 
 EPS = 1e-6
@@ -159,22 +159,24 @@ def test_tokens_see_nothing_of_the_padding_behind_them() -> None:
 SHAPES = [  # S, heads of a group, head width, contexts, page size, window
     (1, 1, 8, (0,), 16, 0),
     (1, 4, 128, (260,), 16, 0),
-    (1, 7, 64, (63, 0, 130), 16, 50),
+    (8, 4, 64, (130,), 16, 0),
     (3, 3, 40, (1, 63, 130), 128, 0),
     (3, 1, 40, (260,), 64, 200),
-    (8, 4, 64, (130,), 16, 0),
+    (1, 7, 64, (63, 0, 130), 16, 50),
     (5, 7, 8, (63, 0, 1), 64, 5),
+    (16, 3, 128, (120,), 16, 130),  # the block lies across the first long split's start
     (16, 7, 128, (130,), 64, 0),  # two tiles of rows
     (16, 4, 64, (0, 260), 16, 0),
-    (16, 3, 128, (120,), 16, 130),  # the block lies across the first long split's start
 ]
 Shape = tuple[int, int, int, tuple[int, ...], int, int]
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
-@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in SHAPES]), ids=str)
-def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(shape: Shape, dtype: torch.dtype, causal: bool) -> None:
-    block, group, width, contexts, size, window = shape
+BLOCKS = [(causal, dtype) for causal in (True, False) for dtype in DTYPES]  # each in turn meets a window
+
+
+@pytest.mark.parametrize(("shape", "way"), in_turn([(shape,) for shape in SHAPES], BLOCKS), ids=str)
+def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(shape: Shape, way: tuple[bool, torch.dtype]) -> None:
+    (block, group, width, contexts, size, window), (causal, dtype) = shape, way
     pages = make_pages(contexts, block, size, 2, width, dtype)
     q = randn(len(contexts) * block, 2 * group, width, dtype=dtype)
     for whole in (False, True):
@@ -231,8 +233,7 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
         assert torch.equal(attend(asked, changed, causal=True, window=window, whole=whole)[k], in_block[k])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
+@pytest.mark.parametrize(("causal", "dtype"), in_turn([(True,), (False,)]), ids=str)
 def test_attention_is_batch_invariant_bit_for_bit(causal: bool, dtype: torch.dtype) -> None:
     contexts = (63, 0, 200)
     q, pages = randn(3 * 3, 2 * 3, 64, dtype=dtype), make_pages(contexts, 3, 16, 2, 64, dtype)
