@@ -9,9 +9,12 @@ from conftest import make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, JambaConfig, Llama4TextConfig, MiniMaxConfig, PhimoeConfig
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 
 from dflash_toolkit import Target, UserError
+from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.models import packed
 from train.features.source import FeatureSource
 from train.responses.rows import Row
@@ -61,6 +64,25 @@ def test_a_model_gets_its_attention_back_whatever_happens() -> None:
     assert torch.equal(target.forward(text, taps=TAPS).features, plain)
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+OTHERS = {
+    "a mixer of another kind": JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1),
+    "recurrent attention": MiniMaxConfig(**SMALL, layer_types=["linear_attention", "full_attention"]),
+    "chunks that only a mask knows": Llama4TextConfig(**SMALL),
+    "windows that only a mask knows": PhimoeConfig(**SMALL, sliding_window=4),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_model_that_mixes_tokens_in_other_ways_gets_one_document_in_a_forward(what: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(OTHERS[what])
+    assert not packed.separable(model)
+    with pytest.raises(UnsupportedModel, match="mixes tokens in ways"), packed.alone(model, [5, 7]):
+        pass
+
+
 def test_what_is_no_row_of_documents_is_refused() -> None:
     target, text = exact("llama"), torch.arange(12)[None]
     for ids, lengths in ((text, [5, 6]), (text.view(2, 6), [6, 6]), (text, [12, 0])):
@@ -86,19 +108,8 @@ def test_rows_of_a_step_go_through_together_and_have_the_same_features(monkeypat
 def test_this_pytorchs_flash_attention_takes_what_it_is_given() -> None:
     q, kv, ends = (torch.empty(s, device="meta") for s in ((30, 14, 64), (30, 2, 64), (4,)))
     for window in (None, 8):
-        assert packed.flash(q, kv, kv, ends.int(), 20, 0.125, window).shape == (30, 14, 64)
-
-
-def test_a_model_with_attention_sinks_is_refused_by_their_name() -> None:
-    """Without them its features were off by a tenth, in silence."""
-    attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    model = GptOssForCausalLM(GptOssConfig(**sizes, **attention, **experts)).eval()
-    before = model.config._attn_implementation
-    with packed.alone(model, [5, 7]) as extra, pytest.raises(UserError, match=r"GptOssAttention asks for .* s_aux"):
-        model(torch.arange(12)[None], use_cache=False, **extra)
-    assert model.config._attn_implementation == before
+        for sinks in (None, q[0, :, 0]):
+            assert packed.flash(q, kv, kv, ends.int(), 20, 0.125, window, sinks).shape == (30, 14, 64)
 
 
 def test_only_arguments_without_an_effect_are_passed_over() -> None:
@@ -114,16 +125,52 @@ def test_only_arguments_without_an_effect_are_passed_over() -> None:
         {"is_causal": None},
         {"dropout": 0.0},
         {"s_aux": None},
+        {"softcap": None},
     ]
     without_effect += [{"cu_seq_lens_k": ends, "max_length_k": 7, "use_cache": False, "output_attentions": False}]
     for passed in (*without_effect, {"position_ids": ends}):
         assert torch.equal(attend(**passed), plain)
-    refused = {"dropout": 0.1, "is_causal": False, "s_aux": torch.zeros(4), "softcap": 30.0, "new_one": 0}
+    refused = {"dropout": 0.1, "is_causal": False, "position_bias": torch.zeros(4), "new_one": 0}
     for name, value in refused.items():
         with pytest.raises(UserError, match=rf"Module asks for attention with {name}"):
             attend(**{name: value})
     with pytest.raises(UserError, match="attention_mask"):
         attend(torch.ones(1, 1, 12, 12))
+
+
+HEADS, LENGTHS = 4, [5, 1, 9]
+ENDS = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_soft_caps_and_sinks_are_those_of_the_models_that_have_them(window: int | None) -> None:
+    q, kv, sinks = torch.randn(1, HEADS, 15, 8), torch.randn(1, 2, 15, 8), torch.randn(HEADS)
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups, module.sinks = 2, sinks
+    place, document = torch.arange(15), torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
+    distance = place[:, None] - place
+    visible = (document[:, None] == document) & (distance >= 0) & (distance < (window or 15))
+    mask = torch.zeros(15, 15).masked_fill(~visible, -torch.inf)[None, None]
+    own = {"cu_seq_lens_q": ENDS, "max_length_q": 9, "sliding_window": window, "scaling": 0.7}
+    expected = capped(module, q, kv, kv, mask, scaling=0.7, softcap=1.5)[0]
+    torch.testing.assert_close(packed.attention(module, q, kv, kv, None, softcap=1.5, **own)[0], expected)
+    expected = with_sinks(module, q, kv, kv, mask, scaling=0.7)[0]
+    torch.testing.assert_close(packed.attention(module, q, kv, kv, None, s_aux=sinks, **own)[0], expected)
+
+
+def test_sinks_come_into_the_result_of_flash_attention_through_the_sums_of_its_softmax() -> None:
+    q, kv, sinks = torch.randn(15, HEADS, 8), torch.randn(15, 2, 8), torch.randn(HEADS)
+    out, expected = (packed.one_by_one(q, kv, kv, ENDS, 0.7, None, sinks=each) for each in (None, sinks))
+    keys = kv.repeat_interleave(2, 1)
+    sums = torch.cat(
+        [
+            (0.7 * torch.einsum("tnh,snh->tns", one, key)).masked_fill(~tri[:, None], -torch.inf).logsumexp(-1)
+            for one, key in zip(q.split(LENGTHS), keys.split(LENGTHS), strict=True)
+            for tri in [torch.ones(len(one), len(one)).tril().bool()]
+        ]
+    )
+    for found in (sums, sums.T):
+        torch.testing.assert_close(packed.with_sinks(out, found, sinks), expected)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 On a CPU every row goes through the target alone, so its features do not depend on the rows beside it: a run resumed at
 any step, wherever its features are kept, sees bit-identical numbers. On a GPU rows go through together, one behind the
-other, each seeing itself alone.
+other, each seeing itself alone; those of a target that cannot keep them apart go through it alone there too.
 """
 
 import functools
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.fingerprint import sample_digest, tokens_digest
+from dflash_toolkit.models.packed import separable
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 
@@ -73,7 +74,7 @@ class FeatureSource:
         self._packed = packed
         self._dtype = dtype or target.dtype
         self.store = store or MemoryStore(0, 0)
-        self._several = target.device.type == "cuda"  # rows in one forward
+        self._several = target.device.type == "cuda" and separable(target.model)  # rows in one forward
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[bytes, Future[Stored]] = {}
         self._put_off: Callable[[int, Progress | None], None] | None = None
