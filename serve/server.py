@@ -19,6 +19,8 @@ from .state import Count
 
 MOST_FILES = 65536
 SPARE_FILES = 64  # for what is no client's connection
+ASKED_S = (0.005, 1.0)  # seconds until a client that has sent all is first asked again whether it listens, and most
+CLOSED = 7  # of a TCP connection, in what Linux says of it
 GRACE_S = 5  # seconds that open answers get to say that they are cut off
 
 
@@ -112,6 +114,14 @@ def raise_open_files() -> int:
     return max(1, max(soft, most) - SPARE_FILES)
 
 
+def _refused(transport: asyncio.Transport) -> bool:
+    """Whether the other side's system refused what it was sent."""
+    connection = transport.get_extra_info("socket")
+    if connection.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+        return False  # a write fails there
+    return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSED)
+
+
 class Connection(HttpToolsProtocol):
     """A client's connection: there is a limited number of them, and of time to send a request and to take an answer.
 
@@ -126,6 +136,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = None
         self._full: asyncio.TimerHandle | None = None
+        self._asked: asyncio.TimerHandle | None = None
         self.open.add(1)
         if self.open.total > self.limit:
             self._refuse(b"503 Service Unavailable")
@@ -135,8 +146,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open.add(-1)
         self._stop_waiting()
-        if self._full is not None:
-            self._full.cancel()
+        for timer in (self._full, self._asked):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -160,6 +172,30 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._stop_waiting()
         super().on_message_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """It has said all that it will: it may be gone, or listen still, as `nc -N` does. Whether to go on."""
+        waits = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if not waits or self.scope["http_version"] == "1.0" or self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        self._ask(ASKED_S[0])
+        return True
+
+    def _ask(self, pause: float) -> None:
+        """Send what every client passes over; the system of one that is gone refuses it, and closes the connection."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            self.transport.close()
+        elif _refused(self.transport):
+            self.transport.abort()
+        else:
+            if not self.cycle.response_started:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif self.cycle.chunked_encoding:  # of events: an empty comment
+                self.transport.write(b"3\r\n:\n\n\r\n")
+            if _refused(self.transport):  # on the same machine that is known at once
+                self.transport.abort()
+            else:
+                self._asked = self.loop.call_later(pause, self._ask, min(2 * pause, ASKED_S[1]))
 
     def _wait(self) -> None:
         self._stop_waiting()

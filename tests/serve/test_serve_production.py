@@ -46,6 +46,31 @@ def test_a_client_that_sends_nothing_or_half_a_request_is_sent_away(
                 assert client.makefile("rb").read().startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_has_said_all_and_listens_gets_its_answer(target: Target, streamed: bool) -> None:
+    engine = make_engine(target, None)
+    body = json.dumps(LONG | {"stream": streamed}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request += b"Content-Length: %d\r\n\r\n" % len(body)
+    with gated(engine, 1) as gate, serving(engine) as url:
+        address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, LATE_S) as client:
+            client.sendall(request + body)
+            client.shutdown(socket.SHUT_WR)
+            gate.wait()
+            if streamed:
+                assert client.recv(4096)  # the response has begun
+            time.sleep(0.1)  # it is asked meanwhile
+            gate.open()
+            got = client.makefile("rb").read()
+    if streamed:
+        assert b"\r\n3\r\n:\n\n\r\n" in b"\r\n" + got and got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        asked, answer = got.split(b"HTTP/1.1 200 OK\r\n")
+        assert asked and not asked.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        assert b'"completion_tokens":50' in answer
+
+
 def test_connections_beyond_the_limit_are_refused_and_leave_room_again(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
