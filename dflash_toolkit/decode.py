@@ -64,18 +64,18 @@ def stream(
     started = time.perf_counter()
     cache = target.new_cache()
     prompt = torch.tensor([prompt_ids], device=target.device)
-    out = target.forward(prompt, taps=taps, cache=cache, logits="last", final=params.prompt_logprobs is not None)
+    out = target.forward(prompt, taps=taps, cache=cache, logits="last" if params.prompt_logprobs is None else "all")
     assert out.logits is not None
-    first = _choose(out.logits[0], prompt_ids, [], [], params, stop_ids, matcher).tolist()
+    behind = out.logits[0, -1:]
+    first = _choose(behind, prompt_ids, [], [], params, stop_ids, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
-    cache.crop(0)  # takes nothing back; transformers 5.15 wants a crop behind every forward that records
+    cache.settle()
     commit(generation, first, stop_ids, limit)
     _follow(matcher, first)
     if params.logprobs is not None:
-        generation.logprobs += token_logprobs(out.logits[0], first, params.logprobs)
+        generation.logprobs += token_logprobs(behind, first, params.logprobs)
     if params.prompt_logprobs is not None:
-        assert out.final is not None
-        scored = scored_tokens(target.head(out.final[0, :-1]), prompt[0, 1:], params.prompt_logprobs)
+        scored = scored_tokens(out.logits[0, :-1], prompt[0, 1:], params.prompt_logprobs)
         generation.prompt_logprobs = PromptLogprobs(scored.shape[1] // 2 - 1, scored.cpu().numpy().tobytes())
     generation.prefill_s = time.perf_counter() - started
     yield generation
@@ -91,6 +91,8 @@ def stream(
         draft = draft[: remaining - 1]  # the bonus token is always committed, so no more can be used
 
         block = torch.tensor([[last, *draft]], device=target.device)
+        if draft:
+            cache.begin_block()
         out = target.forward(block, taps=taps, cache=cache, logits="all")
         assert out.logits is not None
         tokens = generation.tokens
@@ -105,8 +107,9 @@ def stream(
         generation.steps.append(Step(len(draft), min(accepted, len(committed)), tuple(committed)))
 
         # rejected tokens leave the target's cache; the verified ones enter the drafter's context
-        rejected = len(draft) - accepted
-        cache.crop(-rejected)
+        if cache.end_block(len(draft) + 1, accepted + 1):
+            target.forward(block[:, : accepted + 1], cache=cache)
+            cache.settle()
         more = _context_kv(drafter, out.features, p, accepted + 1)
         context = context.append(more) if context and more else more
         generation.decode_s += time.perf_counter() - started

@@ -34,7 +34,14 @@ from servers import command, fake  # noqa: F401  # fixtures
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.fingerprint import template_digest
@@ -48,7 +55,10 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+    "mistral": functools.partial(MistralConfig, sliding_window=None),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -187,7 +187,7 @@ class Probe:
         hidden = dict(zip(taps, features[0].chunk(len(taps), dim=-1), strict=True))
         last = len(self.target.layers) - 1
         if last in hidden:
-            hidden[last] = self.target.model.model.norm(hidden[last])  # as HF's hidden_states have it
+            hidden[last] = self.target.structure.norm(hidden[last])  # as HF's hidden_states have it
         if EMBEDDING in self._layers:
             hidden[EMBEDDING] = self.target.embedding(tokens[0])
         return Answer(tokens[0], len(prompt), generation, hidden)

@@ -24,6 +24,13 @@ MSCALES = ("mscale", "mscale_all_dim")
 UNREAD_BY_VLLM = ("attention_factor", *MSCALES)  # 0.26, of a YaRN group; its pull request 48351 is about the first
 
 
+def full_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """`rope_parameters` of the layers that see everything, of a target whose layer types may each have their own."""
+    groups: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    nested = [group for group in groups.values() if isinstance(group, dict)]
+    return dict(groups.get("full_attention") or nested[0]) if nested else groups
+
+
 def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
     """Radians per position [H / 2], and the factor on cosines and sines, of a config whose RoPE is scaled."""
     with torch.device("cpu"):  # some of these functions allocate on the default device, which may be meta

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import UnsupportedModel, UserError
-from .rope import ROPE_TYPES, scaled_frequencies
+from .rope import ROPE_TYPES, full_rope, scaled_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -59,9 +59,10 @@ class Architecture:
         return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, **sizes)
 
 
-# by `model_type`
+# what the engine computes, by `model_type`
 ARCHITECTURES = {
     "llama": Architecture(),
+    "mistral": Architecture(qkv_bias=False, o_bias=False),
     "qwen2": Architecture(qkv_bias=True, o_bias=False),
     "qwen3": Architecture(qk_norm=True),
 }
@@ -96,9 +97,16 @@ class ModelSpec:
         """Read a Hugging Face config. Raises UnsupportedModel for what the runtime does not compute."""
         c: Any = config
         name = c.name_or_path or c.model_type
+        if c.model_type not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"target {name}: architecture {c.model_type!r} is not served by this engine, "
+                f"but through vLLM it is (dflash-serve --engine vllm)"
+            )
         if getattr(c, "quantization_config", None):
             raise UnsupportedModel(f"target {name}: quantized weights are not supported by the runtime")
-        if getattr(c, "use_sliding_window", False) or "sliding_attention" in (getattr(c, "layer_types", None) or ()):
+        kinds = getattr(c, "layer_types", None)
+        sliding = "sliding_attention" in kinds if kinds else getattr(c, "sliding_window", None) is not None
+        if getattr(c, "use_sliding_window", False) or sliding:
             raise UnsupportedModel(f"target {name}: sliding-window attention is not supported by the runtime")
         if getattr(c, "mlp_bias", False):
             raise UnsupportedModel(f"target {name}: mlp_bias is not supported by the runtime")
@@ -149,7 +157,7 @@ def context_limit(config: "PreTrainedConfig") -> int:
     `max_position_embeddings` stays what it was.
     """
     limit = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = full_rope(config)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
     if limit < 1:

@@ -19,15 +19,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..config import UnsupportedModel, UserError
 from ..network import unreachable
 from . import packed
-from .spec import ARCHITECTURES, context_limit
+from .cache import TargetCache
+from .spec import context_limit
+from .structure import Structure, end_ids, head_size, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
@@ -90,7 +92,15 @@ def _one_line(error: Exception) -> str:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The target's configuration, without weights. Raises UserError naming what is missing or not supported."""
+    """The configuration of the target's language model, without weights, see `text_config`.
+
+    Raises:
+        UserError: what is missing, cannot be read or is no causal language model.
+    """
+    return text_config(_whole_config(name))
+
+
+def _whole_config(name: str) -> PreTrainedConfig:
     if not os.path.isdir(name) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"target {name}: no such directory")
     try:
@@ -101,9 +111,10 @@ def load_config(name: str) -> PreTrainedConfig:
                 f"target {name}: no such directory, and the hub cannot be reached; give the directory of a model"
             ) from error
         raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
-    if config.model_type not in ARCHITECTURES:
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModel(
-            f"target {name}: architecture {config.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"target {name}: architecture {config.model_type!r} is not supported: transformers has no causal language "
+            f"model of it"
         )
     return config
 
@@ -133,24 +144,24 @@ def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | N
     """Every end-of-sequence id that a checkpoint's two configurations declare. Raises UserError for what is no id."""
     found: list[int] = []
     for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
-        ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        ids = end_ids(eos)
         if any(type(token) is not int for token in ids):
             raise UserError(f"target {config.name_or_path}: eos_token_id {eos!r} is no token id and no list of them")
         found += ids
     return tuple(dict.fromkeys(found))
 
 
-def _dequantize_fp8(config: PreTrainedConfig, name: str) -> None:
-    """Have the weights of an FP8 checkpoint dequantized when they are loaded, also where there is a GPU beside the CPU.
+def _dequantized_fp8(config: PreTrainedConfig, name: str) -> Any:
+    """The quantization of a checkpoint; of one in FP8 with the wish that its weights be dequantized when they are
+    loaded, also where there is a GPU beside the CPU.
 
     Raises:
         UserError: blocks that do not divide the matrices; transformers takes their scales for those of smaller blocks.
     """
     asked = config.quantization_config
     if not isinstance(asked, dict) or asked.get("quant_method") != "fp8":
-        return
-    config.quantization_config = asked | {"dequantize": True}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return asked
+    head_dim = head_size(config)
     sizes = {
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "num_attention_heads x head_dim": config.num_attention_heads * head_dim,
@@ -164,6 +175,7 @@ def _dequantize_fp8(config: PreTrainedConfig, name: str) -> None:
                 f"target {name}: its {what} {size} is no multiple of its FP8 blocks of {uneven}, which cannot be "
                 f"dequantized on a CPU; use --device cuda or the unquantized checkpoint"
             )
+    return asked | {"dequantize": True}
 
 
 RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
@@ -195,17 +207,14 @@ class Target:
     """A frozen causal LM with its tokenizer. Every method runs without gradients unless noted."""
 
     def __init__(self, model: "PreTrainedModel", tokenizer: Any = None, name: str = "") -> None:
-        if model.config.model_type not in ARCHITECTURES:
-            raise UserError(f"architecture {model.config.model_type!r} is not supported: {', '.join(ARCHITECTURES)}")
         self.model = model.eval().requires_grad_(False)
+        self.config = text_config(model.config)
         self.tokenizer = tokenizer
         self.name = name or str(model.config.name_or_path)
-        for what, module in (
-            ("embedding", model.get_input_embeddings()),
-            ("LM head", model.get_output_embeddings()),
-        ):
+        self.structure = Structure.of_model(model, self.name)
+        for what, module in (("embedding", self.structure.embedding), ("LM head", self.structure.head)):
             weight = getattr(module, "weight", None)
-            if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (model.config.hidden_size,):
+            if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (self.config.hidden_size,):
                 raise UserError(
                     f"target {self.name}: its {what} is quantized, and a drafter needs it dense; "
                     f"quantize the target without it (it is left out by default in bitsandbytes and llm-compressor)"
@@ -223,16 +232,17 @@ class Target:
             UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
                 quantized checkpoint whose library is not installed or that has no dense embedding and head.
         """
-        config = load_config(name)
+        whole = _whole_config(name)
+        config = text_config(whole)
         declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
         where = use_device(device)
         quantized = getattr(config, "quantization_config", None) is not None
         if quantized and where.type == "cpu":
-            _dequantize_fp8(config, name)
+            whole.quantization_config = _dequantized_fp8(config, name)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
-                config=config,
+                config=whole,  # of which transformers takes the text part where it has a model of that alone
                 dtype=resolve_dtype(dtype, where),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -251,10 +261,6 @@ class Target:
         return cls(model if quantized else model.to(where), load_tokenizer(name), name)
 
     @property
-    def config(self) -> PreTrainedConfig:
-        return self.model.config
-
-    @property
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
@@ -264,16 +270,16 @@ class Target:
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.model.model.layers
+        return self.structure.layers
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()
+        return self.structure.embedding
 
     @property
     def head_weight(self) -> Tensor:
         """The LM head's matrix [V, D]: the embedding's own when they are tied."""
-        return self.model.get_output_embeddings().weight
+        return self.structure.head.weight
 
     @property
     def context_limit(self) -> int:
@@ -293,13 +299,14 @@ class Target:
         return self.embedding(ids) if type(self.embedding) is nn.Embedding else F.embedding(ids, self.embedding.weight)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states; no norm is applied here."""
-        return F.linear(hidden, self.head_weight)
+        """Logits [..., V] of final hidden states by the head and its bias alone: without the final norm, and without
+        what the model does to its logits behind the head, which changes no order (a soft cap, a scale).
+        """
+        return self.structure.head(hidden)
 
-    def new_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self.config)
-        cache.activate_past_recording()  # sliding-window layers must be able to roll back rejected tokens
-        return cache
+    def new_cache(self) -> TargetCache:
+        """An empty cache for one row of tokens. Raises UnsupportedModel for a model that keeps what no cache holds."""
+        return TargetCache(self.config, self.name)
 
     @torch.inference_mode()
     def forward(
@@ -307,7 +314,7 @@ class Target:
         ids: Tensor,
         *,
         taps: Sequence[int] = (),
-        cache: DynamicCache | None = None,
+        cache: TargetCache | None = None,
         logits: Literal["all", "last", "none"] = "none",
         final: bool = False,
         lengths: Sequence[int] | None = None,
@@ -317,23 +324,25 @@ class Target:
         Args:
             taps: 0-based layer ids; the feature of id l is the output of layer l, HF `hidden_states[l + 1]`.
             cache: extended in place by T tokens. With early exit only the layers that ran are extended.
-            logits: which positions' logits to return; "none" with taps stops after the highest tapped layer.
+            logits: which positions' logits to return; "none" with taps stops after the highest tapped layer, and
+                otherwise before the head.
             final: also return the last hidden state after the final norm; every layer runs then, the head does not.
             lengths: ids are one row [1, T], documents of so many tokens one behind the other; each sees itself alone,
                 from position 0 on. Without a cache only.
         """
         if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
             raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
-        tapped, norm = [self.layers[layer] for layer in taps], self.model.model.norm
+        tapped, norm = [self.layers[layer] for layer in taps], self.structure.norm
         leave = None
-        if logits == "none" and (final or taps):
-            leave = norm if final else self.layers[max(taps)]
+        if logits == "none":
+            leave = self.layers[max(taps)] if taps and not final else norm
         documents: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
         if lengths is not None:
             documents = packed.alone(self.model, lengths)
         with _outputs([*tapped, norm] if final else tapped, leave) as found, documents as extra:
             try:
-                keep = {"all": 0, "last": 1, "none": 1}[logits]
+                # a tensor, not 1: Gemma 4 runs its last layers on the last token alone where a number asks for it
+                keep = torch.tensor([ids.shape[1] - 1], device=ids.device) if logits == "last" else 0
                 out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **extra)
             except _EnoughLayers:
                 out = None

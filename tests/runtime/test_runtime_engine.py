@@ -79,7 +79,7 @@ def check(engine: Engine, models: tuple[Target, Drafter | None], prompts: list[l
 # ---- the same as decode.py ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
     engine, params = make_engine(*pair(kind)), [SamplingParams(max_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
     check(engine, pair(kind), prompts_of(1, 5, 17, 33, 40, 8), *params)

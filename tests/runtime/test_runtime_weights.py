@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_target
 from damage import damage
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
@@ -72,7 +72,7 @@ def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> N
     assert spec.rope_factor == theirs.attention_scaling and (spec.rope_factor != 1.0) == (kind == "yarn")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
     target = make_target(kind, tied=False)
     target.model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -138,6 +138,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ("config", "message"),
     [
         (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding-window attention"),
+        (MistralConfig(sliding_window=8), "sliding-window attention"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
         (LlamaConfig(rope_parameters=DYNAMIC), "rope type 'dynamic'"),

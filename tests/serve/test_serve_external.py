@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import make_tokenizer
 from paths import ROOT
 
 from dflash_toolkit.config import UserError, from_mapping, given_values
@@ -302,12 +303,13 @@ def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "secret")
-    target = folder(tmp_path / "other one", {"model_type": "gpt2", "vocab_size": 100, "n_embd": 8})
+    target = folder(tmp_path / "other one", {"model_type": "gpt2", "vocab_size": 300, "n_embd": 8})
+    make_tokenizer().save_pretrained(target)
     argv = ["--target", target, "--drafter", "d/d", "--max-num-seqs", "4", "--no-prefix-cache", "--draft-dtype", "fp8"]
     assert cli.main([*argv, "--port", "0", "--allowed-origins", "http://a", "http://b"]) == 2
     err = capsys.readouterr().err
     said, _, line = err.partition("; with another engine: ")
-    assert "architecture 'gpt2' is not supported" in said and "secret" not in err and err.count("\n") == 1
+    assert "architecture 'gpt2' is not served by this engine" in said and "secret" not in err and err.count("\n") == 1
     program, *words = shlex.split(line)
     config, given = parse(*words)
     assert program == "dflash-serve" and config.external.engine == "vllm"

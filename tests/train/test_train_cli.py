@@ -170,7 +170,7 @@ TEXTS = {
         (["--target", "/no/such/model"], "/no/such/model"),
         (["--target", "NOT-THERE/at-all"], "NOT-THERE/at-all"),
         (["--target", "NO WEIGHTS"], "cannot load its weights"),
-        (["--target", "GPT2"], "'gpt2' is not supported"),
+        (["--target", "T5"], "'t5' is not supported"),
         (["drafter.block_size=1"], "block_size"),
         (["drafter.layers=0"], "at least one layer"),
         (["drafter.taps=5"], "no 5 distinct layers"),
@@ -229,13 +229,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 ) -> None:
     places = {name: tmp_path / f"{name}.jsonl" for name in TEXTS} | {
         "NO WEIGHTS": tmp_path / "b",
-        "GPT2": tmp_path / "g",
+        "T5": tmp_path / "g",
     }
     for name, text in TEXTS.items():
         places[name].write_text(text)
     shutil.copytree(dflash_train.target, places["NO WEIGHTS"], ignore=shutil.ignore_patterns("*.safetensors"))
-    places["GPT2"].mkdir()
-    (places["GPT2"] / "config.json").write_text('{"model_type": "gpt2"}')
+    places["T5"].mkdir()
+    (places["T5"] / "config.json").write_text('{"model_type": "t5"}')
     assert named in dflash_train.refuses("device=cpu", *(places.get(word, word) for word in change))
     assert not [path for path in dflash_train.output.rglob("*") if path.is_file()], "nothing was begun"
 

@@ -1,0 +1,86 @@
+"""What every decoder-only model of transformers has, found in a loaded one by its structure and not by its name."""
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..config import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The parts of a causal language model; the outputs of `layers` are its residual stream."""
+
+    embedding: nn.Embedding  # of token ids, with whatever scale the model has
+    layers: nn.ModuleList
+    norm: nn.Module  # the final one
+    head: nn.Linear
+
+    @classmethod
+    def of_model(cls, model: "PreTrainedModel", name: str) -> "Structure":
+        """Find the parts. Raises UnsupportedModel naming the first that is missing."""
+
+        def lacks(part: str) -> UnsupportedModel:
+            return UnsupportedModel(
+                f"target {name}: architecture {model.config.model_type!r} is not supported: it has no {part}"
+            )
+
+        config = text_config(model.config)
+        if model.config.is_encoder_decoder:
+            raise lacks("decoder that stands alone")
+        children, depth = list(model.get_decoder().children()), config.num_hidden_layers
+        layers = [part for part in children if isinstance(part, nn.ModuleList) and len(part) == depth]
+        if len(layers) != 1:
+            raise lacks(f"list of its {depth} decoder layers")
+        norms = [part for part in children if _is_norm(part, config.hidden_size)]
+        if not norms:
+            raise lacks("norm behind its last decoder layer")
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        if embedding is None:
+            raise lacks("embedding of its input")
+        if head is None:
+            raise lacks("LM head")
+        for argument in ("past_key_values", "logits_to_keep"):
+            if argument not in inspect.signature(type(model).forward).parameters:
+                raise lacks(f"forward that takes {argument!r}")
+        return cls(embedding, layers[0], norms[-1], head)
+
+
+def _is_norm(module: nn.Module, size: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return "norm" in type(module).__name__.lower() and (weight is None or weight.shape == (size,))
+
+
+def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """The part of a configuration that describes the language model, which is all of it unless there are images too.
+
+    It gets the name, the quantization and the end-of-sequence ids that stand beside it.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    text.name_or_path = config.name_or_path
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    beside, own = (end_ids(getattr(each, "eos_token_id", None)) for each in (config, text))
+    if set(beside) - set(own):
+        text.eos_token_id = [*beside, *(token for token in own if token not in beside)]
+    return text
+
+
+def head_size(config: "PreTrainedConfig") -> int:
+    """Numbers in a key of an attention head; of a model whose layers differ, in the last."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[-1]
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def end_ids(eos: Any) -> list[Any]:
+    """`eos_token_id` as a list, whatever stands in it."""
+    return list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]

@@ -1,0 +1,109 @@
+"""A tiny random target of every architecture that the documents name."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from conftest import EOS, PAD, VOCAB, make_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from dflash_toolkit import Target
+
+WINDOW = 8  # of sliding layers, so that the shortest text is longer
+
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": None,
+    "eos_token_id": EOS, "pad_token_id": PAD, "initializer_range": 0.3,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 16}
+GATED_DELTA_NET = {  # on two of three layers
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
+}  # fmt: skip
+HYBRID = {"recurrent": True, "vision": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}}
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 8,
+          "patch_size": 4}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture and the configuration of a tiny model of it."""
+
+    name: str  # as the documents call it
+    config_class: str  # in transformers
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    vision: dict[str, Any] | None = field(
+        default=None, hash=False
+    )  # of a multimodal one; `options` are its text part's
+    recurrent: bool = False  # some layers have a state that cannot be cropped
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        """The tiny configuration; `changes` are to its text part."""
+        values = SMALL | self.options | changes
+        make = getattr(transformers, self.config_class)
+        if self.vision is None:
+            return make(**values)
+        tied = values["tie_word_embeddings"]
+        return make(text_config=values, vision_config=self.vision, tie_word_embeddings=tied)
+
+    def model(self, **changes: Any) -> Any:
+        """A random model in fp32: weights so large that a greedy answer is varied, and the same ones every time."""
+        torch.manual_seed(11)
+        model = AutoModelForCausalLM.from_config(self.config(**changes), dtype=torch.float32).eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 1:  # norms of ones and biases of zeros would hide mistakes
+                    weight.add_(torch.randn_like(weight), alpha=0.1)
+        return model
+
+    def target(self, **changes: Any) -> Target:
+        return Target(self.model(**changes), make_tokenizer(), self.name)
+
+
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        Architecture("Llama", "LlamaConfig"),
+        Architecture("Qwen2", "Qwen2Config"),
+        Architecture("Qwen3", "Qwen3Config", {"head_dim": 8}),
+        Architecture("Mistral", "MistralConfig", {"head_dim": 8, "sliding_window": None}),
+        Architecture("Phi-3", "Phi3Config"),
+        Architecture("OLMo 2", "Olmo2Config"),
+        Architecture("OLMo 3", "Olmo3Config", SLIDING),
+        Architecture("GLM-4", "Glm4Config", {"head_dim": 8}),
+        Architecture("Gemma 2", "Gemma2Config", {**GEMMA, "final_logit_softcapping": 2.0}),
+        Architecture("Gemma 3", "Gemma3TextConfig", GEMMA),
+        Architecture("Gemma 3 with images", "Gemma3Config", GEMMA, SIGLIP),
+        Architecture(
+            "Gemma 4", "Gemma4TextConfig",
+            {**SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0, "num_kv_shared_layers": 2,
+             "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+        ),
+        Architecture("Qwen3-MoE", "Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
+        Architecture(
+            "GLM-4-MoE", "Glm4MoeConfig",
+            {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        ),
+        Architecture(
+            "gpt-oss", "GptOssConfig",
+            {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        ),
+        Architecture("Qwen3-Next", "Qwen3NextConfig", SHARED | GATED_DELTA_NET, recurrent=True),
+        Architecture("Qwen3.5", "Qwen3_5TextConfig", GATED_DELTA_NET, recurrent=True),
+        Architecture("Qwen3.5 with images", "Qwen3_5Config", GATED_DELTA_NET, **HYBRID),
+        Architecture("Qwen3.5-MoE", "Qwen3_5MoeTextConfig", SHARED | GATED_DELTA_NET, recurrent=True),
+        Architecture("Qwen3.5-MoE with images", "Qwen3_5MoeConfig", SHARED | GATED_DELTA_NET, **HYBRID),
+    )
+}  # fmt: skip
+
+
+@functools.cache
+def tiny(name: str) -> Target:
+    """The target of that architecture; shared by the tests of a module, which leave it as it is."""
+    return ARCHITECTURES[name].target()
