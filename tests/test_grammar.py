@@ -263,7 +263,7 @@ def test_a_request_may_name_the_token_that_ends_its_answer() -> None:
 def test_a_dead_end_is_an_error_and_no_answer() -> None:
     target, drafter = pair()
     grammar = Grammar("grammar", 'root ::= "ab" x\nx ::= "c" x | y\ny ::= y "d"')
-    params = SamplingParams(grammar=grammar, logit_bias=((TOKENIZER.encode("c")[0], -100.0),), max_tokens=300)
+    params = SamplingParams(grammar=grammar, logit_bias=((TOKENIZER.encode("c")[0], -100.0),), max_tokens=60)
     for helper in (None, drafter):
         assert generate(target, helper, PROMPT, params).finish_reason == "length"
     nowhere = Grammar("grammar", 'root ::= "ab" y\ny ::= y "d"')

@@ -89,7 +89,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer(
     assert len(requests) == len(arrivals)
     for request, prompt, params in requests:
         # a draw on the border between two tokens falls to either side: blocks of other lengths round otherwise
-        assert request.tokens in [generate(target, drafts, prompt, params).tokens for drafts in (None, drafter)]
+        assert any(request.tokens == generate(target, drafts, prompt, params).tokens for drafts in (None, drafter))
     engine.pool.check()
 
 

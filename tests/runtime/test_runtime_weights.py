@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import make_drafter, make_target
 from damage import damage
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
@@ -32,6 +32,12 @@ def test_an_engine_from_names_writes_what_the_modules_write(
     params = SamplingParams(max_tokens=30)
     assert engine.generate([[1, 2, 3]], params)[0].tokens == generate(target, drafter, [1, 2, 3], params).tokens
     assert len(tokenizer) == len(target.tokenizer)
+
+
+def test_a_drafter_of_another_target_is_refused(target_dir: Path, tmp_path: Path) -> None:
+    save_drafter(make_drafter(make_target(layers=8)), tmp_path)
+    with pytest.raises(UserError, match="taps layer 5; this target of 6 layers"):
+        load_engine(str(target_dir), str(tmp_path), "cpu", options=OPTIONS)
 
 
 def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Drafter) -> None:

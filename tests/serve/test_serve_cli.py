@@ -10,11 +10,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import make_drafter, make_target
 from openai import APIError, OpenAI
 from paths import ROOT
 
-from dflash_toolkit import save_drafter
 from dflash_toolkit.config import from_mapping, given_values
 from serve import cli
 from serve.pasted import in_our_words
@@ -100,14 +98,6 @@ def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.Captu
         port = str(taken.getsockname()[1])
         line = refusal(capsys, "--target", "./nowhere", "--port", port)
     assert line == f"cannot listen on 127.0.0.1 port {port} (Address already in use); give another --host or --port"
-
-
-def test_a_drafter_of_another_target_is_refused(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_drafter(make_drafter(make_target(layers=8)), tmp_path)
-    line = refusal(capsys, "--target", str(target_dir), "--drafter", str(tmp_path), "--port", "0")
-    assert "layers" in line
 
 
 @pytest.mark.parametrize("package", cli.EXTRA)

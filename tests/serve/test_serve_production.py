@@ -231,50 +231,45 @@ def children(pid: int) -> list[int]:
     return sorted(found)  # the engine's, then fronts'
 
 
-def test_an_engine_that_is_killed_is_noticed_and_started_again(target_dir: Path) -> None:
-    with command(target_dir, "--restart", "--log-json") as (process, line):
-        url = line.split()[1].removesuffix("/v1")
-        ask = lambda: httpx.post(f"{url}/v1/completions", json=LONG, timeout=LATE_S)  # noqa: E731
+def test_an_engine_that_is_killed_is_started_again_and_what_it_has_is_finished_at_the_end(
+    target_dir: Path, tmp_path: Path
+) -> None:
+    path, template = str(tmp_path / "socket"), tmp_path / "template"
+    template.write_text("{{ messages[0]['content'] }}")
+    options = ("also", "--uds", path, "--chat-template", str(template), "--restart", "--log-json", "--no-access-log")
+    client = httpx.Client(
+        transport=httpx.HTTPTransport(uds=path), base_url="http://x", timeout=LATE_S,
+        headers={"Authorization": "Bearer k"},
+    )  # fmt: skip
+    with client as c, command(target_dir, *options, DFLASH_API_KEY="k") as (process, line):  # `also` is a second name
+        assert f"unix:{path}" in line
+        ask = lambda: c.post("/v1/completions", json=LONG)  # noqa: E731
         before = ask().json()["choices"][0]["text"]
         (engine,) = children(process.pid)
         os.kill(engine, signal.SIGKILL)
         killed = time.monotonic()
-        wait_until(lambda: httpx.get(f"{url}/ready", timeout=LATE_S).status_code == 503)
+        wait_until(lambda: c.get("/ready").status_code == 503)
         assert time.monotonic() - killed < LATE_S and ask().status_code == 503
-        wait_until(lambda: httpx.get(f"{url}/ready", timeout=LATE_S).status_code == 200)
+        wait_until(lambda: c.get("/ready").status_code == 200)
         assert ask().json()["choices"][0]["text"] == before
-        process.send_signal(signal.SIGTERM)
+
+        assert [card["id"] for card in c.get("/v1/models").json()["data"]] == ["org/tiny", "also"]
+        chat = {"model": "also", "messages": [{"role": "user", "content": "abc"}]}
+        assert c.post("/tokenize", json=chat).json()["count"] == 3, "the template shows nothing else"
+        with c.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as reply:
+            events = reply.iter_lines()
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            lines = [line for line in events if line]
+        assert lines[-1] == "data: [DONE]" and "length" in lines[-2], "the answer is whole"
         _, err = process.communicate(timeout=LATE_S)
+        assert not os.path.exists(path)
+        with pytest.raises((OSError, http.client.HTTPException)), socket.socket(socket.AF_UNIX) as late:
+            late.connect(path)
     assert process.returncode == 0
     said = [json.loads(line) for line in err.splitlines()]
     assert any("ended by itself (exit code -9)" in line["message"] for line in said)
     assert not children(process.pid)
-
-
-def test_told_to_stop_it_finishes_what_it_has_and_refuses_more(target_dir: Path, tmp_path: Path) -> None:
-    path, template = str(tmp_path / "socket"), tmp_path / "template"
-    template.write_text("{{ messages[0]['content'] }}")
-    options = ("also", "--uds", path, "--chat-template", str(template))  # `also` is a second name
-    with command(target_dir, *options, DFLASH_API_KEY="k") as (process, line):
-        assert f"unix:{path}" in line
-        transport = httpx.HTTPTransport(uds=path)
-        with httpx.Client(
-            transport=transport, base_url="http://x", timeout=LATE_S, headers={"Authorization": "Bearer k"}
-        ) as c:
-            assert c.get("/ready").status_code == 200
-            assert [card["id"] for card in c.get("/v1/models").json()["data"]] == ["org/tiny", "also"]
-            chat = {"model": "also", "messages": [{"role": "user", "content": "abc"}]}
-            assert c.post("/tokenize", json=chat).json()["count"] == 3, "the template shows nothing else"
-            with c.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as reply:
-                events = reply.iter_lines()
-                next(events)
-                process.send_signal(signal.SIGTERM)
-                lines = [line for line in events if line]
-            assert lines[-1] == "data: [DONE]" and "length" in lines[-2], "the answer is whole"
-        assert process.wait(LATE_S) == 0
-        assert not os.path.exists(path)
-        with pytest.raises((OSError, http.client.HTTPException)), socket.socket(socket.AF_UNIX) as client:
-            client.connect(path)
 
 
 def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_on_alone(target_dir: Path) -> None:
