@@ -31,8 +31,11 @@ DIGITS = 6
 _LOW = (1 << 32) - 1
 
 
-def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
+def export_record(drafter: Drafter, target: Target, computed: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What `save_drafter(drafter, path, {RECORD_KEY: export_record(drafter, target)})` adds to a checkpoint.
+
+    Args:
+        computed: the target's signature where it is known: one that is sharded computes in all its processes at once.
 
     Returns:
         JSON values, some kilobytes: "sha256" and "tensors" (name -> short sha256 of the bf16 bytes), "configuration",
@@ -46,7 +49,7 @@ def export_record(drafter: Drafter, target: Target) -> dict[str, Any]:
         "tensors": {name: found[:SHORT] for name, found in hashes.items()},
         "configuration": configuration(drafter.config),
         "drafter": drafter_signature(drafter.config, tensors),
-        "target": target_signature(target, drafter.config.target_layer_ids),
+        "target": computed or target_signature(target, drafter.config.target_layer_ids),
     }
     return record | {"seal": seal(record)}
 

@@ -24,7 +24,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"checkpoint", "models.cache", "models.packed", "models.spec", "models.structure"},
+    {"checkpoint", "models.cache", "models.packed", "models.sharded", "models.spec", "models.structure"},
     {"fingerprint"},
     {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling"},
     {"grammar"},

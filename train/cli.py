@@ -14,7 +14,7 @@ from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits
 from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.speculators import save_speculators
-from dflash_toolkit.record import RECORD_KEY, export_record
+from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
 from dflash_toolkit.threads import use_threads
 
 from .config import TrainConfig, configure
@@ -57,7 +57,8 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
     """
     use_threads(config.threads)
     sharded = config.run.fsdp or config.run.zero > 0
-    with Processes.started(config.device, group=sharded) as processes, contextlib.ExitStack() as held:
+    share = config.run.target_tensor_parallel_size
+    with Processes.started(config.device, sharded, share) as processes, contextlib.ExitStack() as held:
         if not processes.main:
             transformers.utils.logging.disable_progress_bar()
         digest = processes.broadcast(processes.rank_zero(data_digest, config))
@@ -92,6 +93,8 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     parameters = sum(p.numel() for p in drafter.parameters())
     attention = "flex" if use_flex(config.run.attention, target.device) else "sdpa"
     several = f", {processes.world} processes" if processes.world > 1 else ""
+    if target.mesh:
+        several += f", {processes.peers.world} to a target"
     _say(
         processes,
         f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
@@ -99,9 +102,11 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
         f"{attention} attention on {target.device}{several}",
     )
 
+    signature = target_signature(target, shape.target_layer_ids) if target.mesh else None
+
     def export(trained: Drafter, made: Export) -> None:
         form = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
-        note = measured(made) | form | origin(record) | {RECORD_KEY: export_record(trained, target)}
+        note = measured(made) | form | origin(record) | {RECORD_KEY: export_record(trained, target, signature)}
         save_drafter(trained, _place(output, made), note)
 
     training = Run(config, target, drafter, rows, data.held_out, run.work, fingerprint(record), export, record)
@@ -111,7 +116,7 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
 
 def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
     config = run.config
-    target = Target.load(config.target, processes.device, config.dtype)
+    target = Target.load(config.target, processes.device, config.dtype, processes.peers.mesh)
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()

@@ -203,6 +203,10 @@ class RunOptions:
         0, "stage of DeepSpeed's ZeRO: shard the optimiser's state (1), gradients too (2), weights too (3); "
         "with it optim.optimizer=auto is adamw",
     )  # fmt: skip
+    target_tensor_parallel_size: int = option(
+        1, "processes of a machine that hold one target together, a slice of every layer each (torchrun); every one of "
+        "them trains the drafter on rows of its own",
+    )  # fmt: skip
     seed: int = option(0, "of weights, data order and anchors", flag="seed")
     log_every: int = option(10, "steps between lines in metrics.jsonl")
     save_minutes: float = option(10.0, "minutes between resume points, written while training goes on")
@@ -227,6 +231,11 @@ class RunOptions:
             raise ValueError(f"run.seed is {self.seed}; it must be in 0..2**63 - 1")
         if not 0 <= self.zero <= 3:
             raise ValueError(f"run.zero is {self.zero}; it must be 0 (off), 1, 2 or 3")
+        if self.target_tensor_parallel_size < 1:
+            raise ValueError(
+                f"run.target_tensor_parallel_size is {self.target_tensor_parallel_size}; it must be >= 1 (1 is a whole "
+                f"target on every process)"
+            )
         if self.evaluate_every < 0:
             raise ValueError(f"run.evaluate_every is {self.evaluate_every}; it must be >= 0")
         if not 0 <= self.feature_cache_gb <= MOST_GIB:
@@ -283,6 +292,17 @@ class TrainConfig(ModelOptions):
             raise ValueError(
                 "run.zero keeps no average of the weights: give optim.ema=0, or run.fsdp=true instead of run.zero"
             )
+        if self.run.target_tensor_parallel_size > 1:
+            runtimes = {
+                "run.evaluate_runtime": self.run.evaluate_runtime,
+                "responses.runtime": self.responses.runtime if self.responses.regenerate else "",
+            }
+            for name, runtime in runtimes.items():
+                if runtime == "engine":
+                    raise ValueError(
+                        f"{name} is engine, which computes a target on one GPU; with run.target_tensor_parallel_size="
+                        f"{self.run.target_tensor_parallel_size} leave it out: the reference decodes"
+                    )
         if self.drafter.block_size < 2:
             raise ValueError(
                 f"drafter.block_size is {self.drafter.block_size}; a block needs an anchor and a mask (>= 2)"

@@ -5,6 +5,7 @@ of them. When nobody needs logits the forward stops after the highest tapped lay
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from .spec import context_limit
 from .structure import Structure, end_ids, head_size, text_config
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
 
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -206,10 +209,13 @@ def choose_mask_token(tokenizer: Any, embedding_rows: int) -> int:
 class Target:
     """A frozen causal LM with its tokenizer. Every method runs without gradients unless noted."""
 
-    def __init__(self, model: "PreTrainedModel", tokenizer: Any = None, name: str = "") -> None:
+    def __init__(
+        self, model: "PreTrainedModel", tokenizer: Any = None, name: str = "", mesh: "DeviceMesh | None" = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = text_config(model.config)
         self.tokenizer = tokenizer
+        self.mesh = mesh
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
         for what, module in (("embedding", self.structure.embedding), ("LM head", self.structure.head)):
@@ -221,12 +227,15 @@ class Target:
                 )
 
     @classmethod
-    def load(cls, name: str, device: str = "auto", dtype: str = "auto") -> "Target":
+    def load(cls, name: str, device: str = "auto", dtype: str = "auto", mesh: "DeviceMesh | None" = None) -> "Target":
         """Load a Hugging Face id or directory.
 
         A checkpoint with a `quantization_config` is loaded as transformers does, quantized where its library is there;
         what is computed between the matrices is in `dtype`. One in FP8 is dequantized on a CPU, which has no
         GEMMs in FP8: its weights are the same numbers, and activations are not cast to FP8.
+
+        Args:
+            mesh: shard the layers over these processes, each of which must call this and every forward.
 
         Raises:
             UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
@@ -240,16 +249,20 @@ class Target:
         if quantized and where.type == "cpu":
             whole.quantization_config = _dequantized_fp8(config, name)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            load: Any = AutoModelForCausalLM.from_pretrained
+            if mesh is not None:
+                from . import sharded  # seconds to import
+
+                load = functools.partial(sharded.load, mesh=mesh)
+            model, info = load(
                 name,
                 config=whole,  # of which transformers takes the text part where it has a model of that alone
                 dtype=resolve_dtype(dtype, where),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 # quantized tensors cannot be moved, or only be made on their device; others load faster without
-                device_map={"": where} if quantized else None,
+                device_map={"": where} if quantized and mesh is None else None,
             )
-            model, info = loaded
         except (ImportError, OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
         # transformers would fill the tensors named here with random numbers and go on
@@ -258,7 +271,8 @@ class Target:
             raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
         if missing := sorted(info["missing_keys"]):
             raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
-        return cls(model if quantized else model.to(where), load_tokenizer(name), name)
+        placed = model if quantized or mesh is not None else model.to(where)
+        return cls(placed, load_tokenizer(name), name, mesh)
 
     @property
     def device(self) -> torch.device:
@@ -304,6 +318,21 @@ class Target:
         """
         return self.structure.head(hidden)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides where several decode with one sharded target."""
+        return self.mesh is None or self.mesh.get_local_rank() == 0
+
+    def agree_(self, tensor: Tensor) -> None:
+        """Give a contiguous tensor the values that it has where `leads`; all processes of a sharded target call it."""
+        if self.mesh is not None:
+            dist.broadcast(tensor, group=self.mesh.get_group(), group_src=0)
+
+    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by name, of a sharded target this process's slices."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
     def new_cache(self) -> TargetCache:
         """An empty cache for one row of tokens. Raises UnsupportedModel for a model that keeps what no cache holds."""
         return TargetCache(self.config, self.name)
@@ -332,6 +361,8 @@ class Target:
         """
         if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
             raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
+        if cache is not None:  # what follows depends on what was chosen before
+            self.agree_(ids)
         tapped, norm = [self.layers[layer] for layer in taps], self.structure.norm
         leave = None
         if logits == "none":
@@ -348,6 +379,8 @@ class Target:
                 out = None
         features = torch.cat([found[layer] for layer in tapped], dim=-1) if taps else None
         shown = None if out is None or logits == "none" else out.logits
+        if shown is not None and cache is not None:
+            self.agree_(shown)
         return TargetOutput(features, shown, found[norm] if final else None)
 
 

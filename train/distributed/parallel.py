@@ -1,5 +1,8 @@
 """One process or many behind one seam: who this process is, what it and the others agree on, how gradients meet.
 
+Of a target that is too large for a GPU each of some neighbouring processes, `peers`, holds a slice. What they compute
+of it they compute together: the same rows in the same order, whoever asked for them.
+
 A launcher (torchrun, deepspeed) starts the processes and tells each its place in the environment; without one there is
 a single process, and every method here is a no-op. `Replicated` is the plain and the data-parallel learner; the sharded
 ones are in `fsdp.py` and `zero.py`.
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the group that there is when it is first imported: none
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.network import Drafter
@@ -53,21 +57,31 @@ class Processes:
     rank: int = 0
     world: int = 1
     device: str = "auto"  # this process's own, as `Target.load` takes it
+    mesh: DeviceMesh | None = None  # of peers: what the target is sharded over
     _control: Any = None  # a group with patience, over CPU tensors
+    _peers: "Processes | None" = None
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, device: str, group: bool = False) -> Iterator["Processes"]:
+    def started(cls, device: str, group: bool = False, share: int = 1) -> Iterator["Processes"]:
         """Join the processes that a launcher started, for the length of a `with`.
 
         Args:
             device: the option `device`.
             group: make a process group for a single process too; what shards wants one.
+            share: processes of a machine that hold one target together, the option `run.target_tensor_parallel_size`.
 
         Raises:
-            UserError: no such device, fewer GPUs than processes, or an environment that no launcher made.
+            UserError: no such device, fewer GPUs than processes, an environment that no launcher made, or processes
+                that `share` does not divide.
         """
         world = _number("WORLD_SIZE", "1")
+        here = _on_this_machine(world)
+        if here % share:
+            raise UserError(
+                f"run.target_tensor_parallel_size={share} shares a target among {share} processes of a machine, and "
+                f"{here} of them cannot be shared out: start torchrun --nproc-per-node {share}, or a multiple of it"
+            )
         if world == 1 and not group:
             resolve_device(device)
             yield cls(device=device)
@@ -83,7 +97,9 @@ class Processes:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(backend)
-        processes = cls(rank, world, own, dist.new_group(backend="gloo", timeout=PATIENCE))
+        processes = cls(rank, world, own, _control=dist.new_group(backend="gloo", timeout=PATIENCE))
+        if share > 1:
+            processes._meet_peers(share)
         try:
             yield processes
         except OutOfMemory as error:
@@ -97,9 +113,16 @@ class Processes:
             raise
         processes._leave()
 
+    def _meet_peers(self, share: int) -> None:
+        groups = [list(range(first, first + share)) for first in range(0, self.world, share)]
+        control = [dist.new_group(ranks, backend="gloo", timeout=PATIENCE) for ranks in groups][self.rank // share]
+        kind = torch.device(self.device).type
+        mesh = init_device_mesh(kind, (len(groups), share), mesh_dim_names=("groups", "peers"))["peers"]
+        self._peers = Processes(self.rank % share, share, self.device, mesh, control)
+
     def _leave(self) -> None:
         """End the groups and their threads: one that lets go of a tensor while Python ends aborts the process."""
-        self._control = None
+        self._control = self._peers = None
         dist.destroy_process_group()
         gc.collect()  # of what holds a group, the cycles
         time.sleep(LETTING_GO_S)  # DeepSpeed keeps its groups to the end
@@ -109,13 +132,24 @@ class Processes:
         return self.rank == 0
 
     @property
+    def peers(self) -> "Processes":
+        """The processes that hold one target together with this one: itself alone where it holds a whole one."""
+        return self._peers or Processes(device=self.device)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Which of how many groups of peers this process is of."""
+        return self.rank // self.peers.world, self.world // self.peers.world
+
+    @property
     def here(self) -> int:
         """How many of the processes run on this machine."""
         return _on_this_machine(self.world) if self.world > 1 else 1
 
     def mistake(self, message: str) -> UserError | SystemExit:
-        """What to raise for a mistake that every process has found: the first one tells it."""
-        return UserError(message) if self.main else SystemExit(2)
+        """What to raise for a mistake that every process has found: the first one tells it, and of peers, who are some
+        of more processes, each."""
+        return UserError(message) if self.main or self.mesh else SystemExit(2)
 
     def sum(self, values: Tensor) -> Tensor:
         """`values` summed over all processes, in place."""
@@ -150,14 +184,16 @@ class Processes:
                 raise
             mistake = str(error)
         if found := [message for message in self.all_gather(mistake) if message is not None]:
-            if self.main:
-                raise UserError(found[0])
-            raise SystemExit(2)
+            raise self.mistake(found[0])
         return result  # type: ignore[return-value]
 
     def rank_zero(self, work: Callable[..., T], *args: Any) -> T | None:
         """`work(*args)` by the first process alone while the others wait, to get None; its mistake ends all of them."""
         return self.barrier(work, *args) if self.main else self.barrier(lambda: None)
+
+    def first_group(self, work: Callable[..., T], *args: Any) -> T | None:
+        """As `rank_zero`, by the first process and its peers together: for what takes the target."""
+        return self.barrier(work, *args) if self.group[0] == 0 else self.barrier(lambda: None)
 
 
 def _number(name: str, otherwise: str) -> int:

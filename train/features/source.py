@@ -3,9 +3,13 @@
 On a CPU every row goes through the target alone, so its features do not depend on the rows beside it: a run resumed at
 any step, wherever its features are kept, sees bit-identical numbers. On a GPU rows go through together, one behind the
 other, each seeing itself alone; those of a target that cannot keep them apart go through it alone there too.
+
+Processes that hold one target together (`Processes.peers`) tell each other what is missing and run all of it, each
+keeping what is its own.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,6 +57,7 @@ class FeatureSource:
         dtype: what hidden states are kept in, and rounded to even where none is kept: a run must not depend on which
             rows a store happens to hold. None is the target's own.
         store: where they are kept; None keeps none.
+        peers: the processes that hold the target together with this one: what is called here they all call.
     """
 
     def __init__(
@@ -65,8 +71,10 @@ class FeatureSource:
         dtype: torch.dtype | None = None,
         store: MemoryStore | DiskStore | None = None,
         final: bool = False,
+        peers: Processes | None = None,
     ) -> None:
         self._target = target
+        self._peers = peers or Processes()
         self._taps = taps
         self._final = final
         self._max_length = min(max_length, packed) if packed else max_length
@@ -164,15 +172,17 @@ class FeatureSource:
     def fill(self, rows: Sequence[Row], beside: Progress | None = None) -> None:
         """Compute and keep what is missing of `rows`. Raises UserError when a disk fails."""
         missing = self.missing(rows)
-        if not missing:
+        if not any(self._peers.all_gather(len(missing))):
             return
         self.store.expect(len(missing))
         with Progress("features", sum(map(self._length, missing)), unit="tok", beside=beside) as progress:
-            for group in self._forwards(missing):
-                for key, hidden in self._computed(group).items():
+            for found in self._computed(missing):
+                for key, hidden in found.items():
                     self.store.add(key, Stored.of(hidden, self._dtype))
-                self.store.check()
-                progress.advance(sum(map(self._length, group)))
+                if any(self._peers.all_gather(self.store.failed)):
+                    break
+                progress.advance(sum(map(len, found.values())))
+        self.store.check()
 
     def flush(self) -> None:
         """Write what is computed and not yet written. Raises UserError when a disk fails."""
@@ -205,8 +215,8 @@ class FeatureSource:
         coming, self._coming = self._coming, {}
         fresh: dict[bytes, Stored] = {}
         keys = [self._key(row) for row in rows]
-        for group in self._forwards(self._missing(zip(keys, rows, strict=True))):
-            for key, hidden in self._computed(group).items():
+        for found in self._computed(self._missing(zip(keys, rows, strict=True))):
+            for key, hidden in found.items():
                 fresh[key] = Stored.of(hidden, self._dtype)
                 self.store.add(key, fresh[key])
 
@@ -217,26 +227,34 @@ class FeatureSource:
 
         return [stored(key).restore(self._target.device, self._target.dtype) for key in keys]
 
-    def _forwards(self, rows: list[Row]) -> Iterator[list[Row]]:
-        """Rows for one forward each."""
-        if self._several:
-            yield from fitting(rows, self._length)
-        else:
-            yield from ([row] for row in rows)
+    def _computed(self, rows: list[Row]) -> Iterator[dict[bytes, Tensor]]:
+        """The hidden states [n, W] of rows by their keys, forward by forward, of which all peers run as many."""
+        groups = list(fitting(rows, self._length)) if self._several else [[row] for row in rows]
+        for i in itertools.count():
+            group = groups[i] if i < len(groups) else []
+            texts = [np.asarray(row.tokens[: self._length(row)], np.int32) for row in group]
+            everyone = self._peers.all_gather((texts, i + 1 < len(groups)))
+            found: dict[bytes, Tensor] = {}
+            for peer, (theirs, _) in enumerate(everyone):
+                hidden = self._forward(theirs) if theirs else ()
+                if peer == self._peers.rank:
+                    # made under inference mode; autograd wants an ordinary tensor
+                    found = {self._key(row): h.clone() for row, h in zip(group, hidden, strict=True)}
+            yield found
+            if not any(more for _, more in everyone):
+                return
 
-    def _computed(self, rows: list[Row]) -> dict[bytes, Tensor]:
-        """One forward of rows one behind the other."""
-        lengths = [self._length(row) for row in rows]
-        tokens = np.concatenate([row.tokens[:n] for row, n in zip(rows, lengths, strict=True)])
-        ids = torch.as_tensor(tokens, dtype=torch.long)[None].to(self._target.device)
-        documents = lengths if len(rows) > 1 else None
+    def _forward(self, texts: list[npt.NDArray[np.int32]]) -> tuple[Tensor, ...]:
+        """The hidden states [n, W] of texts that stand one behind the other in one forward."""
+        lengths = [len(text) for text in texts]
+        ids = torch.as_tensor(np.concatenate(texts), dtype=torch.long)[None].to(self._target.device)
+        documents = lengths if len(texts) > 1 else None
         out = self._target.forward(ids, taps=self._taps, final=self._final, lengths=documents)
         features = out.features
         assert features is not None
         if out.final is not None:
             features = torch.cat([features, out.final], dim=-1)
-        # made under inference mode; autograd wants an ordinary tensor
-        return {self._key(row): h.clone() for row, h in zip(rows, features[0].split(lengths), strict=True)}
+        return features[0].split(lengths)
 
 
 def fitting(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
@@ -313,7 +331,7 @@ def _opened(
     store: MemoryStore | DiskStore
     if run.features in ("disk", "hybrid"):
         folder = Path(run.feature_dir) if run.feature_dir else work / "features"
-        store = DiskStore(folder, _fingerprint(target, taps, final, dtype))
+        store = DiskStore(folder, _fingerprint(target, taps, final, dtype, processes.peers))
     elif run.features == "online":
         store = MemoryStore(0, 0)
     else:
@@ -321,7 +339,7 @@ def _opened(
         store = MemoryStore(device_room(target, run.feature_gpu_share), host)
     return FeatureSource(
         target, taps, config.prompts.max_length, packed=packed, dtype=dtype, store=store, final=final,
-        pad_to=TILE if use_flex(run.attention, target.device) else 1,
+        pad_to=TILE if use_flex(run.attention, target.device) else 1, peers=processes.peers,
     )  # fmt: skip
 
 
@@ -374,10 +392,13 @@ def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> 
     return taps, config.loss.distribution, *shape, config.run.feature_dtype
 
 
-def _fingerprint(target: Target, taps: tuple[int, ...], final: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _fingerprint(
+    target: Target, taps: tuple[int, ...], final: bool, dtype: torch.dtype, peers: Processes
+) -> dict[str, Any]:
     """What tells the features of a row from others of the same tokens."""
-    return {
-        "weights": sample_digest(target.model.named_parameters()),
+    slices = peers.all_gather(sample_digest(target.local_parameters()))
+    return ({"slices": peers.world} if peers.world > 1 else {}) | {
+        "weights": "/".join(slices),
         "computed": f"{str(target.dtype).removeprefix('torch.')} on {target.device.type}",
         "taps": list(taps),
         "final": final,

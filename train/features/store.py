@@ -75,6 +75,8 @@ class MemoryStore:
         device_room, host_room: bytes.
     """
 
+    failed = False  # nothing can
+
     def __init__(self, device_room: int, host_room: int) -> None:
         self._device_room, self._host_room = device_room, host_room
         self._kept: dict[bytes, Stored] = {}
@@ -201,6 +203,11 @@ class DiskStore:
                     self._mistake = UserError(f"{path}: not a shard of features ({error}); remove it and run again")
                     return
                 self._learn(path, [bytes(key) for key in packed.numpy()], lengths)
+
+    @property
+    def failed(self) -> bool:
+        """Whether `check` has something to say."""
+        return self._mistake is not None
 
     def check(self) -> None:
         """Raises UserError when a shard could not be written or read."""

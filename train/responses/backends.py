@@ -1,12 +1,16 @@
 """Who answers: the runtime's engine, or the readable reference where the engine cannot compute the target."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
 from dflash_toolkit.runtime import EngineOptions
 from dflash_toolkit.runtime.load import load_parts, read_drafter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def open_decoder(
@@ -18,6 +22,7 @@ def open_decoder(
     dtype: str = "auto",
     batch: int,
     context: int,
+    mesh: "DeviceMesh | None" = None,
 ) -> Decoder:
     """Load a target to answer with.
 
@@ -26,12 +31,13 @@ def open_decoder(
         drafter: speeds the engine up; the responses stay the same. The reference has no use for one.
         batch: responses written at a time.
         context: prompt and response together, in tokens.
+        mesh: of processes that decode the same together, with a target sharded over them; the reference does.
 
     Raises:
         UserError: missing or broken weights, no such device, too little memory, or (`runtime="engine"`) a target that
             the engine does not compute.
     """
-    if runtime != "reference":
+    if runtime != "reference" and mesh is None:
         draft = None
         if drafter is not None:  # before the target, which takes longest, and whatever answers in the end
             where = use_device(device)
@@ -46,4 +52,4 @@ def open_decoder(
         else:
             limit = min(context, parts.target.spec.context_limit)
             return EngineDecoder(parts.engine(EngineOptions(max_num_seqs=batch, max_model_len=limit)))
-    return ReferenceDecoder(Target.load(target, device, dtype))
+    return ReferenceDecoder(Target.load(target, device, dtype, mesh))

@@ -74,7 +74,8 @@ def _not_shared(work: Path) -> UserError:
 def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> None:
     """Choose the prompts, have them answered, and make the corpus; what an earlier run has done of it is kept.
 
-    Each process answers its share into a file of its own. All files count, whoever wrote them.
+    Each process, or those that hold a target together, answers its share into a file of its own. All files count,
+    whoever wrote them.
     """
     config, work, options = run.config, run.work, run.config.responses
     meta, prompts = work / "answers.json", work / PROMPTS
@@ -132,9 +133,9 @@ def _done(work: Path) -> set[tuple[int, int]]:
 
 
 def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total: int, processes: Processes) -> Tally:
-    """This process's part of the responses that are missing."""
+    """This process's part of the responses that are missing; peers write one part together."""
     config, work, record = run.config, run.work, run.record
-    share = (processes.rank, processes.world)
+    share = processes.group
     if next(plan.conversations(work / PROMPTS, done, *share), None) is None:
         return Tally()
     backend = open_decoder(
@@ -144,12 +145,14 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
         dtype=config.dtype,
         batch=config.responses.batch_size,
         context=config.prompts.max_length,
+        mesh=processes.peers.mesh,
     )
     own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.responses)}
     common = {key: own.get(key, record.get(key)) for key in SAID}
     output = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
     try:
-        return respond(backend, plan, work / PROMPTS, output, common, done, total, *share)
+        tally = respond(backend, plan, work / PROMPTS, output, common, done, total, *share, processes.peers)
+        return tally if processes.peers.main else Tally()
     finally:
         backend.close()
 

@@ -12,6 +12,7 @@ from dflash_toolkit.files import append_lines
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sampling import SamplingParams
 
+from ..distributed.parallel import Processes
 from ..prompts.choosing import chosen
 from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
@@ -126,6 +127,7 @@ def respond(
     total: int,
     rank: int = 0,
     world: int = 1,
+    peers: Processes | None = None,
 ) -> Tally:
     """Append the responses that are not done yet to `output`, each when it is finished.
 
@@ -133,11 +135,12 @@ def respond(
         prompts: what `choose` left.
         common: what every row says of the run.
         total: responses to come in all, with those that are done.
+        peers: who decode the same together; the first of them writes.
 
     Raises:
         UserError: the disk is full, and whatever the backend raises.
     """
-    tally = Tally()
+    tally, peers = Tally(), peers or Processes()
     with Progress("responses", total, unit="tok") as progress:
         progress.advance(len(done), units=0)
         for conversation in submit_all(backend, plan.conversations(prompts, done, rank, world)):
@@ -145,7 +148,7 @@ def respond(
                 tally.dropped[conversation.dropped] += 1
             tally.left_out.update(conversation.left_out)
             if conversation.parts:
-                append_lines(output, lines_of(conversation, common))
+                peers.rank_zero(append_lines, output, lines_of(conversation, common))
             tally.rows += len(conversation.parts)
             tally.tokens += sum(part.row.response_tokens for part in conversation.parts)
             note = f"{tally.dropped.total()} dropped" if tally.dropped else None

@@ -139,7 +139,8 @@ class HeldOut:
     """Greedy decoding of held-out prompts with a drafter as it will be served: rounded to bf16, in the target's dtype.
 
     The engine is made once and shares the target's weights; every evaluation writes the drafter's into it, so its
-    captured steps serve the whole run.
+    captured steps serve the whole run. Processes that hold the target together decode together, by the reference: the
+    first of them has the drafter, and the others get what it has.
 
     Args:
         shape: of the drafters to come.
@@ -155,7 +156,7 @@ class HeldOut:
         self._params = SamplingParams(max_tokens=run.evaluate_tokens)
         self._engine: Engine | None = None
         auto = run.evaluate_runtime == "auto"
-        if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda"):
+        if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda" and target.mesh is None):
             try:
                 self._engine = self._make_engine(shape)
             except (UserError, torch.OutOfMemoryError) as error:
@@ -178,20 +179,33 @@ class HeldOut:
         """
         return self._measured(drafter, self._drawn, step, beside)
 
-    def all(self, drafter: Drafter, known: Evaluation) -> Evaluation:
-        """Decode all prompts; where all were drawn, what is `known` of them. Raises UserError."""
+    def all(self, drafter: Drafter, known: Evaluation | None) -> Evaluation | None:
+        """Decode all prompts; where all were drawn, what is `known` of them: None by a process that only helps to.
+        Raises UserError."""
         if len(self._drawn) == len(self._prompts):
             return known
-        return self._measured(drafter, self._prompts, known.step, None)
+        return self._measured(drafter, self._prompts, known.step if known else 0, None)
 
     def _measured(
         self, drafter: Drafter, prompts: list[HeldOutPrompt], step: int, beside: Progress | None
     ) -> Evaluation:
-        where, dtype = self._target.device, self._target.dtype
-        exported = {n: p.detach().bfloat16().to(where, dtype) for n, p in drafter.state_dict().items()}
-        served = Drafter.of_tensors(drafter.config, exported).eval()
+        served = self._served(drafter)
         with Progress("held out", len(prompts), unit="tok", beside=beside) as bar:
             return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
+
+    def _served(self, drafter: Drafter) -> Drafter:
+        """As it is exported; of processes that decode together the first one's."""
+        target = self._target
+        with torch.device("meta"):
+            tensors = Drafter(drafter.config).state_dict()
+        whole = drafter.state_dict() if target.leads else {}
+        for name, shape in tensors.items():
+            if target.leads:
+                tensors[name] = whole[name].detach().bfloat16().to(target.device, target.dtype)
+            else:
+                tensors[name] = torch.empty_like(shape, device=target.device, dtype=target.dtype)
+            target.agree_(tensors[name])
+        return Drafter.of_tensors(drafter.config, tensors).eval()
 
     def _decoded(self, served: Drafter, prompts: list[HeldOutPrompt], bar: Progress) -> list[Generation]:
         decoder: EngineDecoder | ReferenceDecoder

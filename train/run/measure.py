@@ -1,6 +1,7 @@
 """Measures a run: the acceptance length of its drafters on held-out prompts, which is best, and what is exported."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from .report import Report
 from .state import ResumePoint, TrainState
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is exported, and what stands beside it."""
+
+    drafter: Drafter
+    evaluation: Evaluation | None  # of the prompts that are drawn
+    other: tuple[Drafter, Export] | None = None
+
+
 class Measuring:
-    """Decodes held-out prompts on the first process; the best drafter so far is a checkpoint, `work`/best.STEP.
+    """Decodes held-out prompts on the first process (and its peers); the best drafter so far is a checkpoint,
+    `work`/best.STEP.
 
     Every process calls the methods that take a `Report`.
 
@@ -28,7 +39,7 @@ class Measuring:
         self._held_out: HeldOut | None = None
         if run.held_out:
             shape, options = run.drafter.config, run.config.run
-            self._held_out = processes.rank_zero(HeldOut, run.target, shape, run.held_out, options)
+            self._held_out = processes.first_group(HeldOut, run.target, shape, run.held_out, options)
         kept = [point.best, point.latest] if point else [None, None]
         self._best, self._latest = (Evaluation.of_state(state) if state else None for state in kept)
         processes.rank_zero(self._forget_others)
@@ -40,7 +51,8 @@ class Measuring:
 
     def __call__(self, trained: Drafter, step: int, report: Report) -> None:
         """Decode with the drafter of this step."""
-        self._processes.rank_zero(self._measure, trained, step, report)
+        found = self._processes.first_group(self._decode, trained, step, report)
+        self._processes.rank_zero(self._keep, found, trained, step, report)
 
     def missing(self, step: int) -> bool:
         """Whether the end was not measured, as where a run was killed behind its last save."""
@@ -49,18 +61,30 @@ class Measuring:
     def conclude(self, trained: Drafter, step: int, report: Report) -> tuple[Export | None, Export | None]:
         """Export the end, or an earlier drafter that is better beyond the error of the difference, measured on all
         prompts; and the other one beside it, where the best that was measured is not the end."""
-        return self._processes.rank_zero(self._conclude, trained, step, report) or (None, None)
+        chosen = self._processes.rank_zero(self._choose, trained, step)
+        evaluation = self._processes.first_group(self._decode_all, chosen, trained) if self._run.held_out else None
+        return self._processes.rank_zero(self._export, chosen, evaluation, step, report) or (None, None)
 
     def to_state(self) -> dict[str, Any]:
         """Fields of a `ResumePoint`."""
         kept = {"best": self._best, "latest": self._latest}
         return {name: evaluation and evaluation.to_state() for name, evaluation in kept.items()}
 
+    # ---- of the first process and its peers -------------------------------------------------------------------
+
+    def _decode(self, trained: Drafter, step: int, report: Report) -> Evaluation:
+        assert self._held_out is not None
+        return self._held_out(trained, step, report.bar)
+
+    def _decode_all(self, chosen: "_Chosen | None", trained: Drafter) -> Evaluation | None:
+        assert self._held_out is not None
+        known = chosen.evaluation if chosen else None
+        return self._held_out.all(chosen.drafter if chosen else trained, known)
+
     # ---- of the first process ---------------------------------------------------------------------------------
 
-    def _measure(self, trained: Drafter, step: int, report: Report) -> None:
-        assert self._held_out is not None
-        found = self._latest = self._held_out(trained, step, report.bar)
+    def _keep(self, found: Evaluation, trained: Drafter, step: int, report: Report) -> None:
+        self._latest = found
         report.write(step, found.values())
         report.bar.print(f"step {step}: acceptance length {found} on {found.prompts} held-out prompts")
         if self._best is None or not found.tau < self._best.tau:  # the later of equals; also if no response was long
@@ -68,25 +92,29 @@ class Measuring:
             save_drafter(trained, _kept(self._run.work, step), {"step": step})
         report.summarise(best_acceptance_length=self._best.tau)
 
-    def _conclude(self, trained: Drafter, step: int, report: Report) -> tuple[Export, Export | None]:
-        chosen, evaluation, other = trained, self._latest, None
+    def _choose(self, trained: Drafter, step: int) -> "_Chosen":
+        chosen = _Chosen(trained, self._latest)
         if self._run.held_out:
-            assert self._held_out and self._latest and self._best
+            assert self._latest and self._best
             best, latest = self._best, self._latest
             if best.step != step:
                 earlier = load_drafter(str(_kept(self._run.work, best.step)))
                 if best.clearly_better_than(latest):
-                    chosen, evaluation, other = earlier, best, (trained, Export("last", step, latest))
-                elif best.tau > latest.tau:
-                    other = earlier, Export("best", best.step, best)
-            assert evaluation is not None
-            evaluation = self._held_out.all(chosen, evaluation)
+                    return _Chosen(earlier, best, (trained, Export("last", step, latest)))
+                if best.tau > latest.tau:
+                    return _Chosen(trained, latest, (earlier, Export("best", best.step, best)))
+        return chosen
+
+    def _export(
+        self, chosen: "_Chosen", evaluation: Evaluation | None, step: int, report: Report
+    ) -> tuple[Export, Export | None]:
+        if evaluation:
             report.summarise(acceptance_length=evaluation.tau, acceptance_length_error=evaluation.standard_error)
         exported = Export("exported", evaluation.step if evaluation else step, evaluation)
-        self._run.export(chosen, exported)
-        if other:
-            self._run.export(*other)
-        return exported, other and other[1]
+        self._run.export(chosen.drafter, exported)
+        if chosen.other:
+            self._run.export(*chosen.other)
+        return exported, chosen.other and chosen.other[1]
 
     def _forget_others(self) -> None:
         """Removes what a run left that was killed behind its resume point; the best counts if its weights are there."""

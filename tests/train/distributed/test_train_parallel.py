@@ -47,8 +47,9 @@ def _one(
     if until and not rank:
         stop_at(*until)  # the others wait for it
     code = main(arguments)
-    if any(argument.startswith("run.zero=") or argument == "run.fsdp=true" for argument in arguments):
-        sys.exit(code)  # DeepSpeed and FSDP2 keep their groups to the end
+    keeping = ("run.zero=", "run.fsdp=true", "run.target_tensor_parallel_size=")
+    if any(argument.startswith(keeping) for argument in arguments):
+        sys.exit(code)  # DeepSpeed and meshes keep their groups to the end
     # a thread of a group that drops a tensor while Python ends aborts the process
     left = [thread for comm in Path("/proc/self/task").glob("*/comm") if "gloo" in (thread := comm.read_text())]
     sys.exit(code or (f"threads outlive their group: {left}" if left else 0))

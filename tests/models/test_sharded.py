@@ -1,0 +1,75 @@
+"""A target in slices, one on each of several processes, computes and decodes what the whole one does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, tiny
+from conftest import make_drafter
+from forked import run_several
+
+from dflash_toolkit import SamplingParams, Target, UserError
+from dflash_toolkit.decode import generate
+from train.distributed.parallel import Processes
+
+TAPS = (1, 3)
+LENGTHS = [12, 5, 9]
+IDS = torch.randint(0, 250, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
+WITHOUT_PLAN = ("gpt-oss",)
+DECODED = ("Qwen3-MoE", "Qwen3.5", "Gemma 3")
+
+
+def _computed(target: Target, name: str) -> dict[str, Any]:
+    whole, packed = (target.forward(IDS, taps=TAPS, final=True, lengths=lengths) for lengths in (None, LENGTHS))
+    found = {"features": whole.features, "final": whole.final, "packed": packed.features}
+    if name in DECODED:
+        drafter = make_drafter(tiny(name))
+        found["tokens"] = generate(target, drafter, IDS[0, :9].tolist(), SamplingParams(max_tokens=16)).tokens
+    return found
+
+
+def _process(rank: int, folder: Path) -> None:
+    with Processes.started("cpu", share=2) as processes:
+        found: dict[str, Any] = {}
+        for name in ARCHITECTURES:
+            try:
+                target = Target.load(str(folder / name), mesh=processes.peers.mesh)
+            except UserError as error:
+                found[name] = str(error)
+                continue
+            slices = dict(target.local_parameters())
+            layers = [parameter for parameter in slices if ".layers." in parameter and "vision" not in parameter]
+            found[name] = _computed(target, name) | {
+                "held": sum(slices[parameter].numel() for parameter in layers),
+            }
+    torch.save(found, folder / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    for name in ARCHITECTURES:
+        target = tiny(name)
+        target.model.save_pretrained(folder / name)
+        target.tokenizer.save_pretrained(folder / name)
+    assert run_several(2, _process, folder) == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITHOUT_PLAN])
+def test_slices_compute_and_decode_what_the_whole_does(name: str, sharded: list[dict[str, Any]]) -> None:
+    target = tiny(name)
+    size = sum(parameter.numel() for parameter in target.layers.parameters())
+    expected = _computed(target, name)
+    for found in (each[name] for each in sharded):
+        for what in ("features", "final", "packed"):
+            allowed = 1e-4 * float(expected[what].abs().max())
+            torch.testing.assert_close(found[what], expected[what], rtol=1e-3, atol=allowed)
+        assert found.get("tokens") == expected.get("tokens")
+        assert found["held"] < 0.54 * size
+
+
+@pytest.mark.parametrize("name", WITHOUT_PLAN)
+def test_an_architecture_without_a_plan_is_one_line(name: str, sharded: list[dict[str, Any]]) -> None:
+    assert all("transformers has no plan to shard" in found[name] for found in sharded)
