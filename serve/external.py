@@ -34,6 +34,38 @@ if TYPE_CHECKING:
 OWN = "dflash"
 ENGINES = (OWN, "vllm", "sglang")
 SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}  # its types by the names of others
+READ = {
+    "vllm": "0.33.0",
+    "sglang": "0.5.23",
+}  # the releases that what follows was read in; of later ones nothing is said
+# by architecture of a target's config.json: which engines hand a drafter its hidden states (their class has
+# SupportsEagle3 in vLLM, OLMo's that of the transformers backend, and set_dflash_layers_to_capture in SGLang)
+SERVED = {
+    "LlamaForCausalLM": ("vllm", "sglang"),
+    "MistralForCausalLM": ("vllm", "sglang"),
+    "Mistral3ForConditionalGeneration": ("vllm",),
+    "Phi3ForCausalLM": ("vllm", "sglang"),
+    "Qwen2ForCausalLM": ("vllm",),
+    "Qwen3ForCausalLM": ("vllm", "sglang"),
+    "Qwen2MoeForCausalLM": (),
+    "Qwen3MoeForCausalLM": ("vllm", "sglang"),
+    "Qwen3NextForCausalLM": ("vllm", "sglang"),
+    "Qwen3_5ForCausalLM": ("vllm", "sglang"),
+    "Qwen3_5ForConditionalGeneration": ("vllm", "sglang"),
+    "Qwen3_5MoeForCausalLM": ("vllm", "sglang"),
+    "Qwen3_5MoeForConditionalGeneration": ("vllm", "sglang"),
+    "GptOssForCausalLM": ("vllm", "sglang"),
+    "Gemma2ForCausalLM": (),
+    "Gemma3ForCausalLM": (),
+    "Gemma3ForConditionalGeneration": (),
+    "Gemma4ForCausalLM": ("vllm", "sglang"),
+    "Gemma4ForConditionalGeneration": ("vllm", "sglang"),
+    "Glm4ForCausalLM": (),
+    "Glm4MoeForCausalLM": (),
+    "OlmoForCausalLM": ("vllm",),
+    "Olmo2ForCausalLM": ("vllm",),
+    "Olmo3ForCausalLM": ("vllm",),
+}
 SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
 
 
@@ -309,6 +341,7 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
         draft = read_draft(config.drafter)
         draft.check(engine, version)
         draft.check_fits(target)
+        draft.check_served(engine, version, config.target, target)
         _check_heads("drafter", draft.raw, config.external.tensor_parallel_size)
         if drafted and drafted >= draft.block_size:
             most = draft.block_size - 1
@@ -375,6 +408,31 @@ class Draft:
         causal = self.raw.get("is_causal") is True or nested.get("causal") is True
         return causal or "sliding_attention" in (self.raw.get("layer_types") or ())
 
+    def check_served(self, engine: Engine, version: str, name: str, target: Mapping[str, Any]) -> None:
+        """Raises UserError for a target that this release serves no drafter with, or feeds this one otherwise."""
+        architecture = next(iter(target.get("architectures") or ()), "none")
+        if Version(version) > Version(READ[engine.name]):
+            return
+        others = [f"use --engine {other}" for other in SERVED.get(architecture, ()) if other != engine.name]
+        if architecture in SERVED and engine.name not in SERVED[architecture]:
+            raise UserError(
+                f"target {name}: {engine.name} {version} gives a DFlash drafter no hidden states of {architecture}; "
+                + " or ".join([*others, "leave --drafter out"])
+            )
+        if engine is VLLM and self.architecture == "DFlash2DraftModel":
+            return  # which alone reads input_embedding_scale
+        # SGLang looks rows up in the target's module, which scales Gemma's
+        scaled = engine is SGLANG and architecture.startswith("Gemma") and target.get("hidden_size")
+        fed = math.sqrt(target["hidden_size"]) if scaled else 1.0
+        nested = self.raw.get("dflash_config") or {}
+        trained = nested.get("input_embedding_scale") or self.raw.get("input_embedding_scale") or 1.0
+        if not math.isclose(trained, fed, rel_tol=0.01):
+            raise UserError(
+                f"drafter {self.name}: its input_embedding_scale is {trained:g}, but {engine.name} {version} scales its "
+                f"blocks by {fed:.4g} with {architecture}, and it would draft badly; "
+                + " or ".join([*others, "leave --drafter out"])
+            )
+
     def check_fits(self, target: Mapping[str, Any]) -> None:
         """Raises UserError for a drafter that was made for another target."""
         for key, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
@@ -416,7 +474,8 @@ def _read(what: str, name: str) -> dict[str, Any]:
             said = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"
             raise UserError(said) from error
         raise UserError(f"{what} {name}: cannot read its config.json ({' '.join(str(error).split())})") from error
-    return found.get("text_config") or found
+    text = found.get("text_config")
+    return text | {"architectures": found.get("architectures")} if text else found
 
 
 def _check_heads(what: str, raw: Mapping[str, Any], gpus: int) -> None:

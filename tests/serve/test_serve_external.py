@@ -35,6 +35,7 @@ DFLASH = {
 }  # fmt: skip
 SLIDING = DFLASH | {"layer_types": ["sliding_attention"]}
 DFLASH2 = DFLASH | {"architectures": ["DFlash2DraftModel"], "dflash_config": {"block_size": 8, "selector_rank": 256}}
+SCALED = DFLASH | {"dflash_config": {"block_size": 16, "input_embedding_scale": 8.0}}
 SPECULATORS = {
     "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8, "mask_token_id": 500,
     "aux_hidden_state_layer_ids": [2, 6], "transformer_layer_config": {"hidden_size": 64, "vocab_size": 512},
@@ -231,6 +232,56 @@ def test_a_drafter_that_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=expected):
         command("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values), *more)
+
+
+@pytest.mark.parametrize(
+    ("engine", "architecture", "said"),
+    [
+        ("vllm", "Gemma3ForCausalLM", "no hidden states of Gemma3ForCausalLM; leave --drafter out"),
+        (
+            "sglang",
+            "Qwen2ForCausalLM",
+            "no hidden states of Qwen2ForCausalLM; use --engine vllm or leave --drafter out",
+        ),
+        ("vllm", "Qwen3_5MoeForConditionalGeneration", None),
+        ("sglang", "Qwen3_5MoeForConditionalGeneration", None),
+        ("vllm", "NeverHeardOfForCausalLM", None),
+    ],
+)
+def test_a_release_that_serves_no_drafter_with_a_target_is_named_before_it_starts(
+    engine: str, architecture: str, said: str | None, tmp_path: Path, drafter: str
+) -> None:
+    argv = ("--engine", engine, "--target", folder(tmp_path / "t", TARGET | {"architectures": [architecture]}))
+    assert command(*argv), "without drafts it is not looked at"
+    if said is None:
+        assert command(*argv, "--drafter", drafter)
+        return
+    with pytest.raises(UserError, match=f"target .*: {engine} {NEWEST[engine]} gives a DFlash drafter {said}$"):
+        command(*argv, "--drafter", drafter)
+    assert command(*argv, "--drafter", drafter, version="9.0"), "what a later release does is not known"
+
+
+@pytest.mark.parametrize(
+    ("engine", "architecture", "values", "said"),
+    [
+        ("vllm", "Gemma4ForConditionalGeneration", DFLASH, None),  # both read the table as it is
+        ("sglang", "Gemma4ForConditionalGeneration", DFLASH, "is 1, but sglang .* by 8 with .*; use --engine vllm or"),
+        ("sglang", "Gemma4ForCausalLM", SCALED, None),
+        ("vllm", "Gemma4ForCausalLM", SCALED, "is 8, but vllm .* by 1 with .*; use --engine sglang or"),
+        ("vllm", "Gemma4ForCausalLM", DFLASH2 | {"dflash_config": {"input_embedding_scale": 8.0}}, None),
+        ("sglang", "Qwen3ForCausalLM", SCALED, "is 8, but sglang .* by 1 with"),
+    ],
+)
+def test_a_drafter_whose_blocks_another_engine_would_scale_otherwise_is_refused(
+    engine: str, architecture: str, values: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    target = folder(tmp_path / "t", TARGET | {"architectures": [architecture]})
+    argv = ("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values))
+    if said is None:
+        assert command(*argv)
+        return
+    with pytest.raises(UserError, match=f"input_embedding_scale {said}"):
+        command(*argv)
 
 
 def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(

@@ -48,6 +48,7 @@ def drafter_shape(
     Raises:
         ValueError: a combination that cannot work.
     """
+    from ..rope import full_rope
     from .network import DrafterConfig
 
     def given(value: int | None, default: Any) -> int:
@@ -79,7 +80,7 @@ def drafter_shape(
         mask_token_id=given(mask_token_id, target.vocab_size - 1),
         block_size=block_size,
         rms_norm_eps=next((getattr(target, name) for name in EPSILONS if getattr(target, name, None)), 1e-6),
-        rope_theta=rope_theta(target),
+        rope_theta=float(full_rope(target).get("rope_theta", 1e6)),
         max_position_embeddings=target.max_position_embeddings,
         output_multiplier=multiplier,
         final_logit_softcapping=cap,
@@ -93,12 +94,6 @@ def has_experts(target: "PreTrainedConfig") -> bool:
 
 def _dense(size: int | list[int]) -> int:
     return max(size) if isinstance(size, list) else size  # Gemma 3n gives one for each layer
-
-
-def rope_theta(target: "PreTrainedConfig") -> float:
-    """The base of a target's RoPE; where it differs by the kind of layer, that of full attention."""
-    rope: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
-    return float(rope.get("full_attention", rope).get("rope_theta", 1e6))
 
 
 def logit_scale(config: "PreTrainedConfig | DrafterConfig") -> tuple[float, float | None]:
