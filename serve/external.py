@@ -428,8 +428,8 @@ class Draft:
         trained = nested.get("input_embedding_scale") or self.raw.get("input_embedding_scale") or 1.0
         if not math.isclose(trained, fed, rel_tol=0.01):
             raise UserError(
-                f"drafter {self.name}: its input_embedding_scale is {trained:g}, but {engine.name} {version} scales its "
-                f"blocks by {fed:.4g} with {architecture}, and it would draft badly; "
+                f"drafter {self.name}: its input_embedding_scale is {trained:g}, but {engine.name} {version} scales "
+                f"its blocks by {fed:.4g} with {architecture}, and it would draft badly; "
                 + " or ".join([*others, "leave --drafter out"])
             )
 

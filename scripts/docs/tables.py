@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/ from scripts/results/*.json.
+"""Write the tables of README.md and docs/ from scripts/results/*.json, and that of targets from the tests.
 
     python scripts/docs/tables.py            write every `<!-- table: NAME -->` ... `<!-- end -->`
     python scripts/docs/tables.py --check    write nothing; name the files that differ and exit with 1
@@ -8,6 +8,7 @@ and the commands, read from the same file. Programs are shown where they are now
 """
 
 import argparse
+import importlib
 import json
 import re
 import shlex
@@ -463,6 +464,42 @@ def features(table: Table) -> None:
         table.add(label, *(way["tokens_per_second"] for way in (*shown, ways["alone"])))
 
 
+# ---- targets ---------------------------------------------------------------------------------------------------
+
+
+def models(table: Table) -> None:
+    """Every architecture that the tests train for and decode, and what serves a drafter of ours with it."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
+    from transformers.models.auto import modeling_auto
+
+    from dflash_toolkit.config import UnsupportedModel, UserError
+    from dflash_toolkit.models.spec import ModelSpec
+    from serve.external import BY_NAME, READ, SERVED, Draft
+
+    def yes(works: Callable[..., object], *given: object) -> str:
+        try:
+            works(*given)
+        except (UnsupportedModel, UserError):
+            return "no"
+        return "yes"
+
+    architectures = importlib.import_module("architectures").ARCHITECTURES
+    table.columns(f"target | train, evaluate, examine | our engine | vLLM {READ['vllm']} | SGLang {READ['sglang']}")
+    drafter = Draft("ours", "DFlashDraftModel", speculators=False, block_size=16, raw={})
+    for name, each in architectures.items():
+        config = each.config()
+        text = config.get_text_config(decoder=True)
+        kinds = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if text is not config:
+            kinds = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        kind = kinds[config.model_type]
+        if kind not in SERVED:
+            raise SystemExit(f"error: SERVED of serve/external.py lacks {kind}, which the tests have as {name}")
+        target = {"architectures": [kind], "hidden_size": text.hidden_size}
+        others = [yes(drafter.check_served, BY_NAME[other], release, name, target) for other, release in READ.items()]
+        table.add(name, "yes", yes(ModelSpec.of_target, text), *others)
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[Table], None]] = {
@@ -491,6 +528,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         training_step,
         sharding,
         features,
+        models,
     )
 }
 
@@ -545,7 +583,7 @@ def rewritten(page: Path) -> str:
             raise SystemExit(f"error: {page.relative_to(ROOT)}: no table `{name}`; known: {', '.join(TABLES)}")
         table = Table()
         TABLES[name](table)
-        below = "" if page.name == "README.md" else measured(table)
+        below = measured(table) if table.sources and page.name != "README.md" else ""
         return f"{match[1]}\n{markdown(table)}{below}\n{match[3]}"
 
     return MARKED.sub(fill, page.read_text(encoding="utf-8"))
