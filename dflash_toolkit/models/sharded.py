@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.utils import is_accelerate_available
 
 from ..config import UnsupportedModel, UserError
 
@@ -31,9 +32,11 @@ def load(name: str | None, config: PreTrainedConfig, mesh: DeviceMesh, **options
 
     Raises:
         UnsupportedModel: transformers has no plan for the architecture.
-        UserError: heads or matrices that so many processes cannot share out evenly.
+        UserError: heads that so many processes cannot share out evenly, or no accelerate.
         OSError, RuntimeError, ValueError: as of `from_pretrained`.
     """
+    if not is_accelerate_available():
+        raise UserError("a target over several processes needs accelerate: pip install 'dflash-toolkit[train]'")
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     plan = _plan(whole, mesh.size(), name or str(config.model_type))

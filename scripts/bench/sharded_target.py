@@ -136,6 +136,8 @@ def measure(args: argparse.Namespace, config: PreTrainedConfig, processes: Proce
     """One line of the result."""
     device, everyone = resolve_device(processes.device), processes.world
     row: dict[str, Any] = {"processes_to_a_target": processes.peers.world if shared else 1}
+    if device.type == "cuda":
+        row["held_before_gib"] = torch.cuda.memory_allocated() / 2**30
 
     def part(name: str, work: Callable[[], Any]) -> Any:
         """`work()`, and what a GPU held at most meanwhile; None where one has too little for it."""
