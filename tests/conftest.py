@@ -6,16 +6,16 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 
 from paths import FOLDERS
+from temporary import own_folder
 
 sys.path.extend(map(str, FOLDERS))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dflash-tests-")  # step times are cached in the user's
+os.environ["XDG_CACHE_HOME"] = own_folder()  # step times are cached in the user's
 
 import torch
 

@@ -1,0 +1,38 @@
+"""A temporary folder for a suite, so that nothing stays of it or of the servers that it killed."""
+
+import atexit
+import getpass
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "dflash-tests-"
+
+
+def own_folder() -> str:
+    """A folder that goes with this process; processes of the tests leave there what they leave.
+
+    Those of suites that were killed go now. What torch has compiled stays in its usual place for the next suite.
+    """
+    common = tempfile.gettempdir()
+    for folder in Path(common).glob(f"{PREFIX}*-*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdecimal() and not _lives(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+    own = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{common}/torchinductor_{getpass.getuser()}")
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker's lies in that of the first process
+        os.environ["TMPDIR"] = own
+    return own
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
