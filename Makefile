@@ -58,14 +58,15 @@ bench: $(READY)  ## time of a training step and of decoding on this machine's de
 	$(BIN)/python scripts/bench/hf_path.py
 
 # z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
-# vLLM and SGLang read the command lines of `dflash-serve --engine`: the packages without what computes, 400 MB
+# vLLM and SGLang read the command lines of `dflash-serve --engine`, and vLLM loads drafters for every architecture: the
+# packages without what computes, 400 MB
 # lm-eval measures a tiny target through the server; the other clients have an environment each, with our torch
 PEERS_SITE := .venv-peers/site
 LM_EVAL := .venv-peers/lm-eval
 CLIENTS := schemathesis==4.32.5 guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2
 PARSERS := vllm==0.33.0 sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal attrs cachetools cbor2 cloudpickle frozenlist \
     ipython llguidance multidict openai_harmony orjson partial_json_parser pillow propcache pybase64 pyzmq traitlets yarl
-test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (run `make demo` first); vLLM's and SGLang's parsers; lm-eval; other clients
+test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (run `make demo` first); vLLM's loader; vLLM's and SGLang's parsers; lm-eval; other clients
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
 	.venv-peers/bin/python -m pip install --quiet 'dflash[local]==0.1.0'

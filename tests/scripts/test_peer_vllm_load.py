@@ -1,0 +1,135 @@
+"""vLLM 0.33's own configuration and loader take the drafters of every architecture, on a CPU: `make test-peers`.
+
+Which of the two other engines serves a target with a drafter is read in their wheels once more, too.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from paths import ROOT
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from dflash_toolkit import Drafter, save_drafter
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from serve.external import SERVED
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+
+
+def site() -> Path:
+    if not (given := os.environ.get("DFLASH_PEERS_SITE")):
+        pytest.skip("DFLASH_PEERS_SITE is not set: run `make test-peers`")
+    return ROOT / given
+
+
+@pytest.fixture(scope="module")
+def drafters() -> dict[str, Drafter]:
+    """One for the tiny target of every architecture."""
+    found = {}
+    for number, (name, each) in enumerate(ARCHITECTURES.items()):
+        shape = drafter_shape(each.config().get_text_config(decoder=True), taps=3, layers=2)
+        found[name] = Drafter.fresh(shape, number)
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(
+    drafters: dict[str, Drafter], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """What vLLM found of each drafter, and its parameters there."""
+    folder, packages = tmp_path_factory.mktemp("pairs"), site()
+    pairs = []
+    for name, drafter in drafters.items():
+        text = ARCHITECTURES[name].config().get_text_config(decoder=True)
+        pair = folder / re.sub(r"\W", "_", name)
+        save_drafter(drafter, pair / "drafter")
+        # the target's own class may need what is not here (torchvision); of its numbers these are read
+        stand_in = Qwen3Config(
+            hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_hidden_layers=text.num_hidden_layers,
+            max_position_embeddings=text.max_position_embeddings, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, intermediate_size=64, architectures=["Qwen3ForCausalLM"],
+        )  # fmt: skip
+        stand_in.save_pretrained(pair / "target")
+        pairs.append(pair)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/peers/vllm_load.py"), str(folder), *map(str, pairs)],
+        env={**os.environ, "PYTHONPATH": str(packages)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout)
+    return {
+        name: (found, load_file(folder / f"{pair.name}.safetensors"))
+        for name, found, pair in zip(drafters, results, pairs, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
+    config, (found, tensors) = drafters[name].config, loaded[name]
+    assert found["class"] == "DFlashQwen3ForCausalLM"
+    # it counts the inputs of layers
+    assert found["captured"] == [layer + 1 for layer in config.target_layer_ids]
+    assert found["causal"] == [False] * config.num_layers and found["windows"] == [None] * config.num_layers
+    assert found["rotary"] == [[config.head_dim, config.rope_theta]] * config.num_layers
+    assert (found["mask_token_id"], found["eps"]) == (config.mask_token_id, config.rms_norm_eps)
+    width = config.hidden_size
+    raw = (torch.arange(3 * width) % 97).view(3, width).bfloat16()
+    assert torch.equal(tensors["rows"], raw), "a block's rows are those of the table, as they are"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_weight_is_where_it_belongs(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
+    ours = {key: value.detach().bfloat16() for key, value in drafters[name].named_parameters()}
+    theirs: dict[str, Tensor] = loaded[name][1]
+    fused = {"self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+             "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"]}  # fmt: skip
+    for layer in range(drafters[name].config.num_layers):
+        for whole, parts in fused.items():
+            joined = torch.cat([ours.pop(f"layers.{layer}.{part}.weight") for part in parts])
+            assert torch.equal(theirs[f"model.layers.{layer}.{whole}.weight"], joined)
+    for key, value in ours.items():
+        assert torch.equal(theirs[f"model.{key}"], value), key
+
+
+# ---- who serves what ---------------------------------------------------------------------------------------------
+
+
+def classes(folder: Path) -> dict[str, tuple[list[str], set[str]]]:
+    """Bases and methods of every class in the files below a folder, by its name."""
+    found: dict[str, tuple[list[str], set[str]]] = {}
+    for file in folder.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                found.setdefault(node.name, ([ast.unparse(base) for base in node.bases], methods))
+    return found
+
+
+def has(found: dict[str, tuple[list[str], set[str]]], name: str, sign: str) -> bool:
+    """Whether a class is, inherits or defines `sign`."""
+    if name == sign or name not in found:
+        return name == sign
+    bases, methods = found[name]
+    return sign in methods or any(has(found, base, sign) for base in bases if base != name)
+
+
+def test_the_table_of_who_serves_a_target_is_that_of_the_wheels() -> None:
+    vllm, sglang = site() / "vllm/model_executor/models", site() / "sglang/srt/models"
+    registry = dict(re.findall(r'"(\w+)":\s*\(\s*"[\w.]+",\s*"(\w+)",?\s*\)', (vllm / "registry.py").read_text()))
+    theirs, others = classes(vllm), classes(sglang)
+    found = {}
+    for name in SERVED:
+        taps = has(theirs, registry[name], "SupportsEagle3"), has(others, name, "set_dflash_layers_to_capture")
+        found[name] = tuple(engine for engine, it in zip(("vllm", "sglang"), taps, strict=True) if it)
+    assert found == SERVED
