@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from dflash_toolkit.models.dflash.network import Drafter
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
-from train.objective.blocks import dense_mask, flex_mask, sample_blocks
-from train.objective.loss import compute_loss, draft_loss
+from train.objective.blocks import sample_blocks
+from train.objective.loss import compute_loss, draft_loss, masks_of
 from train.responses.rows import Row
 from train.run.definition import Run
 
@@ -32,17 +33,23 @@ def rows_of(*lengths: int) -> list[Row]:
     return [Row(i, 9, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate(lengths)]
 
 
-def test_flex_attention_equals_the_dense_mask_forward_and_backward() -> None:
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 24}
+SIGHTS = pytest.mark.parametrize("sight", [{}, SLIDING, SLIDING | {"is_causal": None}], ids=["full", "mixed", "causal"])
+
+
+@SIGHTS
+def test_flex_attention_equals_the_dense_mask_forward_and_backward(sight: dict[str, Any]) -> None:
     target = on_gpu(torch.float32)
     # flex kernels want a head dimension of at least 16
-    drafter = make_drafter(target, head_dim=16).cuda()
+    drafter = make_drafter(target, head_dim=16, **sight).cuda()
     features = FeatureSource(target, drafter.config.target_layer_ids, 200, 128)(rows_of(97, 130, 61))
     blocks = sample_blocks(features, 12, 8, MASK, torch.Generator().manual_seed(0))
     results = []
-    for mask in (dense_mask(features, blocks), flex_mask(features, blocks)):
+    for flex in (False, True):
         drafter.zero_grad()
         context = drafter.context_kv(features.hidden, features.positions)
-        hidden = drafter(target.embed(blocks.inputs.flatten(1)), blocks.positions.flatten(1), context, mask)
+        masks = masks_of(drafter.config, features, blocks, flex)
+        hidden = drafter(target.embed(blocks.inputs.flatten(1)), blocks.positions.flatten(1), context, masks)
         loss = draft_loss(hidden, blocks, target.head_weight, LossOptions(), 4.0).loss
         loss.backward()
         results.append((loss.item(), [p.grad.clone() for p in drafter.parameters()]))
@@ -53,10 +60,11 @@ def test_flex_attention_equals_the_dense_mask_forward_and_backward() -> None:
         assert torch.allclose(a, b, rtol=2e-2, atol=2e-3 * a.abs().max().item())
 
 
-def test_packed_compiled_steps_equal_the_dense_mask_at_every_step() -> None:
+@SIGHTS
+def test_packed_compiled_steps_equal_the_dense_mask_at_every_step(sight: dict[str, Any]) -> None:
     """Anchors and documents change from step to step; a compiled mask must not remember the first ones."""
     target = on_gpu(torch.float32)
-    drafter = make_drafter(target, head_dim=16).cuda()
+    drafter = make_drafter(target, head_dim=16, **sight).cuda()
     source = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=640)
     fast = TrainConfig(target="tiny")
     plain = replace(fast, run=RunOptions(compile="off"))

@@ -16,10 +16,11 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
-from dflash_toolkit.models.dflash.shape import BLOCK_SIZE
+from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WINDOW
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
+ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
 MOST_GIB = 2**20  # no machine has more memory
 
@@ -37,6 +38,15 @@ class DrafterOptions:
     num_kv_heads: int | None = option(None, "key/value heads")
     head_dim: int | None = option(None, "head dimension")
     intermediate_size: int | None = option(None, "FFN width")
+    layer_types: tuple[str, ...] = option(
+        (), "what each layer sees, or one for all: everything (the default), or a window of context", choices=ATTENTION
+    )
+    sliding_window: int | None = option(
+        None, f"tokens that a sliding layer sees, up to the slot itself (default: {WINDOW})"
+    )
+    is_causal: bool | None = option(
+        False, "whether a slot sees only earlier slots of its block; null: in sliding layers, not in full ones"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

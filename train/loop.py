@@ -144,7 +144,7 @@ class Gradients:
         flex = use_flex(config.run.attention, target.device)
         result = compute_loss(run.drafter, target, features, blocks, config, flex, self.learner.run)
         self.learner.backward(result.weighted_sum if taken else 0 * result.weighted_sum, last)
-        return torch.cat([result.totals(), visible_pairs(blocks)[None].double()]) * bool(taken)
+        return torch.cat([result.totals(), visible_pairs(blocks, run.drafter.config)[None].double()]) * bool(taken)
 
 
 def check_finite(norm: Tensor, step: int, rate: float) -> None:

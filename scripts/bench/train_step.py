@@ -132,7 +132,7 @@ class Bench:
         each = [
             drafter_step_flops(
                 self.shape, self.batch * self.args.length, int(blocks.valid.sum()) * blocks.size,
-                int(visible_pairs(blocks)), int(blocks.supervised.sum()), self.shape.vocab_size,
+                int(visible_pairs(blocks, self.shape)), int(blocks.supervised.sum()), self.shape.vocab_size,
             )
             for blocks in self.seen
         ]  # fmt: skip

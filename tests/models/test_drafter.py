@@ -183,8 +183,8 @@ def test_blocks_under_a_mask_see_what_each_would_see_alone() -> None:
     )
     with torch.no_grad():
         context = drafter.context_kv(features, before)
-        together = drafter(blocks, at, context, mask)
-        by_flex = drafter(blocks, at, context, flex)
+        together = drafter(blocks, at, context, {"full_attention": mask})
+        by_flex = drafter(blocks, at, context, {"full_attention": flex})
     torch.testing.assert_close(by_flex, together, rtol=1e-4, atol=1e-5)
     for i, anchor in enumerate(anchors):
         rows = slice(i * size, (i + 1) * size)

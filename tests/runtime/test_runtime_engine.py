@@ -15,7 +15,7 @@ from test_decode import hf_greedy
 from test_runtime_weights import ROPES
 from torch import Tensor
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.capture import no_collection
@@ -86,6 +86,35 @@ def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
     engine.pool.check()
     assert engine.pool.available == engine.pool.capacity
     assert engine.stats.requests == 6 and engine.stats.generated_tokens == sum(p.max_tokens for p in params)
+
+
+@pytest.mark.parametrize("causal", [False, None, True])
+@pytest.mark.parametrize("window", [2, 12, 200])
+def test_drafters_with_windows_draft_as_generate_does(
+    window: int, causal: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts themselves, hardly one of which is accepted; prompts and answers are longer than most windows."""
+    target, _ = pair()
+    kinds = (*["sliding_attention"] * 4, "full_attention")
+    drafter = make_drafter(target, layers=5, layer_types=kinds, sliding_window=window, is_causal=causal)
+    engine, expected, drafted = make_engine(target, drafter), list[list[int]](), list[list[int]]()
+    alone, together = decode.propose, engine.runner.proposer.propose
+
+    def by_generate(*args: Any) -> list[int]:
+        expected.append(alone(*args))
+        return expected[-1]
+
+    def by_engine(*args: Any) -> Draft:
+        draft = together(*args)
+        drafted.extend(draft.tokens.tolist())
+        return draft
+
+    monkeypatch.setattr(decode, "propose", by_generate)
+    monkeypatch.setattr(engine.runner.proposer, "propose", by_engine)
+    for prompt in prompts_of(1, 17, 40):
+        check(engine, (target, drafter), [prompt], SamplingParams(max_tokens=24))
+        assert len(expected) > 10 and drafted[: len(expected)] == expected
+        expected.clear(), drafted.clear()
 
 
 def test_greedy_answers_are_those_of_hugging_face() -> None:

@@ -40,7 +40,7 @@ class _Inputs:
     block: Tensor  # [B, Q, D]
     context_rope: Rope
     block_rope: Rope
-    mask: Tensor | BlockMask
+    masks: dict[str, Tensor | BlockMask]  # by the type of a layer
 
 
 def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
@@ -65,12 +65,12 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class _Unit(nn.Module):
     """A layer with the keys and values that it makes of the context: all that its weights are needed for."""
 
-    def __init__(self, layer: nn.Module, run: Callable[..., Tensor], recompute: bool) -> None:
+    def __init__(self, layer: nn.Module, kind: str, run: Callable[..., Tensor], recompute: bool) -> None:
         super().__init__()
-        self.layer, self._run, self._recompute = layer, run, recompute
+        self.layer, self._kind, self._run, self._recompute = layer, kind, run, recompute
 
     def forward(self, x: Tensor, context: Tensor, given: _Inputs) -> Tensor:
-        arguments = (self.layer, x, context, given.context_rope, given.block_rope, given.mask)
+        arguments = (self.layer, x, context, given.context_rope, given.block_rope, given.masks[self._kind])
         if self._recompute and torch.is_grad_enabled():
             return checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
         return self._run(*arguments)
@@ -84,7 +84,8 @@ class _Forward(nn.Module):
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
         parts: tuple[Callable[..., Tensor], ...] = (_context, _layer, _last)
         self._context, layer, self._last = map(_compiled, parts) if compiled else parts
-        self.units = nn.ModuleList(_Unit(each, layer, drafter.recompute) for each in drafter.layers)
+        kinds = zip(drafter.layers, drafter.config.layer_types, strict=True)
+        self.units = nn.ModuleList(_Unit(each, kind, layer, drafter.recompute) for each, kind in kinds)
 
     def forward(self, given: _Inputs) -> Tensor:
         context, x = self._context(self.fc, self.hidden_norm, given.features), given.block
@@ -138,9 +139,9 @@ class Fsdp:
                     mean.data.copy_(self._part(state.average[name], p.shape))
 
     def run(self, drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
-            mask: Tensor | BlockMask) -> Tensor:  # fmt: skip
+            masks: dict[str, Tensor | BlockMask]) -> Tensor:  # fmt: skip
         ropes = drafter.rope(context), drafter.rope(positions)  # here, where weights are in fp32, so are they
-        return self._forward(_Inputs(features, embedded, *ropes, mask))
+        return self._forward(_Inputs(features, embedded, *ropes, masks))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

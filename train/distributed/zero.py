@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.files import write_json
@@ -63,7 +62,7 @@ class _Forward(nn.Module):
             config = replace(config, run=replace(config.run, compile="off"))
         self._run = runner(config, drafter.device)
 
-    def forward(self, *args: Tensor | BlockMask) -> Tensor:
+    def forward(self, *args: Any) -> Tensor:
         return self._run(self.drafter, *args)
 
 
@@ -208,8 +207,9 @@ class Zero:
         context = torch.zeros(1, 1, dtype=torch.long, device=device)
         positions = torch.arange(drafter.block_size, device=device)[None]
         mask = torch.ones(1, 1, drafter.block_size, drafter.block_size + 1, dtype=torch.bool, device=device)
+        masks = dict.fromkeys(drafter.layer_types, mask)
         for left in reversed(range(config.optim.accumulate)):
-            self.backward((self._engine(features, context, block, positions, mask) * 0).sum(), last=not left)
+            self.backward((self._engine(features, context, block, positions, masks) * 0).sum(), last=not left)
         self.step(torch.ones(()))
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate

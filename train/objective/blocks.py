@@ -1,7 +1,8 @@
 """From features to training blocks: anchors, block inputs, labels, and who may see whom.
 
 A block is `[anchor, MASK, ...]`. Slot k stands at position anchor + k and predicts the token AT that position. The
-block sees the context strictly before its anchor, and itself; nothing else.
+block sees the context strictly before its anchor, and itself; nothing else. Of these, layers with a window see what is
+less than that away from the slot, and causal ones nothing behind it: the rule of `Drafter.own_mask`.
 """
 
 from collections.abc import Callable
@@ -146,33 +147,52 @@ def same_block(features: Features, blocks: Blocks) -> MaskMod:
     return predicate
 
 
-def block_mask_mod(features: Features, blocks: Blocks) -> MaskMod:
-    """The whole rule: `context_before_anchor` or `same_block`."""
-    before, same = context_before_anchor(features, blocks), same_block(features, blocks)
+def block_mask_mod(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> MaskMod:
+    """The whole rule: `context_before_anchor` or `same_block`, and of that what a layer sees.
 
-    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    Args:
+        window: a key so many positions from the query, or more, is not seen; 0 is no window.
+        causal: nor is a slot behind the query.
+    """
+    before, same = context_before_anchor(features, blocks), same_block(features, blocks)
+    anchor, size, context = blocks.anchor, blocks.size, features.tokens.shape[1]
+
+    def everything(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return before(b, h, q, kv) | same(b, h, q, kv)
 
-    return predicate
+    def less(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        # query minus key, in tokens: inside a document places in the row differ as positions do
+        distance = torch.where(kv < context, anchor[b, q // size] + q % size - kv, q - (kv - context))
+        visible = everything(b, h, q, kv)
+        if causal:
+            visible = visible & (distance >= 0)
+        if window:
+            visible = visible & (distance.abs() < window)
+        return visible
+
+    return less if window or causal else everything
 
 
-def dense_mask(features: Features, blocks: Blocks) -> Tensor:
-    """The rule as a bool tensor [B, 1, A*S, T + A*S] for SDPA."""
+def dense_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> Tensor:
+    """The rule as a bool tensor [B, 1, A*S, T + A*S] for SDPA. Args: as of `block_mask_mod`."""
     device = features.tokens.device
     rows, context = features.tokens.shape
     queries = blocks.anchor.shape[1] * blocks.size
     b = torch.arange(rows, device=device)[:, None, None]
     q = torch.arange(queries, device=device)[None, :, None]
     kv = torch.arange(context + queries, device=device)[None, None, :]
-    return block_mask_mod(features, blocks)(b, torch.zeros_like(b), q, kv)[:, None]
+    return block_mask_mod(features, blocks, window, causal)(b, torch.zeros_like(b), q, kv)[:, None]
 
 
-def flex_mask(features: Features, blocks: Blocks) -> BlockMask:
+def flex_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> BlockMask:
     """The rule as a FlexAttention block mask over the same axes; empty tiles are skipped.
 
     Anchors are sorted and documents contiguous, so what a tile of queries sees of the context lies between its first
     document's start and its last anchor, and all of it sees what lies between its last document's start and its first
-    anchor. The predicates are evaluated only inside tiles that are partly visible.
+    anchor; of a document a window may leave the end alone. The predicates are evaluated only inside tiles that are
+    partly visible.
+
+    Args: as of `block_mask_mod`.
     """
     context, size = features.tokens.shape[1], blocks.size
     queries = blocks.anchor.shape[1] * size
@@ -181,6 +201,8 @@ def flex_mask(features: Features, blocks: Blocks) -> BlockMask:
     block = slot // size  # [query tiles, TILE]
     start = (blocks.anchor - features.positions.gather(1, blocks.anchor))[:, block]  # of the anchor's document
     anchor = blocks.anchor[:, block]  # [B, query tiles, TILE]
+    if window:
+        start = torch.maximum(start, anchor + slot % size + 1 - window)
     first = torch.arange(0, context + queries, TILE, device=device)  # of a key tile
     end = first + TILE
     visible = (first < anchor.amax(2)[..., None]) & (end > start.amin(2)[..., None])
@@ -190,7 +212,7 @@ def flex_mask(features: Features, blocks: Blocks) -> BlockMask:
         *_listed((visible | own) & ~whole),
         *_listed(whole),
         BLOCK_SIZE=TILE,
-        mask_mod=block_mask_mod(features, blocks),
+        mask_mod=block_mask_mod(features, blocks, window, causal),
         seq_lengths=(queries, context + queries),
     )
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import PLAIN, LogitScale, LossMix
-from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import logit_scale
 from dflash_toolkit.models.target import Target
 
@@ -87,20 +87,30 @@ def compute_loss(
 ) -> DraftLoss:
     """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
     forward = forward or runner(config, target.device)
-    mask = flex_mask(features, blocks) if flex else dense_mask(features, blocks)
+    masks = masks_of(drafter.config, features, blocks, flex)
     embedded = target.embed(blocks.inputs.flatten(1))
     with _autocast(target.device, target.dtype):
         hidden = forward(
-            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), mask
+            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks
         )
         scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
         return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales)
 
 
+def masks_of(shape: DrafterConfig, features: Features, blocks: Blocks, flex: bool) -> dict[str, Tensor | BlockMask]:
+    """Who sees whom in the layers of each type: one mask where all are of one."""
+    make, masks = flex_mask if flex else dense_mask, dict[str, Tensor | BlockMask]()
+    for kind in dict.fromkeys(shape.layer_types):
+        layer = shape.layer_types.index(kind)
+        masks[kind] = make(features, blocks, shape.window(layer), shape.causal_inside_block(layer))
+    return masks
+
+
 def _forward(
-    drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor | BlockMask
-) -> Tensor:
-    return drafter(embedded, positions, drafter.context_kv(features, context), mask)
+    drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
+    masks: dict[str, Tensor | BlockMask],
+) -> Tensor:  # fmt: skip
+    return drafter(embedded, positions, drafter.context_kv(features, context), masks)
 
 
 @functools.cache

@@ -4,6 +4,9 @@ A multiply-add is two FLOPs. Only matrix products are counted, and only what the
 hides, nor invalid blocks and padding, nor anything that is computed a second time.
 """
 
+from collections import Counter
+
+import torch
 from torch import Tensor
 
 from dflash_toolkit.models.dflash.network import DrafterConfig
@@ -22,13 +25,13 @@ def drafter_step_flops(
         fc          4 * T * K*D * D
         context     6 * T * D * 2*G*H                           per layer
         block       6 * R * (2*N*H*D + 2*G*H*D + 3*I*D)         per layer
-        attention   12 * N*H * P                                per layer: QK', PV and four products backward
+        attention   12 * N*H * P                                of all layers: QK', PV and four products backward
         head        4 * R' * D * V
 
     Args:
         context_tokens: T, tokens of all documents whose features are projected.
         block_rows: R, slots of the valid blocks, anchors included.
-        visible_pairs: P, (query slot, visible key) pairs of one head of one layer; see `visible_pairs`.
+        visible_pairs: P, (query slot, visible key) pairs of one head of every layer; see `visible_pairs`.
         head_rows: R', supervised slots.
         vocab: V, rows of the head.
     """
@@ -38,10 +41,22 @@ def drafter_step_flops(
     attention = 12 * queries * visible_pairs
     fusion = 4 * context_tokens * shape.feature_size * d
     head = 4 * head_rows * d * vocab
-    return float(fusion + shape.num_layers * (context + block + attention) + head)
+    return float(fusion + shape.num_layers * (context + block) + attention + head)
 
 
-def visible_pairs(blocks: Blocks) -> Tensor:
-    """(query slot, visible key) pairs, a scalar: a slot sees what is before its anchor, and its own block."""
-    before = blocks.positions[:, :, 0]  # the anchor's position in its document
-    return (blocks.size * (before + blocks.size) * blocks.valid).sum()
+def visible_pairs(blocks: Blocks, shape: DrafterConfig) -> Tensor:
+    """(query slot, visible key) pairs of all layers, a scalar: of what is before its anchor, and of its own block, a
+    slot sees as much as its layer does."""
+    before = blocks.positions[:, :, :1]  # the anchor's position in its document, [B, A, 1]
+    slot = torch.arange(blocks.size, device=before.device)
+    distance, pairs = slot[:, None] - slot, before.new_zeros(())
+    for kind, layers in Counter(shape.layer_types).items():
+        layer = shape.layer_types.index(kind)
+        window = shape.window(layer)
+        inside = distance >= 0 if shape.causal_inside_block(layer) else torch.ones_like(distance, dtype=torch.bool)
+        context = before.expand(-1, -1, blocks.size)
+        if window:
+            inside = inside & (distance.abs() < window)
+            context = context.minimum((window - 1 - slot).clamp(min=0))
+        pairs = pairs + layers * ((context + inside.sum(1)) * blocks.valid[:, :, None]).sum()
+    return pairs

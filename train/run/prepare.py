@@ -10,6 +10,7 @@ from dflash_toolkit import DrafterConfig, UserError
 from dflash_toolkit.fingerprint import drafter_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.dflash.speculators import check_form
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
 
 from ..config import TrainConfig
@@ -63,6 +64,8 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     sizes = replace(config.drafter, layers=shape.num_layers, taps=len(shape.target_layer_ids))
     config = replace(config, drafter=sizes)  # whose defaults are the target's: what resumes is compared by number
     check_fits(shape, target_config)
+    if config.run.speculators:
+        check_form(shape, output / "speculators")
     data = PromptData(digest)
     work = output / WORK
     _make(work, f"output {output}")

@@ -22,6 +22,7 @@ from ..responses.corpus import Corpus
 from .budget import plan_of
 from .definition import WORK, Export, Outcome
 from .identity import target_digest
+from .start import SIGHT
 from .state import first_difference, read_plan
 
 # options that may change between a run and its resumption: they change no weight, or, where the number of processes
@@ -82,6 +83,8 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     config = {k: v for k, v in config_of(record).items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
+    # what its layers see is in the drafter's shape, and resume points of earlier releases have no options for it
+    config["drafter"] = {k: v for k, v in config["drafter"].items() if k not in SIGHT}
     config["answers"] = asked(config)  # by the name that resume points have
     del config["responses"]
     start = {"start": record["start"]["sha256"]} if "start" in record else {}

@@ -1,11 +1,11 @@
 """A run that starts from a drafter there is: for a fine-tuned or quantized target, or to go on with other data.
 
-Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's, with a scaled rope too. What is
-trained is full attention over the target's own head: of a reduced vocabulary (d2t, t2d) the layers alone are taken, and
-sliding or causal ones see everything from then on. A run says so.
+Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's, with a scaled rope too. Its layers
+go on to see what they saw, unless an option says otherwise. The head is the target's own: of a reduced vocabulary
+(d2t, t2d) the layers alone are taken. A run says what it changes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +16,11 @@ from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, read_json, reduced_vocabulary
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.shape import with_attention
 
 from ..config import DrafterOptions
+
+SIGHT = ("layer_types", "sliding_window", "is_causal")  # options that change what layers see, and no weight's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ def load_start(
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)
     check_fits(drafter.config, target)
     found = options_of(drafter.config)
-    for key in given:
+    given = list(given)
+    for key in (key for key in given if key not in SIGHT):
         asked, holds = getattr(options, key), getattr(found, key)
         if asked not in (None, (), holds):
             raise UserError(
@@ -58,19 +62,29 @@ def load_start(
         changed.append(
             f"drafter {name} has a reduced vocabulary of {rows}; its layers are taken, the head is the target's"
         )
-    if attention := _other_attention(shape):
-        changed.append(f"drafter {name} has {attention}; full attention is trained")
-    drafter.config = replace(
-        shape,
-        # a form that does not record the target's depth is read as the least that its layer ids need
-        num_target_layers=int(target.num_hidden_layers),
-        layer_types=(), sliding_window=None, is_causal=False,
-    )  # fmt: skip
+    try:
+        trained = _with_asked_attention(shape, options, given)
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from error
+    before, after = _attention(shape), _attention(trained)
+    if before != after:
+        changed.append(f"drafter {name} has {before}; {after} is trained")
+    # a form that does not record the target's depth is read as the least that its layer ids need
+    drafter.config = replace(trained, num_target_layers=int(target.num_hidden_layers))
     return Start(drafter.requires_grad_(True), tuple(changed))
 
 
-def _other_attention(shape: DrafterConfig) -> str:
-    """In which layers a drafter sees less than everything; empty if in none."""
+def _with_asked_attention(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> DrafterConfig:
+    asked = options.layer_types if "layer_types" in given else ()
+    kinds = asked or shape.layer_types
+    window = options.sliding_window if "sliding_window" in given else None
+    if window is None and "sliding_attention" in set(kinds) & set(shape.layer_types):
+        window = shape.sliding_window
+    return with_attention(shape, kinds, window, options.is_causal if "is_causal" in given else shape.is_causal)
+
+
+def _attention(shape: DrafterConfig) -> str:
+    """What the layers of a drafter see, in words."""
     layers = range(shape.num_layers)
     sliding = [layer for layer in layers if shape.layer_types[layer] == "sliding_attention"]
     causal = [layer for layer in layers if shape.causal_inside_block(layer)]
@@ -79,7 +93,7 @@ def _other_attention(shape: DrafterConfig) -> str:
         found.append(f"a sliding window of {shape.sliding_window} tokens (layers {sliding})")
     if causal:
         found.append(f"causal attention inside the block (layers {causal})")
-    return " and ".join(found)
+    return " and ".join(found) or "full attention"
 
 
 def options_of(shape: DrafterConfig) -> DrafterOptions:
@@ -94,6 +108,7 @@ def options_of(shape: DrafterConfig) -> DrafterOptions:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         intermediate_size=shape.intermediate_size,
+        **{key: getattr(shape, key) for key in SIGHT},
     )
 
 

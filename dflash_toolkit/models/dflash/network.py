@@ -122,9 +122,9 @@ class DrafterConfig:
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 causal=self.causal_inside_block(i),
-                window=(self.sliding_window or 0) if kind == "sliding_attention" else 0,
+                window=self.window(i),
             )
-            for i, kind in enumerate(self.layer_types)
+            for i in range(self.num_layers)
         ]
         return ModelSpec(
             hidden_size=self.hidden_size,
@@ -140,6 +140,10 @@ class DrafterConfig:
     def causal_inside_block(self, layer: int) -> bool:
         """Whether block slots of this layer see only earlier slots (the rule of vLLM and z-lab 0.1.0)."""
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
+
+    def window(self, layer: int) -> int:
+        """What a query of this layer sees no more: keys so many positions away, before it or behind; 0 is all."""
+        return (self.sliding_window or 0) if self.layer_types[layer] == "sliding_attention" else 0
 
     def rope_frequencies(self, device: torch.device | None = None) -> Tensor:
         """Radians per position, fp32 [H / 2]."""
@@ -340,16 +344,17 @@ class Drafter(nn.Module):
         return ContextKV([k for k, _ in pairs], [v for _, v in pairs], positions)
 
     def forward(
-        self, block: Tensor, positions: Tensor, context: ContextKV, mask: Tensor | BlockMask | None = None
-    ) -> Tensor:
+        self, block: Tensor, positions: Tensor, context: ContextKV,
+        masks: Mapping[str, Tensor | BlockMask] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run block embeddings against the context.
 
         Args:
             block: rows of the target's embedding table for `[anchor, MASK, ...]` of one or more blocks, [B, Q, D].
             positions: position of every slot, [B, Q].
             context: keys and values of T context tokens.
-            mask: who sees whom, bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes; None is for a single
-                block in decoding, which sees the whole context and, by the layer's own rule, itself.
+            masks: who sees whom, by the type of a layer: bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes.
+                None is for a single block in decoding, which sees context and itself by each layer's own rule.
 
         Returns:
             Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits. What stands
@@ -358,12 +363,12 @@ class Drafter(nn.Module):
         rope = self.rope(positions)
         x = self.scaled(block)
         for i, layer in enumerate(self.layers):
-            layer_mask = self.own_mask(i, positions, context.positions) if mask is None else mask
+            mask = masks[self.config.layer_types[i]] if masks else self.own_mask(i, positions, context.positions)
             pair = (context.keys[i], context.values[i])
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rope, pair, layer_mask, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, rope, pair, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, rope, pair, layer_mask)
+                x = layer(x, rope, pair, mask)
         return self.norm(x)
 
     def scaled(self, block: Tensor) -> Tensor:
@@ -383,15 +388,13 @@ class Drafter(nn.Module):
 
     def own_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
         """Who sees whom by the rule of `layer`, bool [B, 1, Q, T + Q] from positions [B, Q], [B, T]; None: everyone."""
-        causal = self.config.causal_inside_block(layer)
-        sliding = self.config.layer_types[layer] == "sliding_attention"
-        if not (causal or sliding):
+        causal, window = self.config.causal_inside_block(layer), self.config.window(layer)
+        if not (causal or window):
             return None
         distance = block[:, :, None] - torch.cat([context, block], dim=1)[:, None, :]  # query minus key position
         mask = torch.ones_like(distance, dtype=torch.bool)
         if causal:
             mask &= distance >= 0
-        if sliding:
-            assert self.config.sliding_window is not None
-            mask &= distance.abs() < self.config.sliding_window
+        if window:
+            mask &= distance.abs() < window
         return mask[:, None]

@@ -1,5 +1,6 @@
 """The drafter that a target gets unless somebody says otherwise. Without torch until a shape is asked for."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ LIKE_THE_TARGET = ("llama", "qwen2", "qwen3")
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 8
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+WINDOW = 2048  # of sliding layers
 
 
 def drafter_shape(
@@ -28,6 +30,9 @@ def drafter_shape(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     intermediate_size: int | None = None,
+    layer_types: tuple[str, ...] = (),
+    sliding_window: int | None = None,
+    is_causal: bool | None = False,
 ) -> "DrafterConfig":
     """A few layers with the target's width and vocabulary; what is given takes the place of the defaults.
 
@@ -44,6 +49,7 @@ def drafter_shape(
         taps: evenly spaced, where `target_layer_ids` names none; see `default_target_layer_ids`. Where they are not
             given and the target is too shallow for the default, as many as it has layers to tap.
         mask_token_id: by default the last row of the embedding.
+        layer_types, sliding_window, is_causal: see `with_attention`.
 
     Raises:
         ValueError: a combination that cannot work.
@@ -67,7 +73,7 @@ def drafter_shape(
         kinds = getattr(target, "layer_types", None) or ()
         target_layer_ids = default_target_layer_ids(depth, TAPS if taps is None else taps, kinds)
     multiplier, cap = logit_scale(target)
-    return DrafterConfig(
+    shape = DrafterConfig(
         hidden_size=width,
         num_layers=given(layers, LAYERS_FOR_EXPERTS if experts else LAYERS),
         num_heads=given(num_heads, heads),
@@ -85,6 +91,35 @@ def drafter_shape(
         output_multiplier=multiplier,
         final_logit_softcapping=cap,
     )
+    return with_attention(shape, layer_types, sliding_window, is_causal)
+
+
+def with_attention(
+    shape: "DrafterConfig", layer_types: tuple[str, ...], sliding_window: int | None, is_causal: bool | None
+) -> "DrafterConfig":
+    """The same drafter with layers that see less, or more.
+
+    Args:
+        layer_types: full_attention or sliding_attention for each layer, or one for all; none is full attention.
+        sliding_window: of sliding layers, in tokens; by default `WINDOW`.
+        is_causal: inside the block; None: sliding layers are, full ones are not.
+
+    Raises:
+        ValueError: a window that no layer has, one shorter than a block, or another combination that cannot work.
+    """
+    kinds = layer_types * shape.num_layers if len(layer_types) == 1 else layer_types
+    sliding = "sliding_attention" in kinds
+    if sliding_window is not None and not sliding:
+        raise ValueError(f"sliding_window is {sliding_window}, but no layer is sliding_attention: give layer_types too")
+    window = (WINDOW if sliding_window is None else sliding_window) if sliding else None
+    if window is not None and window < shape.block_size:
+        raise ValueError(
+            f"sliding_window is {window}, less than a block of {shape.block_size}, whose slots would see each other in "
+            f"some servers only"
+        )
+    if is_causal is None and len(set(kinds)) < 2:  # written out where that says the same
+        is_causal = sliding
+    return replace(shape, layer_types=kinds, sliding_window=window, is_causal=is_causal)
 
 
 def has_experts(target: "PreTrainedConfig") -> bool:

@@ -12,7 +12,18 @@ from transformers import PreTrainedConfig
 from ...config import UserError
 from ..rope import tell_of_vllm
 from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, scales_of, staged
-from .network import Drafter
+from .network import Drafter, DrafterConfig
+
+
+def check_form(config: DrafterConfig, path: str | Path) -> None:
+    """Whether the form can hold such a drafter. Raises what `save_speculators` does of that."""
+    causal = {config.causal_inside_block(layer) for layer in range(config.num_layers)}
+    if len(causal) > 1 or (causal == {True} and "full_attention" in config.layer_types):
+        raise UserError(
+            f"{path}: the speculators form cannot hold causal layers, unless all are and have a sliding window"
+        )
+    if config.input_embedding_scale != 1.0:
+        raise UserError(f"{path}: the speculators form cannot hold input_embedding_scale, which this drafter has")
 
 
 def save_speculators(
@@ -35,14 +46,7 @@ def save_speculators(
         UserError: as `save_drafter`; or causal layers that are not sliding, which this form cannot say, or causal
             beside bidirectional ones, which vLLM would read as causal throughout.
     """
-    layers = range(drafter.config.num_layers)
-    causal = {drafter.config.causal_inside_block(layer) for layer in layers}
-    if len(causal) > 1 or (causal == {True} and "full_attention" in drafter.config.layer_types):
-        raise UserError(
-            f"{path}: the speculators form cannot hold causal layers, unless all are and have a sliding window"
-        )
-    if drafter.config.input_embedding_scale != 1.0:
-        raise UserError(f"{path}: the speculators form cannot hold input_embedding_scale, which this drafter has")
+    check_form(drafter.config, path)
     flat = config_json(drafter.config)
     layer_keys = [
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -65,7 +69,7 @@ def save_speculators(
         "block_size": drafter.config.block_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in drafter.config.target_layer_ids],
         "mask_token_id": drafter.config.mask_token_id,
-        "sliding_window_non_causal": causal == {False},
+        "sliding_window_non_causal": not drafter.config.causal_inside_block(0),
         "target_hidden_size": drafter.config.hidden_size,
         PROVENANCE_KEY: (provenance or {})
         | {"num_target_layers": drafter.config.num_target_layers}

@@ -20,6 +20,7 @@ from train.objective.blocks import sample_blocks
 from train.objective.loss import compute_loss
 from train.run.state import ResumePoint
 
+KINDS = ("full_attention", "sliding_attention")
 FSDP = RunOptions(fsdp=True)
 WAYS = [FSDP, RunOptions(zero=1), RunOptions(fsdp=True, fsdp_reshard_after_forward=False), RunOptions(zero=2),
         RunOptions(), RunOptions(zero=3), FSDP]  # fmt: skip
@@ -33,7 +34,8 @@ def _steps(
     for step, way in enumerate(ways):
         ema = 0.0 if way.zero else optim.ema
         config = TrainConfig(target="tiny", optim=replace(optim, ema=ema), run=way)
-        drafter = make_drafter(target, intermediate_size=49).train()  # rows that two processes cannot halve
+        # rows that two processes cannot halve, and layers that see other things
+        drafter = make_drafter(target, intermediate_size=49, layer_types=KINDS, sliding_window=6).train()
         learner = make_learner(drafter, config, processes, state, work, packed=False)
         weight: Any = 0
         for micro in range(optim.accumulate):

@@ -13,18 +13,20 @@ from dflash_toolkit.decode import propose
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.loop import train
-from train.objective.blocks import Blocks, Features, dense_mask, sample_blocks
+from train.objective.blocks import Blocks, Features, sample_blocks
+from train.objective.loss import masks_of
 from train.responses.rows import Row
 
 PROMPT = list(range(40, 60))
+Masks = dict[str, torch.Tensor]
 ROWS = [Row(0, 20, torch.randint(0, 250, (60,), generator=torch.Generator().manual_seed(3)).tolist()),
         Row(1, 9, torch.randint(0, 250, (31,), generator=torch.Generator().manual_seed(4)).tolist())]  # fmt: skip
 
 
-def trained_hidden(target: Target, drafter: Drafter, f: Features, blocks: Blocks, mask: torch.Tensor) -> torch.Tensor:
+def trained_hidden(target: Target, drafter: Drafter, f: Features, blocks: Blocks, masks: Masks) -> torch.Tensor:
     """Hidden states [B, A, S, D] by the trainer's path: all blocks at once under a mask."""
     context = drafter.context_kv(f.hidden, f.positions)
-    hidden = drafter(target.embed(blocks.inputs.flatten(1)), blocks.positions.flatten(1), context, mask)
+    hidden = drafter(target.embed(blocks.inputs.flatten(1)), blocks.positions.flatten(1), context, masks)
     return hidden.view(*blocks.inputs.shape, -1)
 
 
@@ -43,10 +45,18 @@ def served_hidden(target: Target, drafter: Drafter, tokens: list[int], anchor: i
     return drafter(target.embed(ids), torch.arange(anchor, anchor + size)[None], context)[0]
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Target, Drafter]:
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS = {"layers": 5, "layer_types": (*[SLIDING] * 4, FULL), "sliding_window": 12}
+SIGHTS = {
+    "full": {}, "4 sliding, 1 full": WINDOWS, "sliding ones causal": WINDOWS | {"is_causal": None},
+    "all causal": {"is_causal": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SIGHTS)
+def pair(request: pytest.FixtureRequest) -> tuple[Target, Drafter]:
     target = make_target()
-    return target, make_drafter(target)
+    return target, make_drafter(target, **SIGHTS[request.param])
 
 
 def batch(target: Target, drafter: Drafter) -> tuple[Features, Blocks]:
@@ -66,7 +76,7 @@ def largest_gap(target: Target, drafter: Drafter, hidden: torch.Tensor, blocks: 
 def test_a_block_in_training_is_the_block_that_decoding_drafts(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
     f, blocks = batch(target, drafter)
-    hidden = trained_hidden(target, drafter, f, blocks, dense_mask(f, blocks))
+    hidden = trained_hidden(target, drafter, f, blocks, masks_of(drafter.config, f, blocks, False))
     assert largest_gap(target, drafter, hidden, blocks) < 1e-4
 
 
@@ -81,7 +91,7 @@ def test_documents_packed_into_one_row_draft_as_they_do_alone(pair: tuple[Target
     )
     config = drafter.config
     blocks = sample_blocks(packed, 60, config.block_size, config.mask_token_id, torch.Generator())
-    hidden = trained_hidden(target, drafter, packed, blocks, dense_mask(packed, blocks))
+    hidden = trained_hidden(target, drafter, packed, blocks, masks_of(drafter.config, packed, blocks, False))
     first = len(ROWS[0].tokens)
     assert 0 < int((blocks.anchor < first).sum()) < blocks.anchor.shape[1] == 39 + 21
     for a, anchor in enumerate(blocks.anchor[0].tolist()):
@@ -94,13 +104,15 @@ def test_documents_packed_into_one_row_draft_as_they_do_alone(pair: tuple[Target
 def test_each_known_fault_would_break_that_parity(pair: tuple[Target, Drafter], fault: str) -> None:
     target, drafter = pair
     f, blocks = batch(target, drafter)
-    mask = dense_mask(f, blocks)
+    masks = masks_of(drafter.config, f, blocks, False)
     trainer = drafter
     if fault == "anchor visible":
         anchors = blocks.anchor.repeat_interleave(blocks.size, 1)[:, None, :, None]
-        mask.scatter_(3, anchors, torch.ones_like(anchors, dtype=torch.bool))
+        for mask in masks.values():
+            mask.scatter_(3, anchors, torch.ones_like(anchors, dtype=torch.bool))
     elif fault == "blocks mixed":
-        mask[:, :, :, f.tokens.shape[1] :] = True
+        for mask in masks.values():
+            mask[:, :, :, f.tokens.shape[1] :] = True
     elif fault == "positions":
         blocks = replace(blocks, positions=blocks.positions + 1)
     elif fault == "mask row":
@@ -111,7 +123,7 @@ def test_each_known_fault_would_break_that_parity(pair: tuple[Target, Drafter], 
         trainer = Drafter(replace(drafter.config, **change))
         trainer.load_state_dict(drafter.state_dict())
         f = FeatureSource(target, trainer.config.target_layer_ids, 100)(ROWS)
-    assert largest_gap(target, drafter, trained_hidden(target, trainer, f, blocks, mask), blocks) > 1e-2
+    assert largest_gap(target, drafter, trained_hidden(target, trainer, f, blocks, masks), blocks) > 1e-2
 
 
 @torch.no_grad()
@@ -124,8 +136,8 @@ def test_the_exported_checkpoint_computes_what_the_trained_module_does(
     rounded = Drafter(drafter.config)
     rounded.load_state_dict({n: p.bfloat16().float() for n, p in drafter.state_dict().items()})
     f, blocks = batch(target, drafter)
-    mask = dense_mask(f, blocks)
-    a, b = (target.head(trained_hidden(target, d, f, blocks, mask)) for d in (rounded, exported))
+    masks = masks_of(drafter.config, f, blocks, False)
+    a, b = (target.head(trained_hidden(target, d, f, blocks, masks)) for d in (rounded, exported))
     assert torch.equal(a, b)
 
 
@@ -150,7 +162,9 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafte
 def test_training_and_decoding_draft_the_same_tokens(overfitted: tuple[Target, Drafter]) -> None:
     target, drafter = overfitted
     f, blocks = batch(target, drafter)
-    drafted = target.head(trained_hidden(target, drafter, f, blocks, dense_mask(f, blocks))[:, :, 1:]).argmax(-1)
+    drafted = target.head(
+        trained_hidden(target, drafter, f, blocks, masks_of(drafter.config, f, blocks, False))[:, :, 1:]
+    ).argmax(-1)
     seen = set()
     for r, row in enumerate(ROWS):
         for anchor, tokens in zip(blocks.anchor[r].tolist(), drafted[r].tolist(), strict=True):

@@ -1,15 +1,19 @@
 """Anchors, labels and masks. Each silent failure of training has a test here that fails when its rule is broken."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from conftest import MASK
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_drafter import make_config
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
+from dflash_toolkit import Drafter
 from train.objective.blocks import PADDING, Blocks, Features, anchor_candidates, dense_mask, flex_mask, sample_blocks
+from train.objective.loss import masks_of
 
 S = 4
 
@@ -127,24 +131,57 @@ def test_the_dense_mask_is_the_contract_s_rule(documents: list[list[tuple[int, i
     assert torch.equal(dense_mask(f, blocks), oracle(f, blocks))
 
 
-def test_the_flex_mask_and_what_its_attention_sees_are_the_dense_mask() -> None:
+FULL, SLIDING = "full_attention", "sliding_attention"
+SIGHTS = [
+    {"layer_types": kinds, "is_causal": causal}
+    for kinds in ((FULL,), (SLIDING,), (SLIDING, FULL))
+    for causal in (False, True, None)
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, st.sampled_from(SIGHTS), st.integers(1, 14), st.integers(0, 1000))
+def test_what_a_block_sees_in_training_is_what_it_sees_when_decoded(
+    documents: list[list[tuple[int, int]]], sight: dict[str, Any], window: int, seed: int
+) -> None:
+    """In every layer, with windows shorter and longer than a block and a document, wherever that lies in its row."""
+    f = features(documents, 40)
+    blocks = draw(f, 6, seed)
+    shape = make_config(num_layers=len(sight["layer_types"]), sliding_window=window, block_size=S, **sight)
+    with torch.device("meta"):
+        drafter = Drafter(shape)
+    masks = masks_of(shape, f, blocks, flex=False)
+    for r, a in blocks.valid.nonzero().tolist():
+        anchor, position = int(blocks.anchor[r, a]), int(blocks.positions[r, a, 0])
+        for layer, kind in enumerate(shape.layer_types):
+            decoded = drafter.own_mask(layer, blocks.positions[r, a][None], torch.arange(position)[None])
+            expected = torch.zeros(S, masks[kind].shape[3], dtype=torch.bool)
+            alone = torch.ones(S, position + S, dtype=torch.bool) if decoded is None else decoded[0, 0]
+            expected[:, anchor - position : anchor] = alone[:, :position]
+            expected[:, 40 + a * S : 40 + a * S + S] = alone[:, position:]
+            assert torch.equal(masks[kind][r, 0, a * S : a * S + S], expected)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(0, False), (3, False), (6, True), (0, True)])
+def test_the_flex_mask_and_what_its_attention_sees_are_the_dense_mask(window: int, causal: bool) -> None:
     f = features(PACKED, 18)
     blocks = draw(f, 5)
-    queries, dense, flex = blocks.anchor.shape[1] * S, dense_mask(f, blocks), flex_mask(f, blocks)
+    queries, (dense, flex) = blocks.anchor.shape[1] * S, (m(f, blocks, window, causal) for m in (dense_mask, flex_mask))
     assert torch.equal(create_mask(flex.mask_mod, 2, 1, queries, 18 + queries, device="cpu"), dense)
     q, k, v = (torch.randn(2, 2, n, 16) for n in (queries, 18 + queries, 18 + queries))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     assert torch.allclose(flex_attention(q, k, v, block_mask=flex), expected, atol=1e-5)
 
 
-def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not() -> None:
+@pytest.mark.parametrize(("window", "listed"), [(0, 13), (8, 11)])
+def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not(window: int, listed: int) -> None:
     f = features([[(3, 200), (2, 300)]], 520)
     blocks = draw(f, 80)
-    mask = flex_mask(f, blocks)
-    seen = torch.nn.functional.pad(dense_mask(f, blocks)[:, 0], (0, -840 % 128, 0, -320 % 128))
+    mask = flex_mask(f, blocks, window)
+    seen = torch.nn.functional.pad(dense_mask(f, blocks, window)[:, 0], (0, -840 % 128, 0, -320 % 128))
     tiles = seen.unflatten(1, (-1, 128)).unflatten(3, (-1, 128)).any(4).any(2)
     assert torch.equal(mask.to_dense()[:, 0].bool(), tiles)
-    assert not tiles.all()
+    assert tiles.sum() == listed < tiles.numel()
 
 
 @settings(max_examples=25, deadline=None)
@@ -152,17 +189,19 @@ def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not() -
     st.lists(st.tuples(st.integers(0, 90), st.integers(2, 300)), min_size=1, max_size=6),
     st.integers(1, 150),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 20, 140, 400]),
+    st.booleans(),
     st.integers(0, 1000),
 )
 def test_no_visible_pair_is_outside_the_listed_tiles_and_whole_tiles_are_all_visible(
-    documents: list[tuple[int, int]], anchors: int, fixed: bool, seed: int
+    documents: list[tuple[int, int]], anchors: int, fixed: bool, window: int, causal: bool, seed: int
 ) -> None:
     length = sum(map(sum, documents)) + 17
     f = features([documents], length)
     generator = torch.Generator().manual_seed(seed)
     blocks = sample_blocks(f, min(anchors, length), S, MASK, generator, fixed=fixed)
-    mask = flex_mask(f, blocks)
-    seen = dense_mask(f, blocks)[0, 0]
+    mask = flex_mask(f, blocks, window, causal)
+    seen = dense_mask(f, blocks, window, causal)[0, 0]
     queries, keys = seen.shape
     listed = torch.zeros(-(-queries // 128), -(-keys // 128), dtype=torch.bool)
     for kind in ("", "full_"):

@@ -1,5 +1,6 @@
 """The formula of a step's FLOPs against PyTorch's own counter, and the visible pairs against the mask."""
 
+import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -7,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from train.config import LossOptions, TrainConfig
 from train.features.source import FeatureSource
-from train.objective.blocks import dense_mask, sample_blocks
-from train.objective.loss import compute_loss
+from train.objective.blocks import sample_blocks
+from train.objective.loss import compute_loss, masks_of
 from train.responses.rows import Row
 from train.run.flops import drafter_step_flops, visible_pairs
 
@@ -24,16 +25,21 @@ def test_a_step_costs_what_pytorch_counts() -> None:
         loss = compute_loss(drafter, target, features, blocks, config, flex=False)
         loss.loss.backward()
     slots = blocks.inputs.numel()
-    pairs = slots * (30 + slots // 2)
+    pairs = slots * (30 + slots // 2) * drafter.config.num_layers
     counted = drafter_step_flops(drafter.config, features.tokens.numel(), slots, pairs, loss.rows, VOCAB)
     assert counted == counter.get_total_flops()
 
 
-def test_the_pairs_are_those_that_the_mask_shows() -> None:
+@pytest.mark.parametrize("window", [2, 6, 20, 100])
+@pytest.mark.parametrize("causal", [False, True, None])
+def test_the_pairs_are_those_that_the_masks_show(window: int, causal: bool | None) -> None:
     target = make_target()
+    kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    shape = make_drafter(target, layers=3, layer_types=kinds, sliding_window=window, is_causal=causal).config
     rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 7, 41))]
     for packed in (0, 128):
         features = FeatureSource(target, (1, 2), 64, 1, packed)(rows)
         blocks = sample_blocks(features, 20, 8, 299, torch.Generator().manual_seed(0), fixed=bool(packed))
-        seen = dense_mask(features, blocks)[:, 0].unflatten(1, (-1, blocks.size))[blocks.valid]
-        assert visible_pairs(blocks) == int(seen.sum())
+        masks = masks_of(shape, features, blocks, flex=False)
+        seen = {kind: mask[:, 0].unflatten(1, (-1, blocks.size))[blocks.valid].sum() for kind, mask in masks.items()}
+        assert visible_pairs(blocks, shape) == 2 * seen[kinds[0]] + seen[kinds[1]]

@@ -1,4 +1,4 @@
-"""A start that is trained in another way than its checkpoint says: full attention, over the target's own head."""
+"""A start whose layers see less than everything, or whose head is not the target's."""
 
 import json
 from dataclasses import replace
@@ -29,34 +29,92 @@ def check_started(run: Path, start: Path, drafter: Drafter) -> Drafter:
     return exported
 
 
-WINDOW = {"layers": 2, "layer_types": ("full_attention", "sliding_attention"), "sliding_window": 8}
+KINDS = ("full_attention", "sliding_attention")
+WINDOW = {"layers": 2, "layer_types": KINDS, "sliding_window": 8}
 SLIDING, CAUSAL = "a sliding window of 8 tokens", "causal attention inside the block"
 
 
 @pytest.mark.parametrize(
-    ("form", "changes", "said"),
+    ("form", "changes"),
     [
-        ("z-lab", {"is_causal": True}, f"{CAUSAL} (layers [0])"),
-        ("z-lab", WINDOW, f"{SLIDING} (layers [1])"),
-        ("speculators", WINDOW, f"{SLIDING} (layers [1])"),
-        ("z-lab", WINDOW | {"is_causal": None}, f"{SLIDING} (layers [1]) and {CAUSAL} (layers [1])"),
+        ("z-lab", {"is_causal": True}),
+        ("z-lab", WINDOW),
+        ("speculators", WINDOW),
+        ("z-lab", WINDOW | {"is_causal": None}),
     ],
     ids=["causal", "sliding", "speculators", "both"],
 )
-def test_layers_that_see_less_are_trained_with_full_attention(
-    form: str, changes: dict[str, Any], said: str, dflash_train: Program, tmp_path: Path
+def test_layers_that_see_less_are_trained_and_exported_as_such(
+    form: str, changes: dict[str, Any], dflash_train: Program, tmp_path: Path
 ) -> None:
     drafter = small_drafter(**changes)
     start = write_start(form, tmp_path / "start", drafter)
-    layers = f"drafter.layers={drafter.config.num_layers}"
-    found = dflash_train("--init-from", start, layers, *STILL)
-    lines = [line for line in found if "full attention is trained" in line]
-    assert lines == [f"drafter {start} has {said}; full attention is trained"]
-    exported = check_started(tmp_path / "run", start, drafter)
-    full = {"layer_types": (), "sliding_window": None, "is_causal": False}
-    assert exported.config == replace(drafter.config, **full)
-    values = json.loads((tmp_path / "run/config.json").read_text())
-    assert set(values["layer_types"]) == {"full_attention"} and values["is_causal"] is False
+    found = dflash_train("--init-from", start, f"drafter.layers={drafter.config.num_layers}", *STILL)
+    assert not [line for line in found if "is trained" in line]
+    assert check_started(tmp_path / "run", start, drafter).config == drafter.config
+    values = dflash_train.record()["config"]["drafter"]
+    assert [values["layer_types"], values["sliding_window"], values["is_causal"]] == [
+        list(drafter.config.layer_types), drafter.config.sliding_window, drafter.config.is_causal
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "sight", "said"),
+    [
+        (
+            WINDOW | {"is_causal": None},
+            ["drafter.layer_types=[full_attention]", "drafter.is_causal=false"],
+            {"layer_types": (), "sliding_window": None, "is_causal": False},
+            f"{SLIDING} (layers [1]) and {CAUSAL} (layers [1]); full attention is trained",
+        ),
+        (
+            {"layers": 2},
+            ["--drafter.layer-types", "sliding_attention", "--drafter.sliding-window", "8"],
+            {"layer_types": KINDS[1:] * 2, "sliding_window": 8},
+            f"full attention; {SLIDING} (layers [0, 1]) is trained",
+        ),
+        (WINDOW, ["drafter.sliding_window=16"], {"sliding_window": 16}, None),
+        (WINDOW, ["drafter.is_causal=null"], {"is_causal": None}, None),
+        (WINDOW, ["drafter.layer_types=[]", "drafter.is_causal=false"], {}, ""),
+    ],
+    ids=["full", "sliding", "window", "causal", "nothing"],
+)
+def test_what_options_ask_layers_to_see_is_trained_and_said(
+    changes: dict[str, Any], asked: list[str], sight: dict[str, Any], said: str | None,
+    dflash_train: Program, tmp_path: Path,
+) -> None:  # fmt: skip
+    drafter = small_drafter(**changes)
+    start = write_start("z-lab", tmp_path / "start", drafter)
+    found = dflash_train("--init-from", start, "drafter.layers=2", *asked, *STILL)
+    lines = [line for line in found if "is trained" in line]
+    assert len(lines) == (said != "")
+    assert not said or lines == [f"drafter {start} has {said}"]
+    assert check_started(tmp_path / "run", start, drafter).config == replace(drafter.config, **sight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({}, ["drafter.sliding_window=64"], "drafter: sliding_window is 64, but no layer is sliding_attention"),
+        (WINDOW, ["drafter.layers=2", "drafter.sliding_window=3"], "sliding_window is 3, less than a block of 4"),
+        (WINDOW | {"sliding_window": 3}, ["drafter.layers=2"], "sliding_window is 3, less than a block of 4"),
+        ({}, ["drafter.layer_types=[full_attention,full_attention]"], "drafter: layer_types has 2 entries for 1"),
+        ({}, ["drafter.layer_types=[slding_attention]"], "'slding_attention' is not one of full_attention, sliding"),
+        (
+            WINDOW | {"is_causal": None},
+            ["drafter.layers=2", "run.speculators=true"],
+            "run/speculators: the speculators form cannot hold causal layers",
+        ),
+    ],
+    ids=["no layer", "short", "short start", "entries", "typo", "speculators"],
+)
+def test_what_layers_cannot_be_asked_to_see_is_one_line(
+    changes: dict[str, Any], asked: list[str], said: str, dflash_train: Program, tmp_path: Path
+) -> None:
+    start = write_start("z-lab", tmp_path / "start", small_drafter(**changes))
+    assert said in dflash_train.refuses("--init-from", start, *asked)
+    if not changes:
+        assert said in dflash_train.refuses(*asked)
 
 
 def reduce_vocabulary(path: Path, rows: int, *, embedding: bool) -> None:
