@@ -1,8 +1,8 @@
 """Time a target that processes hold together, in slices, beside one that each of them has whole.
 
-    torchrun --nproc-per-node 2 scripts/bench/sharded_target.py --output sharded_target.json
-    torchrun --nproc-per-node 2 scripts/bench/sharded_target.py --shape qwen3-32b --layers 40
-    torchrun --nproc-per-node 2 scripts/bench/sharded_target.py --tiny --device cpu
+    python scripts/bench/sharded_target.py --output sharded_target.json  # starts itself again under torchrun
+    python scripts/bench/sharded_target.py --shape qwen3-32b --layers 40
+    python scripts/bench/sharded_target.py --tiny --device cpu
 
 Weights are random and made where they belong: no checkpoint is written. Features are those of a training step that
 keeps none; training is the trainer's own step of the default drafter, with the target's forward in every one. Rates are
@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import gc
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the target, where all are too many")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--gpus", type=int, default=2, help="processes")
     parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
@@ -199,7 +201,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     config = shape_of(args)
     if "WORLD_SIZE" not in os.environ:
-        parser.error("start it with torchrun --nproc-per-node 2")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
     with Processes.started(args.device, share=int(os.environ["WORLD_SIZE"])) as processes:
         result: dict[str, Any] = {
             **setting("bench/sharded_target.py"), "processes": processes.world, "shape": args.shape,
