@@ -74,13 +74,6 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     return text
 
 
-def head_size(config: "PreTrainedConfig") -> int:
-    """Numbers in a key of an attention head; of a model whose layers differ, in the last."""
-    if getattr(config, "is_heterogeneous", False):
-        config = config.per_layer_config[-1]
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def end_ids(eos: Any) -> list[Any]:
     """`eos_token_id` as a list, whatever stands in it."""
     return list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]

@@ -6,7 +6,9 @@ of them. When nobody needs logits the forward stops after the highest tapped lay
 
 import contextlib
 import functools
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,12 +28,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..checkpoint.reader import locate, weight_files
 from ..config import UnsupportedModel, UserError
 from ..network import unreachable
 from . import packed
 from .cache import TargetCache
 from .spec import context_limit
-from .structure import Structure, end_ids, head_size, text_config
+from .structure import Structure, end_ids, text_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,31 +157,40 @@ def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | N
     return tuple(dict.fromkeys(found))
 
 
-def _dequantized_fp8(config: PreTrainedConfig, name: str) -> Any:
-    """The quantization of a checkpoint; of one in FP8 with the wish that its weights be dequantized when they are
-    loaded, also where there is a GPU beside the CPU.
+def _dequantized_fp8(asked: dict[str, Any], name: str) -> dict[str, Any]:
+    """The quantization of a checkpoint in FP8 with the wish that its weights be dequantized when they are loaded, also
+    where there is a GPU beside the CPU.
 
     Raises:
-        UserError: blocks that do not divide the matrices; transformers takes their scales for those of smaller blocks.
+        UserError: blocks that do not divide a matrix; transformers takes their scales for those of smaller blocks.
     """
-    asked = config.quantization_config
-    if not isinstance(asked, dict) or asked.get("quant_method") != "fp8":
-        return asked
-    head_dim = head_size(config)
-    sizes = {
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_attention_heads x head_dim": config.num_attention_heads * head_dim,
-        "num_key_value_heads x head_dim": config.num_key_value_heads * head_dim,
-    }  # fmt: skip
-    for what, size in sizes.items():
-        if uneven := next(
-            (block for block in asked.get("weight_block_size") or () if size > block and size % block), 0
-        ):
-            raise UserError(
-                f"target {name}: its {what} {size} is no multiple of its FP8 blocks of {uneven}, which cannot be "
-                f"dequantized on a CPU; use --device cuda or the unquantized checkpoint"
-            )
+    blocks = asked.get("weight_block_size") or ()
+    for file in weight_files(locate("target", name)):
+        with safe_open(file, framework="pt") as tensors:
+            stored = set(tensors.keys())
+            for tensor in sorted(key for key in stored if f"{key}_scale_inv" in stored):
+                shape = tensors.get_slice(tensor).get_shape()
+                for size, block in zip(shape, blocks, strict=False):
+                    if size > block and size % block:
+                        raise UserError(
+                            f"target {name}: tensor {tensor!r} of {shape} is no multiple of its FP8 blocks of {block}, "
+                            f"which cannot be dequantized; use --device cuda with the package kernels, or the "
+                            f"unquantized checkpoint"
+                        )
     return asked | {"dequantize": True}
+
+
+def _computes_fp8(where: torch.device) -> bool:
+    """Whether transformers multiplies matrices in FP8 there: its kernels come from the hub, by a package."""
+    if where.type == "cuda" and importlib.util.find_spec("kernels") is not None:
+        return True
+    if where.type == "cuda":
+        print(
+            "the target's FP8 weights are dequantized, and its activations are not cast: pip install kernels for "
+            "the GEMMs that it is served with",
+            file=sys.stderr,
+        )
+    return False
 
 
 RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
@@ -231,8 +243,8 @@ class Target:
         """Load a Hugging Face id or directory.
 
         A checkpoint with a `quantization_config` is loaded as transformers does, quantized where its library is there;
-        what is computed between the matrices is in `dtype`. One in FP8 is dequantized on a CPU, which has no
-        GEMMs in FP8: its weights are the same numbers, and activations are not cast to FP8.
+        what is computed between the matrices is in `dtype`. One in FP8 is dequantized on a CPU, which has no GEMMs in
+        FP8, and where the package kernels is missing: its weights are the same numbers, and activations are not cast.
 
         Args:
             mesh: shard the layers over these processes, each of which must call this and every forward.
@@ -245,10 +257,11 @@ class Target:
         config = text_config(whole)
         declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
         where = use_device(device)
-        quantized = getattr(config, "quantization_config", None) is not None
-        if quantized and where.type == "cpu":
-            whole.quantization_config = _dequantized_fp8(config, name)
+        asked = getattr(config, "quantization_config", None)
+        quantized = asked is not None
         try:
+            if isinstance(asked, dict) and asked.get("quant_method") == "fp8" and not _computes_fp8(where):
+                whole.quantization_config = _dequantized_fp8(asked, name)
             load: Any = AutoModelForCausalLM.from_pretrained
             if mesh is not None:
                 from . import sharded  # seconds to import

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import ARCHITECTURES
 from conftest import EOS, VOCAB, make_target, make_tokenizer
 from damage import damage
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.models.target import (
@@ -273,6 +273,11 @@ def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu() -> None:
 # ---- FP8 in blocks -------------------------------------------------------------------------------------------------
 
 
+# weights in blocks of two layers; experts have three each
+IN_FP8 = {"Qwen3": 14, "Qwen3-MoE": 32, "Qwen3.5-MoE": 37, "Qwen3.5 with images": 13}
+IN_16_BITS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
+
+
 def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:
     """Write a target's checkpoint as Qwen3-*-FP8 has it; returns the numbers that its weights are."""
     block = 128
@@ -280,7 +285,7 @@ def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:
     target.tokenizer.save_pretrained(folder)
     stored, numbers = load_file(folder / "model.safetensors"), {}
     for name, weight in list(stored.items()):
-        if weight.dim() != 2 or "layers." not in name:
+        if weight.dim() != 2 or "layers." not in name or any(f".{kept}." in name for kept in IN_16_BITS):
             continue
         rows, columns = weight.shape
         padded = F.pad(weight.float(), (0, -columns % block, 0, -rows % block))
@@ -294,31 +299,41 @@ def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     form = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    form |= {"modules_to_not_convert": ["lm_head", *IN_16_BITS]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form}))
     return numbers
 
 
+@pytest.mark.parametrize("name", IN_FP8)
 @pytest.mark.parametrize("intermediate", [256, 192])
 def test_a_target_in_fp8_blocks_is_its_numbers_on_a_cpu_or_one_line(
-    intermediate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, intermediate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")
-    small = make_target("qwen3", layers=2)
-    sizes = {"hidden_size": 128, "intermediate_size": intermediate, "head_dim": 64}
-    config = type(small.config)(**small.config.to_dict() | sizes)
-    source = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), small.tokenizer, "tiny")
-    numbers = in_fp8(source, tmp_path)
+    sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2}
+    widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    sizes |= dict.fromkeys(widths, intermediate)
+    if "Qwen3.5" in name:
+        sizes |= {"layer_types": ["linear_attention", "full_attention"]}
+        sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    numbers = in_fp8(ARCHITECTURES[name].target(**sizes), tmp_path)
     # as on a machine that has a GPU too, where transformers would keep FP8 for products that a CPU lacks
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     if intermediate % 128:  # transformers dequantizes with other blocks, and the features were off by 18
         said = refusal(Target.load, str(tmp_path), "cpu")
-        assert "its intermediate_size 192 is no multiple of its FP8 blocks of 128" in said
+        assert "is no multiple of its FP8 blocks of 128" in said and "192" in said
         return
     loaded = Target.load(str(tmp_path), "cpu")
-    assert loaded.dtype == loaded.layers[0].mlp.up_proj.weight.dtype == torch.float32
-    assert len(numbers) == 14
-    source.model.load_state_dict(numbers, strict=False)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    assert len(numbers) == IN_FP8[name]
+    stored = load_file(tmp_path / "model.safetensors")
+    exact = {key: numbers.get(key, value) for key, value in stored.items() if not key.endswith("_scale_inv")}
+    save_file(exact, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = Target.load(str(tmp_path), "cpu")
     ids = torch.arange(40)[None]
-    ours, expected = (each.forward(ids, taps=(1, 0), logits="all") for each in (loaded, source))
-    assert torch.equal(ours.features, expected.features) and torch.equal(ours.logits, expected.logits)
+    ours, theirs = (each.forward(ids, taps=(0,), logits="all") for each in (loaded, expected))
+    assert torch.equal(ours.features, theirs.features) and torch.equal(ours.logits, theirs.logits)
