@@ -162,8 +162,6 @@ def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: py
 
 BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "layer ids - 1": (edit(target_layer_ids=[0, 1, 2]), "layer ids", "[1, 2, 3]"),
-    "layer ids + 1": (edit(target_layer_ids=[2, 3, 4]), "layer ids", "[1, 2, 3]"),
-    "theta": (edit(rope_theta=1e2), "rope", "to 10000.0 in"),
     "scaled": (  # a rope that was trained plain
         config(lambda values: values["rope_parameters"].update(rope_type="linear", factor=4.0)),
         "rope",

@@ -54,8 +54,10 @@ def test_rows_are_quantized_as_weights_are(m: int, k: int, kind: str) -> None:
         assert torch.equal(found.data.float(), expected.data.float()) and not error.any()
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(129, 48, 64), (160, 16, 320), (256, 640, 512), (300, 1152, 896)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "biased"),
+    [(129, 48, 64, False), (129, 48, 64, True), (160, 16, 320, True), (256, 640, 512, False), (300, 1152, 896, True)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_gemms_with_quantized_weights_are_within_their_rounding(
     m: int, n: int, k: int, biased: bool, kind: str
@@ -106,7 +108,7 @@ def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
 @pytest.mark.parametrize("long", [0, 1000], ids=["256 at a time", "128"])
 def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LONG_SUM", long)
-    x, head = rows_of("in the format", 300, 192), RowScaledFp8.of(torch.randn(400, 192, device=DEVICE))
+    x, head = rows_of("in the format", 300, 192), RowScaledFp8.of(torch.randn(272, 192, device=DEVICE))
     whole = gpu.linear_argmax(x, head)
     for rows in (1, 16, 17, 64, 129, 256):
         assert torch.equal(gpu.linear_argmax(x[:rows], head), whole[:rows]), rows

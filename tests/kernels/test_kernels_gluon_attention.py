@@ -27,15 +27,18 @@ def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpret
     return kernel
 
 
-@pytest.mark.parametrize(("causal", "short"), [(True, 64), (True, 128), (False, 64)])
 @pytest.mark.parametrize(
-    ("groups", "group", "width", "size", "block", "contexts", "window"),
+    ("groups", "group", "width", "size", "block", "contexts", "window", "causal", "short"),
     [
-        (2, 2, 64, 64, 2, (130, 0, 63), 0),
-        (1, 4, 128, 128, 2, (700, 5), 100),
-        (1, 7, 64, 64, 12, (200,), 0),  # two tiles of rows
-        (2, 1, 128, 64, 1, (64, 449, 127), 0),
-        (1, 4, 64, 64, 3, (191, 255, 900), 60),
+        (2, 2, 64, 64, 2, (130, 0, 63), 0, True, 64),
+        (2, 2, 64, 64, 2, (130, 0, 63), 0, False, 64),
+        (1, 4, 128, 128, 2, (700, 5), 100, True, 128),
+        (1, 4, 128, 128, 2, (700, 5), 100, False, 64),
+        (1, 7, 64, 64, 12, (200,), 0, True, 64),  # two tiles of rows
+        (2, 1, 128, 64, 1, (64, 449, 127), 0, True, 128),
+        (2, 1, 128, 64, 1, (64, 449, 127), 0, False, 64),
+        (1, 4, 64, 64, 3, (191, 255, 900), 60, True, 64),
+        (1, 4, 64, 64, 3, (191, 255, 900), 60, True, 128),
     ],
     ids=str,
 )

@@ -119,7 +119,7 @@ def test_tokens_are_those_of_the_filtered_distribution(vocab: int, dtype: int, r
     check(mixed(3 * torch.randn(10 if vocab > 100 else 20, vocab).to(DTYPES[dtype])))
 
 
-@pytest.mark.parametrize("levels", [2, 5, 30])
+@pytest.mark.parametrize("levels", [2, 30])
 def test_tied_logits(levels: int, room: None) -> None:
     logits = (torch.randint(levels, (20, 700)) - levels // 2).bfloat16() / 4
     logits[::2, -300:] = -torch.inf  # as a bias makes them
