@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from ..config import UnsupportedModel
 
@@ -37,6 +37,10 @@ class TargetCache(DynamicCache):
         for layer in self._attention:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()  # else what falls out of the window cannot come back
+
+    @property
+    def recurrent(self) -> bool:
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def begin_block(self) -> None:
         """A block follows of which tokens may be taken back."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
 
+WRONG_STATE = 0.25  # of the hidden states' norm; bf16 changes some hundredths
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -230,6 +231,7 @@ class Target:
         self.mesh = mesh
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
+        self._continues = False  # whether it is known that a recurrent model goes on from a cached state
         for what, module in (("embedding", self.structure.embedding), ("LM head", self.structure.head)):
             weight = getattr(module, "weight", None)
             if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (self.config.hidden_size,):
@@ -347,8 +349,36 @@ class Target:
             yield name, parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
     def new_cache(self) -> TargetCache:
-        """An empty cache for one row of tokens. Raises UnsupportedModel for a model that keeps what no cache holds."""
-        return TargetCache(self.config, self.name)
+        """An empty cache for one row of tokens.
+
+        Raises:
+            UnsupportedModel: the model keeps what no such cache holds, or reads nothing of what it keeps.
+        """
+        cache = TargetCache(self.config, self.name)
+        if cache.recurrent and not self._continues:
+            self._check_states()
+        return cache
+
+    def _check_states(self) -> None:
+        """Refuse a recurrent model that runs several tokens as if nothing stood before them, as transformers' Jamba."""
+        ids, cache = torch.arange(16, device=self.device)[None], TargetCache(self.config, self.name)
+        try:
+            whole, _ = (
+                self.forward(each, cache=kept, final=True).final for each, kept in ((ids, None), (ids[:, :8], cache))
+            )
+            rest = self.forward(ids[:, 8:], cache=cache, final=True).final
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"target {self.name}: it takes no cache of transformers' ({_one_line(error)})"
+            ) from error
+        assert whole is not None and rest is not None
+        off = float((rest - whole[:, 8:]).norm() / whole[:, 8:].norm())
+        if not off < WRONG_STATE:
+            raise UnsupportedModel(
+                f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states behind a "
+                f"cache than without one (off by {off:.0%}), so that nothing can be verified"
+            )
+        self._continues = True
 
     @torch.inference_mode()
     def forward(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from conftest import EOS, PAD, VOCAB, make_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from dflash_toolkit import Target
 
@@ -27,6 +27,14 @@ GATED_DELTA_NET = {  # on two of three layers
 HYBRID = {"recurrent": True, "vision": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}}
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}
+GEMMA_4 = {
+    **SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+SMALL_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "num_hidden_layers": 1, "patch_size": 4, "position_embedding_size": 16,
+}  # fmt: skip
 SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 8,
           "patch_size": 4}  # fmt: skip
 
@@ -37,10 +45,8 @@ class Architecture:
 
     name: str  # as the documents call it
     config_class: str  # in transformers
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
-    vision: dict[str, Any] | None = field(
-        default=None, hash=False
-    )  # of a multimodal one; `options` are its text part's
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the text part
+    vision: dict[str, Any] | None = field(default=None, hash=False)  # options of what reads images, if anything does
     recurrent: bool = False  # some layers have a state that cannot be cropped
 
     def config(self, **changes: Any) -> PreTrainedConfig:
@@ -62,6 +68,11 @@ class Architecture:
                     weight.add_(torch.randn_like(weight), alpha=0.1)
         return model
 
+    def whole_model(self) -> Any:
+        """Of a multimodal one, the model with what reads images too: its checkpoints hold that."""
+        torch.manual_seed(11)
+        return AutoModelForImageTextToText.from_config(self.config(), dtype=torch.float32).eval()
+
     def target(self, **changes: Any) -> Target:
         return Target(self.model(**changes), make_tokenizer(), self.name)
 
@@ -80,11 +91,8 @@ ARCHITECTURES = {
         Architecture("Gemma 2", "Gemma2Config", {**GEMMA, "final_logit_softcapping": 2.0}),
         Architecture("Gemma 3", "Gemma3TextConfig", GEMMA),
         Architecture("Gemma 3 with images", "Gemma3Config", GEMMA, SIGLIP),
-        Architecture(
-            "Gemma 4", "Gemma4TextConfig",
-            {**SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0, "num_kv_shared_layers": 2,
-             "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
-        ),
+        Architecture("Gemma 4", "Gemma4TextConfig", GEMMA_4),
+        Architecture("Gemma 4 with images", "Gemma4Config", GEMMA_4, SMALL_VISION),
         Architecture("Qwen3-MoE", "Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
         Architecture(
             "GLM-4-MoE", "Glm4MoeConfig",

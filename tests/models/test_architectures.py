@@ -1,12 +1,14 @@
 """Every architecture that is named as a target: transformers defines it, and the target changes nothing about it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, tiny
-from conftest import EOS, VOCAB, make_drafter
+from architectures import ARCHITECTURES, Architecture, tiny
+from conftest import EOS, VOCAB, make_drafter, make_tokenizer
+from safetensors.torch import load_file, save_file
 from test_decode import PROMPT, check_books, drafting, hf_greedy, knows
 from test_target import count_runs, refusal
 from transformers import (
@@ -21,11 +23,14 @@ from transformers import (
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.config import UnsupportedModel
+from dflash_toolkit.models.cache import TargetCache
 from dflash_toolkit.models.spec import ARCHITECTURES as COMPUTED
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.structure import text_config
 from dflash_toolkit.models.target import load_config
 
-EACH = pytest.mark.parametrize("name", ARCHITECTURES)
+# of Qwen3.5 with images transformers loads the language model alone, which stands here itself
+EACH = pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not re.match("Qwen.*images", name)])
 IDS = torch.tensor([PROMPT])
 
 
@@ -86,7 +91,10 @@ def test_a_greedy_answer_is_that_of_hf_generate_with_every_drafter(name: str) ->
 
 @EACH
 def test_the_log_probabilities_of_a_prompt_are_the_model_s_own(name: str) -> None:
-    target = tiny(name)
+    check_prompt_logprobs(tiny(name))
+
+
+def check_prompt_logprobs(target: Target) -> None:
     with torch.no_grad():
         expected = target.model(IDS).logits[0, :-1].log_softmax(-1)
     found = generate(target, None, PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0)).prompt_logprobs
@@ -109,6 +117,110 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(name: str, tmp_path: Path) -> No
     assert loaded.stop_token_ids == (EOS,) and loaded.config.name_or_path == loaded.name == str(tmp_path)
     assert load_config(str(tmp_path)).to_dict().keys() == loaded.config.to_dict().keys()
 
+
+@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.vision])
+def test_of_a_checkpoint_with_images_the_language_model_is_loaded(name: str, tmp_path: Path) -> None:
+    whole = ARCHITECTURES[name].whole_model()
+    whole.config.eos_token_id = [9, EOS]
+    whole.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), "cpu")
+    with torch.no_grad():
+        out = whole(IDS, output_hidden_states=True)
+    found = target.forward(IDS, taps=(2,), logits="all")
+    torch.testing.assert_close(found.features, out.hidden_states[3])
+    torch.testing.assert_close(found.logits, out.logits)
+    assert target.config.name_or_path == str(tmp_path) and set(target.stop_token_ids) == {9, EOS}
+    weights = load_file(tmp_path / "model.safetensors")
+    gone = next(weight for weight in sorted(weights) if "language_model" in weight and "o_proj" in weight)
+    del weights[gone]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "1 tensors are missing from its weights" in refusal(Target.load, str(tmp_path), "cpu")
+
+
+def test_the_language_model_of_a_quantized_checkpoint_with_images_counts_as_quantized() -> None:
+    whole = ARCHITECTURES["Qwen3.5 with images"].config()
+    whole.quantization_config, whole.name_or_path = {"quant_method": "fp8"}, "x/y"
+    text = text_config(whole)
+    assert text.quantization_config == {"quant_method": "fp8"} and text.name_or_path == "x/y"
+    assert text_config(text) is text
+
+
+# ---- what is kept of a text ------------------------------------------------------------------------------------------
+
+
+def kept(cache: TargetCache) -> list[torch.Tensor]:
+    """Every tensor of a cache."""
+    found: list[torch.Tensor] = []
+    for value in (value for layer in cache.layers for value in vars(layer).values()):
+        found += [part for part in (value.values() if isinstance(value, dict) else [value]) if torch.is_tensor(part)]
+    return found
+
+
+@EACH
+@pytest.mark.parametrize("stay", [1, 3, 6])
+def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(name: str, stay: int) -> None:
+    target = tiny(name)
+    caches = target.new_cache(), target.new_cache()
+    for each in caches:
+        target.forward(IDS[:, :12], cache=each)
+        each.settle()
+    cache, plain = caches
+    cache.begin_block()
+    target.forward(IDS[:, 12:18], cache=cache, logits="all")
+    again = cache.end_block(6, stay)
+    assert again == (ARCHITECTURES[name].recurrent and stay < 6)
+    if again:
+        target.forward(IDS[:, 12 : 12 + stay], cache=cache)
+        cache.settle()
+    target.forward(IDS[:, 12 : 12 + stay], cache=plain)
+    plain.settle()
+    for ours, theirs in zip(kept(cache), kept(plain), strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    nexts = [target.forward(IDS[:, 12 + stay :], cache=each, logits="all").logits for each in caches]
+    torch.testing.assert_close(*nexts, rtol=1e-4, atol=1e-4)
+    whole = target.forward(IDS, logits="all").logits
+    torch.testing.assert_close(nexts[0], whole[:, 12 + stay :], rtol=1e-2, atol=1e-2)
+
+
+def test_a_recurrent_model_that_does_not_go_on_from_a_cached_state_is_refused() -> None:
+    few = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_offset": 2, "attn_layer_period": 3}
+    jamba = Architecture("Jamba", "JambaConfig", {**few, "mamba_d_state": 8, "mamba_dt_rank": 4}).target()
+    assert "computes other hidden states behind a cache than without one" in refusal(jamba.new_cache)
+
+
+# ---- heads and scales ------------------------------------------------------------------------------------------------
+
+HEADS_OF_THEIR_OWN = {
+    "tied": Architecture("Llama", "LlamaConfig", {"tie_word_embeddings": True}),
+    "biased": Architecture("Phi", "PhiConfig"),
+    "scaled logits": Architecture("Granite", "GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+    "tied and soft-capped": Architecture(
+        "Gemma 2", "Gemma2Config",
+        {"head_dim": 8, "final_logit_softcapping": 2.0, "tie_word_embeddings": True, "initializer_range": 0.05},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS_OF_THEIR_OWN)
+def test_whatever_stands_behind_the_last_norm_is_the_target_s_own_business(kind: str) -> None:
+    target = HEADS_OF_THEIR_OWN[kind].target()
+    if kind == "biased":
+        target.structure.head.bias.normal_(generator=torch.Generator().manual_seed(1)).mul_(5)
+    final = target.forward(IDS, final=True).final
+    with torch.no_grad():
+        logits = target.model(IDS).logits
+    assert final is not None and torch.equal(target.head(final).argmax(-1), logits.argmax(-1))
+    assert (target.head_weight is target.embedding.weight) == ("tied" in kind)
+    check_prompt_logprobs(target)
+    truth = tuple(hf_greedy(target, PROMPT, 32, eos=(VOCAB,)))
+    with drafting(knows(truth, {3, 4, 11})):
+        generation = generate(target, make_drafter(target), PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
+    assert generation.tokens == list(truth)
+
+
+# ---- what is no target, and what the engine does not compute ---------------------------------------------------------
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
 HEADS = {**SIZES, "num_attention_heads": 2, "intermediate_size": 16}
