@@ -232,6 +232,8 @@ class Target:
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
         self._continues = False  # whether it is known that a recurrent model goes on from a cached state
+        if getattr(self.config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # before 5.21 transformers took SDPA, which caps nothing
         for what, module in (("embedding", self.structure.embedding), ("LM head", self.structure.head)):
             weight = getattr(module, "weight", None)
             if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (self.config.hidden_size,):

@@ -93,6 +93,14 @@ def test_nothing_of_a_document_reaches_another(name: str, poisoned: int) -> None
                 assert torch.equal(found, expected), (part, i)
 
 
+def test_a_soft_cap_is_computed_whatever_attention_the_model_came_with() -> None:
+    model = ARCHITECTURES["Gemma 2"].model()
+    model.config._attn_implementation = "sdpa"  # what transformers 5.15 to 5.20 choose
+    target, text = Target(model, name="capped"), documents([20])[0][None]
+    expected = tiny("Gemma 2").forward(text, taps=TAPS).features
+    assert torch.equal(target.forward(text, taps=TAPS).features, expected)
+
+
 def test_a_model_gets_its_attention_back_whatever_happens() -> None:
     target, text = exact("llama"), torch.arange(12)[None]
     before = target.model.config._attn_implementation
