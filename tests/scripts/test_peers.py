@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, tiny
+from conftest import make_drafter
 from paths import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter
+from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.data.prompts import encode_chat, read_prompts
 from dflash_toolkit.generation import Generation
+from dflash_toolkit.kernels.mix import LogitScale
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
@@ -63,11 +66,11 @@ def ours(target: Target, drafter: Drafter, prompt: list[int]) -> Run:
     return Run(answer.tokens, [len(step.tokens) for step in answer.steps], drafted, blocks[0])
 
 
-def theirs(request: dict[str, Any], folder: Path) -> list[Run]:
+def theirs(request: dict[str, Any], folder: Path, target: Path = TARGET, drafter: Path = DRAFTER) -> list[Run]:
     requests, logits = folder / "requests.json", folder / "logits.safetensors"
     requests.write_text(json.dumps(request))
     # -I: the peer sees neither this checkout nor this environment's PYTHONPATH
-    command = [str(PEER), "-I", str(ROOT / "scripts/peers/zlab.py"), *map(str, (TARGET, DRAFTER, requests, logits))]
+    command = [str(PEER), "-I", str(ROOT / "scripts/peers/zlab.py"), *map(str, (target, drafter, requests, logits))]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"z-lab's client failed:\n{done.stderr[-4000:]}"
     blocks, answers = load_file(logits), json.loads(done.stdout)["answers"]
@@ -95,7 +98,7 @@ def pairs(drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> list[tu
     return [(ours(target, drafter, prompt), peer) for prompt, peer in zip(prompts, runs, strict=True)]
 
 
-def full_steps(run: Run, block_size: int) -> int:
+def full_steps(run: Run, block_size: int, limit: int = MAX_NEW_TOKENS) -> int:
     """How many steps z-lab's client ran on a whole block.
 
     It shortens the block to the tokens that are still wanted plus the anchor, and a non-causal drafter drafts
@@ -104,7 +107,7 @@ def full_steps(run: Run, block_size: int) -> int:
     """
     done = 1  # the prefill gives the first token
     for step, count in enumerate(run.committed):
-        if MAX_NEW_TOKENS - done < block_size - 1:
+        if limit - done < block_size - 1:
             return step
         done += count
     return len(run.committed)
@@ -129,3 +132,27 @@ def test_every_whole_block_drafts_and_commits_the_same(drafter: Drafter, pairs: 
 def test_the_first_blocks_logits_are_equal(pairs: list[tuple[Run, Run]]) -> None:
     for own, peer in pairs:
         torch.testing.assert_close(own.logits, peer.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if not each.recurrent])
+def test_with_a_target_of_every_architecture_both_draft_the_same(name: str, tmp_path: Path) -> None:
+    """Not with recurrent targets, whose state that client does not take back."""
+    if not PEER:
+        pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
+    target, limit = tiny(name), 24
+    target.model.save_pretrained(tmp_path / "target")
+    save_drafter(make_drafter(target, block_size=6), tmp_path / "drafter")
+    drafter = load_drafter(str(tmp_path / "drafter"), dtype=torch.float32)
+    prompt = list(range(40, 60))
+    request = {"max_new_tokens": limit, "stop_token_ids": list(target.stop_token_ids), "prompts": [prompt]}
+    (peer,) = theirs(request, tmp_path, tmp_path / "target", tmp_path / "drafter")
+    with recorded_blocks(target) as blocks:
+        answer = generate(target, drafter, prompt, SamplingParams(max_tokens=limit))
+    assert answer.tokens == peer.tokens
+    count = full_steps(peer, 6, limit)
+    assert count > 5
+    assert [logits.argmax(-1).tolist() for logits in blocks[:count]] == peer.drafted[:count]
+    scale = LogitScale(drafter.config.output_multiplier, drafter.config.final_logit_softcapping)
+    logits = blocks[0].clone()
+    scale.apply_(logits)  # theirs have it behind the head
+    torch.testing.assert_close(logits, peer.logits, rtol=1e-4, atol=1e-4)
