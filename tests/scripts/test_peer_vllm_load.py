@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,13 @@ def site() -> Path:
 
 @pytest.fixture(scope="module")
 def drafters() -> dict[str, Drafter]:
-    """One for the tiny target of every architecture."""
+    """One for the tiny target of every architecture, and one whose layers see a window."""
     found = {}
     for number, (name, each) in enumerate(ARCHITECTURES.items()):
         shape = drafter_shape(each.config().get_text_config(decoder=True), taps=3, layers=2)
         found[name] = Drafter.fresh(shape, number)
-    return found
+    windows = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 64}
+    return found | {"windows": Drafter.fresh(replace(found["Qwen3.5"].config, **windows), 99)}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,12 @@ def loaded(
     folder, packages = tmp_path_factory.mktemp("pairs"), site()
     pairs = []
     for name, drafter in drafters.items():
-        text = ARCHITECTURES[name].config().get_text_config(decoder=True)
-        pair = folder / re.sub(r"\W", "_", name)
+        shape, pair = drafter.config, folder / re.sub(r"\W", "_", name)
         save_drafter(drafter, pair / "drafter")
         # the target's own class may need what is not here (torchvision); of its numbers these are read
         stand_in = Qwen3Config(
-            hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_hidden_layers=text.num_hidden_layers,
-            max_position_embeddings=text.max_position_embeddings, num_attention_heads=4, num_key_value_heads=2,
+            hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, num_hidden_layers=shape.num_target_layers,
+            max_position_embeddings=shape.max_position_embeddings, num_attention_heads=4, num_key_value_heads=2,
             head_dim=32, intermediate_size=64, architectures=["Qwen3ForCausalLM"],
         )  # fmt: skip
         stand_in.save_pretrained(pair / "target")
@@ -74,13 +75,14 @@ def loaded(
     }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "windows"])
 def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     config, (found, tensors) = drafters[name].config, loaded[name]
     assert found["class"] == "DFlashQwen3ForCausalLM"
     # it counts the inputs of layers
     assert found["captured"] == [layer + 1 for layer in config.target_layer_ids]
-    assert found["causal"] == [False] * config.num_layers and found["windows"] == [None] * config.num_layers
+    assert found["causal"] == [False] * config.num_layers
+    assert found["windows"] == [config.sliding_window] * config.num_layers
     assert found["rotary"] == [[config.head_dim, config.rope_theta]] * config.num_layers
     assert (found["mask_token_id"], found["eps"]) == (config.mask_token_id, config.rms_norm_eps)
     width = config.hidden_size
@@ -88,7 +90,7 @@ def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str
     assert torch.equal(tensors["rows"], raw), "a block's rows are those of the table, as they are"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "windows"])
 def test_every_weight_is_where_it_belongs(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     ours = {key: value.detach().bfloat16() for key, value in drafters[name].named_parameters()}
     theirs: dict[str, Tensor] = loaded[name][1]
