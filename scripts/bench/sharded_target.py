@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import finite, write_json
@@ -44,12 +44,6 @@ from dflash_toolkit.train.responses.rows import Row
 
 WARMUP = 4  # steps that compile, and one more
 LIMIT_S = 280  # for one way; past it something hangs
-MOE = Qwen3MoeConfig(
-    vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-    norm_topk_prob=True, max_position_embeddings=40960, rms_norm_eps=1e-6, tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-)  # fmt: skip  # Qwen3-30B-A3B, Qwen3-Coder-30B-A3B
 TINY = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8,
@@ -57,7 +51,7 @@ TINY = {
 
 
 def shape_of(args: argparse.Namespace) -> PreTrainedConfig:
-    config = MOE if args.shape == "qwen3-30b-a3b" else named_shape(args.shape)
+    config = named_shape(args.shape)
     values = config.to_dict() | (TINY if args.tiny else {})
     if args.layers:
         values["num_hidden_layers"] = args.layers
@@ -188,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", help="this, or a dense one as in other benchmarks")
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help="of the target; those of the other benchmarks too")
     parser.add_argument("--layers", type=int, help="of the target, where all are too many")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=10)

@@ -35,22 +35,10 @@ from dflash_toolkit.files import read_json, write_json
 from dflash_toolkit.models import packed
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.models.target import Target, resolve_device
+from dflash_toolkit.runtime.shapes import named_shape
 
 ROWS = ((16, 512), (4, 4096))  # documents, tokens of each
-SHAPES: dict[str, PreTrainedConfig] = {
-    "qwen3-30b-a3b": Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 1e7},
-    ),
-    "qwen3.5-9b": Qwen3_5TextConfig(
-        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
-        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
-        linear_key_head_dim=128, linear_value_head_dim=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-                         "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
-    ),
-}  # fmt: skip
+SHAPES = ("qwen3-30b-a3b", "qwen3.5-9b")
 FIRST = 4  # tokens that a state or a convolution of the document before would change most
 TINY_ROWS = ((4, 24), (2, 70))
 TINY: dict[str, PreTrainedConfig] = {
@@ -144,7 +132,7 @@ def distances(found: Tensor, expected: Tensor) -> Tensor:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One shape in this process."""
     device = resolve_device(args.device)
-    config, rows = (TINY[name], TINY_ROWS) if args.tiny else (SHAPES[name], ROWS)
+    config, rows = (TINY[name], TINY_ROWS) if args.tiny else (named_shape(name), ROWS)
     bench = Bench(config, device, args.taps, args.steps)
     fla = packed._fla() is not None and device.type == "cuda" and hasattr(config, "linear_num_key_heads")
     return {
@@ -196,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.here or resolve_device(args.device).type == "cpu":
             results.append(measure(name, args))
             continue
-        several = hasattr(SHAPES[name], "linear_num_key_heads") and importlib.util.find_spec("fla") is not None
+        several = hasattr(named_shape(name), "linear_num_key_heads") and importlib.util.find_spec("fla") is not None
         for more in [[], ["--without-fla"]] if several else [[]]:
             with tempfile.TemporaryDirectory() as folder:
                 given = [f"--{key}={getattr(args, key)}" for key in ("taps", "steps", "device")]
