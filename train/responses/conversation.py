@@ -17,6 +17,7 @@ from dflash_toolkit.sampling import SamplingParams
 from .rows import Row, Span
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+FINAL_CHANNEL = re.compile(r"<\|channel\|>final\b.*?<\|message\|>")
 TOO_SHORT = "shorter than two tokens"
 TOO_LONG = "too long"
 REFUSED = "refused by the chat template"
@@ -28,6 +29,20 @@ def continued(known: Row | None, index: int, prompt: list[int], answer: list[int
     if known is not None and prompt[: len(known.tokens)] == known.tokens:
         return replace(known, tokens=prompt + answer, spans=(*known.spans, span)), True
     return Row(index, len(prompt), prompt + answer, (span,)), False
+
+
+def said(tokenizer: Any, response: list[int]) -> str:
+    """What a response says, as the template of the next turn wants to be given it.
+
+    Of harmony, gpt-oss's form, that is the final channel: its template refuses the tags of channels, and without them
+    thoughts would run into what is said.
+    """
+    harmony = "<|channel|>" in str(tokenizer.chat_template)
+    text = str(tokenizer.decode(response, skip_special_tokens=not harmony))
+    if harmony:
+        _, *final = FINAL_CHANNEL.split(text)
+        return final[-1] if final else ""
+    return text
 
 
 @dataclass(slots=True)
@@ -119,7 +134,7 @@ class LiveConversation:
             return
         self.response_tokens += len(answer.tokens)
         spoken = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
-        text = self._tokenizer.decode(spoken, skip_special_tokens=True)
+        text = said(self._tokenizer, spoken)
         messages = [*self._messages, {"role": "assistant", "content": text}]
         row, goes_on = continued(self.parts[-1].row if self.parts else None, self.index, ids, answer.tokens)
         self.parts[len(self.parts) - goes_on :] = [Part(row, messages, answer.finish_reason)]

@@ -79,6 +79,37 @@ def test_a_template_that_forgets_earlier_answers_gives_rows_that_are_what_a_serv
     assert [part.row.response_tokens for part in talk.parts] == [10, 4]
 
 
+HARMONY = """{% for m in messages %}{% if '<|channel|>' in m['content'] %}{{ raise_exception('tags') }}{% endif %}
+{{- '<|start|>' + m['role'] + ('<|channel|>final' if m['role'] == 'assistant' else '') + '<|message|>' + m['content'] }}
+{{- '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("tail", "next_turn"),
+    [
+        ("<|channel|>final<|message|>yes", "yes"),
+        ("<|channel|>final <|constrain|>json<|message|>yes", "yes"),
+        ("<|channel|>commentary to=functions.f<|message|>{}", None),  # a call, which nobody runs
+        ("", None),
+    ],
+)
+def test_of_a_response_in_channels_the_final_one_is_said_in_the_next_turn(tail: str, next_turn: str | None) -> None:
+    tokenizer = make_tokenizer()
+    tags = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    tokenizer.chat_template = HARMONY
+    asked = Conversation("x", ((user("one"),), (user("two"),)))
+    talk = LiveConversation(4, 1, asked, tokenizer, PARAMS, 400)
+    tokens = tokenizer("<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + tail).input_ids
+    answer(talk, [*tokens, EOS])
+    assert talk.parts[0].row.tokens[-len(tokens) - 1 : -1] == tokens, "the response itself is trained on whole"
+    if next_turn is None:
+        assert talk.request is None and talk.left_out == [CUT]
+        return
+    assert talk.request is not None
+    assert talk.request[0] == encode_chat(tokenizer, [user("one"), assistant(next_turn), user("two")])
+
+
 def test_room_shrinks_with_every_turn_and_without_it_the_conversation_ends() -> None:
     talk = dialogue("one", "two", "3", room=16)
     assert talk.request is not None and talk.request[1].max_tokens == 16
