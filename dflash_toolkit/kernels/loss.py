@@ -7,6 +7,7 @@ place; else plain torch in fp32, which is the definition.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .mix import CROSS_ENTROPY, PLAIN, LogitScale, LossMix, RowTerms
@@ -51,11 +52,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
         mix: LossMix,
         states: TargetStates | None,
         scale: LogitScale,
+        bias: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         terms = RowTerms.empty(len(hidden), mix.distribution, hidden.device)
         # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        _chunks(hidden, weight, labels, chunk, mix, states if mix.distribution else None, scale, terms, d_hidden)
+        states = states if mix.distribution else None
+        _chunks(hidden, weight, bias, labels, chunk, mix, states, scale, terms, d_hidden)
         ctx.save_for_backward(d_hidden)
         outputs = (terms.cross_entropy, terms.rank, terms.kl, terms.acceptance)
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
@@ -64,12 +67,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         (d_hidden,) = ctx.saved_tensors
-        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None, None, None, None
+        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None, None, None, None, None
 
 
 def _chunks(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     chunk: int,
     mix: LossMix,
@@ -80,11 +84,11 @@ def _chunks(
 ) -> None:
     """Fill `terms` and `d_hidden`, a chunk of rows at a time."""
     ops = ops_for(hidden.device)
-    head = _Head(weight, min(chunk, len(hidden)))
+    head = _Head(weight, bias, min(chunk, len(hidden)))
     target_head, target, at = head, None, None
     if states is not None:
         shared = _Shared(states, chunk)
-        target_head = _Head(weight, shared.most)
+        target_head = _Head(weight, bias, shared.most)
     for number, start in enumerate(range(0, len(hidden), chunk)):
         rows = slice(start, start + chunk)
         logits = head(hidden[rows])
@@ -103,8 +107,8 @@ def _chunks(
 class _Head:
     """Logits of up to so many rows, in one buffer: in the weight's dtype on a GPU, else fp32."""
 
-    def __init__(self, weight: Tensor, rows: int) -> None:
-        self._weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
+        self._weight, self._bias = weight, bias
         self._buffer = None
         if weight.is_cuda:
             self._buffer = torch.empty(rows, len(weight), dtype=weight.dtype, device=weight.device)
@@ -112,8 +116,11 @@ class _Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self._weight.dtype)
         if self._buffer is None:
-            return (hidden @ self._weight.T).float()
-        return torch.mm(hidden, self._weight.T, out=self._buffer[: len(hidden)])
+            return F.linear(hidden, self._weight, self._bias).float()
+        out = self._buffer[: len(hidden)]
+        if self._bias is not None:
+            return torch.addmm(self._bias, hidden, self._weight.T, out=out)
+        return torch.mm(hidden, self._weight.T, out=out)
 
 
 class _Shared:
@@ -149,6 +156,7 @@ def frozen_head_loss(
     mix: LossMix = CROSS_ENTROPY,
     states: TargetStates | None = None,
     scale: LogitScale = PLAIN,
+    bias: Tensor | None = None,
 ) -> RowLoss:
     """The loss of rows of hidden states under a frozen LM head, without ever holding the full logits.
 
@@ -160,6 +168,7 @@ def frozen_head_loss(
         mix: which losses, and how much of each.
         states: the target's predictions for the same rows; only the distribution losses need them.
         scale: what stands behind the drafter's head.
+        bias: [V], the head's.
 
     Returns:
         `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
@@ -169,5 +178,5 @@ def frozen_head_loss(
     """
     if mix.distribution and states is None:
         raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution: give its states")
-    loss, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale)
+    loss, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale, bias)
     return RowLoss(loss, RowTerms(*terms))

@@ -313,6 +313,10 @@ class Target:
         return self.structure.head.weight
 
     @property
+    def head_bias(self) -> Tensor | None:
+        return getattr(self.structure.head, "bias", None)
+
+    @property
     def context_limit(self) -> int:
         """Prompt and answer together, in tokens."""
         return context_limit(self.config)

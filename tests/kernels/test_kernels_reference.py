@@ -64,12 +64,13 @@ def test_loss_and_gradient_are_those_of_cross_entropy_over_the_full_logits(shape
 
 
 @pytest.mark.parametrize(("multiplier", "cap"), [(0.2, None), (1.0, 3.0), (0.7, 2.0)])
-def test_behind_the_head_logits_are_multiplied_and_capped(multiplier: float, cap: float | None) -> None:
+def test_logits_have_the_head_s_bias_and_are_multiplied_and_capped(multiplier: float, cap: float | None) -> None:
     hidden, weight, labels, upstream = head_inputs(90, 16, 50, scale=3.0)  # more rows than are capped at a time
     leaf, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-    rows = frozen_head_loss(leaf, weight, labels, 80, scale=LogitScale(multiplier, cap))
+    bias = torch.randn(50)
+    rows = frozen_head_loss(leaf, weight, labels, 80, scale=LogitScale(multiplier, cap), bias=bias)
     rows.loss.backward(upstream)
-    logits = exact @ weight.double().T * multiplier
+    logits = (exact @ weight.double().T + bias.double()) * multiplier
     logits = logits if cap is None else torch.tanh(logits / cap) * cap  # as z-lab's client has it
     loss = F.cross_entropy(logits, labels, reduction="none")
     loss.backward(upstream.double())

@@ -94,7 +94,9 @@ def compute_loss(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks
         )
         scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
-        return draft_loss(hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales)
+        return draft_loss(
+            hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales, target.head_bias
+        )
 
 
 def masks_of(shape: DrafterConfig, features: Features, blocks: Blocks, flex: bool) -> dict[str, Tensor | BlockMask]:
@@ -136,6 +138,7 @@ def draft_loss(
     final: Tensor | None = None,
     scale: LogitScale = PLAIN,
     target_scale: LogitScale = PLAIN,
+    bias: Tensor | None = None,
 ) -> DraftLoss:
     """The loss of a batch of blocks.
 
@@ -144,6 +147,7 @@ def draft_loss(
         head_weight: [V, D], the target's.
         final: [B, T, D] last hidden states of the target, normed; needed by distribution losses only.
         scale: what stands behind the head for the drafter, and `target_scale` for the target.
+        bias: [V], the head's.
 
     Raises:
         ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
@@ -158,7 +162,7 @@ def draft_loss(
             final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index], target_scale
         )
     chosen, labels = hidden.flatten(0, 1).index_select(0, index), blocks.labels.flatten()[index]
-    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states, scale)
+    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states, scale, bias)
 
     supervised = blocks.supervised[:, :, 1:]
     slot = index - index // blocks.size - 1  # the same rows among slots 1..S-1

@@ -181,8 +181,9 @@ def test_the_final_state_is_what_the_head_makes_logits_of_and_the_head_does_not_
     target = make_target(kind)
     ids = torch.randint(0, 250, (2, 9))
     full = target.forward(ids, taps=(1, 3), logits="all", final=True)
-    monkeypatch.setattr(target.model.lm_head, "forward", None)
-    without_head = target.forward(ids, taps=(3, 1), final=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.model.lm_head, "forward", None)
+        without_head = target.forward(ids, taps=(3, 1), final=True)
     assert full.final is not None and without_head.final is not None and without_head.logits is None
     assert torch.equal(target.head(full.final), full.logits) and torch.equal(full.final, without_head.final)
     assert torch.equal(full.features, without_head.features.unflatten(-1, (2, 32)).flip(-2).flatten(-2))
