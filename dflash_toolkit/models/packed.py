@@ -200,10 +200,8 @@ def flash(
 
 
 def with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """Attention [T, N, H] with `sinks` [N], of the one without and the logarithm of its softmax's sums, [T, N] or,
-    as some versions of PyTorch return it, [N, T]."""
-    sums = sums if sums.shape == out.shape[:2] else sums.T
-    return out * (sums - sinks).sigmoid()[..., None].to(out.dtype)
+    """Attention [T, N, H] with `sinks` [N], of the one without and the logarithm [N, T] of its softmax's sums."""
+    return out * (sums.T - sinks).sigmoid()[..., None].to(out.dtype)
 
 
 @functools.cache
