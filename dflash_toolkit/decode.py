@@ -51,7 +51,7 @@ def stream(
     """
     params = params or SamplingParams()
     rows = target.embedding.num_embeddings
-    check_prompt(prompt_ids, target.context_limit, rows)
+    check_prompt(prompt_ids, target.context_limit, rows, answered=params.max_tokens > 0)
     params.check_bias(rows)
     limit = min(params.max_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
@@ -70,7 +70,7 @@ def stream(
     first = _choose(behind, prompt_ids, [], [], params, stop_ids, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
     cache.settle()
-    commit(generation, first, stop_ids, limit)
+    first = commit(generation, first, stop_ids, limit)
     _follow(matcher, first)
     if params.logprobs is not None:
         generation.logprobs += token_logprobs(behind, first, params.logprobs)

@@ -79,21 +79,23 @@ class PromptError(UserError):
         self.code = code
 
 
-def check_prompt(ids: Sequence[int], limit: int, rows: int) -> None:
+def check_prompt(ids: Sequence[int], limit: int, rows: int, *, answered: bool = True) -> None:
     """Refuse what cannot be decoded.
 
     Args:
         limit: tokens of prompt and answer together.
         rows: of the target's embedding.
+        answered: False where only the prompt's log-probabilities are asked for.
 
     Raises:
         PromptError: no token, no room for an answer, or an id that is no row.
     """
     if not ids:
         raise PromptError("the prompt is empty; give at least one token")
-    if len(ids) >= limit:
+    if len(ids) + answered > limit:
         raise PromptError(
-            f"the prompt has {len(ids)} tokens; the context limit is {limit} and an answer needs at least one",
+            f"the prompt has {len(ids)} tokens; the context limit is {limit}"
+            f"{' and an answer needs at least one' if answered else ''}",
             "context_length_exceeded",
         )
     if not 0 <= min(ids) <= max(ids) < rows:
@@ -102,7 +104,11 @@ def check_prompt(ids: Sequence[int], limit: int, rows: int) -> None:
 
 
 def commit(generation: Generation, tokens: list[int], stop_ids: Set[int], limit: int) -> list[int]:
-    """Append tokens up to the first stop token, say whether the answer is finished, return what was appended."""
+    """Append tokens up to the first stop token, say whether the answer is finished, return what was appended.
+
+    A limit of 0 takes none of them: the answer is finished before it begins.
+    """
+    tokens = tokens if limit else []
     for i, token in enumerate(tokens):
         if token in stop_ids:
             tokens = tokens[: i + 1]

@@ -71,7 +71,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     logprobs: int | None = None  # so many best tokens beside each chosen one; None: no log-probabilities at all
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    max_tokens: int = 512
+    max_tokens: int = 512  # 0: none, of a request for the prompt's log-probabilities
     min_tokens: int = 0  # no token that ends the answer is chosen before it has so many
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
@@ -105,8 +105,8 @@ class SamplingParams:
                 raise ValueError(f"logit_bias bans token {token}, which a grammar may be in need of; give a number")
         if self.grammar and self.ignore_eos:
             raise ValueError("ignore_eos is set; an answer with a grammar ends with an end-of-sequence token")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 1")
+        if self.max_tokens < (least := 1 if self.prompt_logprobs is None else 0):
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= {least}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must be in 0..{self.max_tokens}, max_tokens")
         if self.grammar and self.min_tokens:

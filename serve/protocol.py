@@ -655,8 +655,9 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens == 0
 
     def length(self, most: int) -> int:
-        # who wants none gets one that nobody sees: the engine ends a request with a token
-        return min(COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1), most)
+        # with nothing to tell of the prompt the engine ends a request with a token, which nobody sees
+        least = 1 if self.best_prompt_tokens() is None else 0
+        return min(COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, least), most)
 
     def best_tokens(self) -> int | None:
         return self.logprobs

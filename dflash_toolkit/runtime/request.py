@@ -29,7 +29,7 @@ class Capacity:
             PromptError: an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
             BiasError: a biased token outside the vocabulary.
         """
-        check_prompt(prompt_ids, self.context_limit, self.vocabulary)
+        check_prompt(prompt_ids, self.context_limit, self.vocabulary, answered=params.max_tokens > 0)
         params.check_bias(self.vocabulary)
         return min(params.max_tokens, self.context_limit - len(prompt_ids))
 

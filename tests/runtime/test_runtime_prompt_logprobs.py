@@ -10,7 +10,7 @@ import torch
 from test_runtime_engine import make_engine, pair, prompts_of
 
 from dflash_toolkit import SamplingParams, generate
-from dflash_toolkit.generation import Generation, PromptLogprobs
+from dflash_toolkit.generation import Generation, PromptError, PromptLogprobs
 
 ASKED = SamplingParams(max_tokens=4, prompt_logprobs=3)
 
@@ -46,6 +46,22 @@ def test_they_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int,
         defined = generate(target, drafter, prompt, params)
         assert got.tokens == defined.tokens
         check(defined.prompt_logprobs, prompt, best)
+
+
+def test_a_prompt_that_nobody_is_to_answer_may_fill_the_context() -> None:
+    target, drafter = pair()
+    engine, params = make_engine(target, drafter, max_model_len=target.context_limit), replace(ASKED, max_tokens=0)
+    (prompt,) = prompts_of(target.context_limit)
+    for found in (engine.generate([prompt], params)[0], generate(target, drafter, prompt, replace(params, logprobs=1))):
+        check(found.prompt_logprobs, prompt, 3)
+        assert (found.tokens, found.logprobs, found.steps, found.finish_reason) == ([], [], [], "length")
+    engine.pool.check()
+    for asked, ids in ((params, [*prompt, 1]), (replace(params, max_tokens=1), prompt)):
+        for decode in (engine.request, lambda *given: generate(target, drafter, *given)):
+            with pytest.raises(PromptError, match="the context limit is 512"):
+                decode(ids, asked)
+    with pytest.raises(ValueError, match="max_tokens is 0; it must be >= 1"):
+        SamplingParams(max_tokens=0)
 
 
 def test_whoever_does_not_ask_gets_the_same_bits_beside_those_who_do() -> None:

@@ -86,6 +86,15 @@ def test_one_prompt_alone_and_without_log_probabilities(client: OpenAI) -> None:
     assert complete(client, prompt=TEXT, seed=1, max_tokens=9, echo=True).choices[0].text == TEXT + told
 
 
+def test_a_prompt_alone_may_fill_the_context(client: OpenAI, exact: Any) -> None:
+    ids = [i % 250 for i in range(512)]  # the target's context
+    reply = complete(client, prompt=ids, echo=True, logprobs=1, max_tokens=0)
+    check(exact, reply.choices[0].logprobs, ids, 1)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (512, 0)
+    refused = refusal(complete, client, prompt=ids, echo=True, logprobs=1, max_tokens=1)
+    assert refused.code == "context_length_exceeded"
+
+
 def test_the_token_that_ends_an_answer_is_the_last_of_an_echo(client: OpenAI, exact: Any) -> None:
     """lm-eval takes the last one for the answer's and leaves it out."""
     ends = {"logit_bias": {str(EOS): 100}, "max_tokens": 1, "temperature": 0}
