@@ -242,7 +242,8 @@ def create_app(
         return _error_response(_as_api_error(error))
 
     # no schema routes of its own, so that every path that is not listed above is a 404 in OpenAI's form
-    app = FastAPI(openapi_url=None, redirect_slashes=False, root_path=root_path)
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.root_path = root_path  # uvicorn's would stand before every path, which a proxy may have left there already
     app.state.metrics = metrics
     app.include_router(page())
     app.include_router(open_routes)

@@ -1,6 +1,7 @@
 """The description at /openapi.json against what the routes do; `make test-peers` lets schemathesis look for more."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,8 +123,12 @@ def test_what_it_excludes_is_refused_in_its_form(
 
 
 def test_a_key_is_described_where_one_is_asked_for() -> None:
-    app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under", aliases=["n"])
+    with warnings.catch_warnings(action="error"):
+        app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under", aliases=["n"])
     with TestClient(app) as client:
+        for path in ("/health", "/under/health"):  # as proxies that take the path away and others ask
+            assert client.get(path).status_code == 200
+        assert client.get("/elsewhere/health").status_code == 404
         assert client.get("/openapi.json").status_code == 401
         document = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     asked = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
