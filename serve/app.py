@@ -181,7 +181,7 @@ def create_app(
         shown = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         replies: ReplyForm = Replies(
             "chat",
-            model,
+            body.model,
             body.include_usage,
             strings,
             of_a_prompt=body.answers,
@@ -217,7 +217,7 @@ def create_app(
         told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         lengths = list(map(len, shown))
         name = body.request_id or request.state.request_id
-        replies = Replies("text", model, body.include_usage, strings, lengths, body.answers, name, prompt_ids=told)
+        replies = Replies("text", body.model, body.include_usage, strings, lengths, body.answers, name, prompt_ids=told)
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
     routes.include_router(responses(answer_chat, lanes))

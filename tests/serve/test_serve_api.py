@@ -96,6 +96,17 @@ def text_of(target: Target, generation: Generation) -> str:
 # ---- answers -------------------------------------------------------------------------------------------------
 
 
+def test_an_answer_names_the_model_as_it_was_asked_for(target: Target) -> None:
+    with serving(make_engine(target, None), aliases=["also"]) as url:
+        client = client_of(url)
+        for name in ("org/tiny", "also"):
+            body = {"model": name, "messages": MESSAGES, "max_tokens": 2}
+            assert client.chat.completions.create(**body).model == name
+            assert {chunk.model for chunk in client.chat.completions.create(**body, stream=True)} == {name}
+            assert client.completions.create(model=name, prompt="a", max_tokens=2).model == name
+            assert client.responses.create(model=name, input="a", max_output_tokens=2).model == name
+
+
 def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = encode_chat(target.tokenizer, MESSAGES)
     expected = generate(target, drafter, ids, SamplingParams(max_tokens=40))
