@@ -54,6 +54,23 @@ class Piece:
         return bool(more or (self.text if self.deltas is None else self.deltas))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What a request asks of the text of its answers."""
+
+    stops: Sequence[str] = ()  # strings that end it
+    stop_ids: Collection[int] = ()  # tokens that it asks to end it
+    include_stop: bool = False  # the text ends with what ended it, a stop string or token
+    least: int = 0  # tokens that it has before a stop string can end it
+    before: Sequence[int] = ()  # tokens that the text goes on behind
+    shown: Collection[str] = ()  # special tokens whose text is returned like others'
+    strings: TokenStrings | None = None  # of a request for log-probabilities; the progress must then hold them
+    ids: bool = False  # pieces have their tokens
+    follow: bool = False  # pieces say where their text is from
+    trace: bool = False  # what became of each draft is kept
+    prompt_alone: bool = False  # the answer is left out
+
+
 class Answer:
     """Turns an engine's progress into text.
 
@@ -61,39 +78,19 @@ class Answer:
     the finish reason or the number of tokens.
 
     Args:
-        strings: of a request for log-probabilities; the progress must then hold them.
         parser: of the text, which ends before a stop string.
-        shown: special tokens whose text is returned like others'.
-        follow: pieces say where their text is from.
         echo: the prompt, if the text begins with it; the token that ends the answer then is one of those reported.
-        prompt_alone: the answer is left out.
-        include_stop: the text ends with what ended it, a stop string or token.
-        least: tokens that it has before a stop string can end it.
-        ids: pieces have their tokens.
-        trace: what became of each draft is kept.
-        stop_ids: tokens that the request asks to end the answer.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         prompt_tokens: int,
-        stops: Sequence[str],
-        strings: TokenStrings | None = None,
-        before: Sequence[int] = (),
+        asked: AnswerOptions,
         parser: OutputParser | None = None,
-        shown: Collection[str] = (),
-        follow: bool = False,
         echo: Echo | None = None,
-        prompt_alone: bool = False,
-        include_stop: bool = False,
-        least: int = 0,
-        ids: bool = False,
-        trace: bool = False,
-        stop_ids: Collection[int] = (),
     ) -> None:
-        self._follow, self._prompt_alone = follow, prompt_alone
-        self._include_stop, self._least, self._ids = include_stop, least, ids
+        self._asked = asked
         self._echo, self._echoed = echo, False
         self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_tokens = prompt_tokens
@@ -102,13 +99,12 @@ class Answer:
         self.cached_tokens = 0  # of the prompt
         self.reasoning_tokens = 0  # up to the mark that ends the reasoning, included
         self.drafts: list[tuple[int, int]] = []  # tokens proposed and taken, if that is kept
-        self._trace, self._stop_ids = trace, stop_ids
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
-        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, before, shown)
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, asked.before, asked.shown)
         self._parser = parser
-        self._scanner = StopScanner(stops, include_stop)
-        self._queue = TokenQueue(strings) if strings else None
+        self._scanner = StopScanner(asked.stops, asked.include_stop)
+        self._queue = TokenQueue(asked.strings) if asked.strings else None
 
     @property
     def reason(self) -> str | None:
@@ -121,17 +117,17 @@ class Answer:
         """What of the request ended it: a stop string or a stop token. As vLLM has it."""
         if self.finish_reason != "stop" or self._scanner.stopped:
             return self._scanner.found
-        return self.tokens[-1] if self.tokens[-1] in self._stop_ids else None
+        return self.tokens[-1] if self.tokens[-1] in self._asked.stop_ids else None
 
     def add(self, progress: Progress) -> Piece:
         """What may be sent now; sets `finish_reason` when it is the last."""
         if progress.prompt_logprobs is not None:
             self.prompt_logprobs = progress.prompt_logprobs
-        if self._prompt_alone:
+        if self._asked.prompt_alone:
             progress = Progress((), None, "length")
         before = len(self.tokens)
-        piece = self._followed(progress) if self._follow else self._add(progress)
-        if self._ids:
+        piece = self._followed(progress) if self._asked.follow else self._add(progress)
+        if self._asked.ids:
             piece = replace(piece, ids=tuple(self.tokens[before:]))
         if self._echo is not None and not self._echoed:
             self._echoed = True
@@ -177,11 +173,11 @@ class Answer:
             self.drafted += progress.step.drafted
             self.accepted += progress.step.accepted
             self.committed += len(progress.step.tokens)
-            if self._trace and progress.step.drafted:
+            if self._asked.trace and progress.step.drafted:
                 self.drafts.append((progress.step.drafted, progress.step.accepted))
 
         text = ""
-        silent = progress.finish_reason == "stop" and not self._include_stop
+        silent = progress.finish_reason == "stop" and not self._asked.include_stop
         visible = progress.tokens[:-1] if silent else progress.tokens
         single = visible  # one by one, where it matters which of them completed a stop string, or carries which text
         if self._queue is None and not self._scanner.stops:
@@ -207,7 +203,7 @@ class Answer:
     def _scan(self, text: str) -> str:
         if self._queue is not None:
             self._queue.completed(text, self._detokenizer.waiting)
-        return self._scanner.add(text, len(self.tokens) <= self._least)
+        return self._scanner.add(text, len(self.tokens) <= self._asked.least)
 
     def _piece(self, text: str) -> Piece:
         if self._queue is None:

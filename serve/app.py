@@ -24,7 +24,7 @@ from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
 from dflash_toolkit.version import __version__
 
 from .access import Access
-from .answer import Answer, Piece, speculative_decoding, usage
+from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage
 from .keys import matching
 from .lanes import CLIENT_CLOSED_REQUEST, Lanes, unless_disconnected
 from .logprobs import Echo, TokenStrings, prompt_logprobs
@@ -370,25 +370,22 @@ class _Service:
         silent = body.skip_special_tokens is not False
         everything = () if silent else tuple(special_tokens(self._engine.tokenizer).values())
         before = self._strings.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
+        options = AnswerOptions(
+            stops=body.stop or (),
+            stop_ids=body.stop_token_ids or (),
+            include_stop=bool(body.include_stop_str_in_output),
+            least=body.min_tokens or 0,
+            before=before,
+            shown=everything or (shown if any(parse) else ()),
+            strings=replies.strings,
+            ids=bool(body.return_token_ids),
+            follow=body.follow,
+            trace=self._draft_metrics != "none" and len(asked) == 1,
+            prompt_alone=body.prompt_alone,
+        )
         answers = [
-            Answer(
-                self._engine.tokenizer,
-                len(one.prompt_ids),
-                body.stop or (),
-                replies.strings,
-                before,
-                parser,
-                everything or (shown if parser else ()),
-                follow=body.follow,
-                echo=echoes[i // body.answers] if echoes else None,
-                prompt_alone=body.prompt_alone,
-                include_stop=bool(body.include_stop_str_in_output),
-                least=body.min_tokens or 0,
-                ids=bool(body.return_token_ids),
-                trace=self._draft_metrics != "none" and len(asked) == 1,
-                stop_ids=body.stop_token_ids or (),
-            )
-            for i, (one, parser) in enumerate(zip_longest(asked, parse))
+            Answer(self._engine.tokenizer, len(one.prompt_ids), options, parser, echo)
+            for one, parser, echo in zip_longest(asked, parse, [echo for echo in echoes for _ in range(body.answers)])
         ]
         pieces = self._pieces(asked, answers)
         if body.stream:

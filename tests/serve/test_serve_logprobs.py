@@ -18,7 +18,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import TokenLogprobs
 from dflash_toolkit.runtime import Progress
-from serve.answer import Answer
+from serve.answer import Answer, AnswerOptions
 from serve.logprobs import FLOOR, AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 
 BYTE_OF = {BYTES.convert_tokens_to_ids(letter): bytes([byte]) for byte, letter in bytes_to_unicode().items()}
@@ -180,7 +180,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it(client: OpenAI) -> None
 
 def play(ids: list[int], stops: list[str], reason: Any, steps: list[list[int]]) -> tuple[str, list[AnswerToken]]:
     """What an answer sends; every token but a silent one must come with its text."""
-    answer, text, tokens = Answer(BYTES, 1, stops, SPELLING), "", []
+    answer, text, tokens = Answer(BYTES, 1, AnswerOptions(stops=stops, strings=SPELLING)), "", []
     for i, step in enumerate(steps):
         news = tuple(TokenLogprobs(-float(token), ()) for token in step)
         piece = answer.add(Progress(tuple(step), None, reason if i == len(steps) - 1 else None, news))
@@ -219,7 +219,7 @@ def test_the_tokens_sent_are_those_of_the_text(ids: list[int], stops: list[str],
 
 
 def test_a_token_whose_text_the_decoder_drops_leaves_at_the_end() -> None:
-    answer = Answer(PIECES, 1, (), TokenStrings(PIECES))
+    answer = Answer(PIECES, 1, AnswerOptions(strings=TokenStrings(PIECES)))
     piece = answer.add(Progress((1,), None, "length", (TokenLogprobs(-1.0, ()),)))
     assert (piece.text, [t.token for t in piece.tokens]) == ("", [1])
 

@@ -10,7 +10,7 @@ from test_serve_engine import make_engine, wait_until
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import AsyncEngine
-from serve.answer import Answer
+from serve.answer import Answer, AnswerOptions
 from serve.answer import usage as usage_of
 
 __all__ = ["client", "engine", "url"]  # fixtures
@@ -78,7 +78,7 @@ def test_prompts_of_a_list_are_answered_in_its_order(target: Target, drafter: Dr
 def test_the_usage_is_of_all_answers_and_each_prompt_counts_once() -> None:
     answers = []
     for i in range(4):
-        one = Answer(make_tokenizer(), 10 + i // 2, ())
+        one = Answer(make_tokenizer(), 10 + i // 2, AnswerOptions())
         one.cached_tokens, one.reasoning_tokens = 8 * i, i
         one.tokens, one.verify_steps, one.drafted, one.accepted, one.committed = [1] * (i + 1), i, 7 * i, 2 * i, 3 * i
         answers.append(one)

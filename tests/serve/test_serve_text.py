@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import Progress
-from serve.answer import Answer, speculative_decoding
+from serve.answer import Answer, AnswerOptions, speculative_decoding
 from serve.text import Detokenizer, StopScanner
 
 BYTES = make_tokenizer()
@@ -182,7 +182,7 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
     ids = [*encode(text), EOS] if reason == "stop" else encode(text + "a")
 
     def play(steps: list[list[int]]) -> tuple[str, str | None, int]:
-        answer = Answer(BYTES, 1, stops, include_stop=include, least=least)
+        answer = Answer(BYTES, 1, AnswerOptions(stops=stops, include_stop=include, least=least))
         sent = ""
         for i, tokens in enumerate(steps):
             last = reason if i == len(steps) - 1 else None
@@ -199,7 +199,7 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
 
 
 def test_what_became_of_drafts_is_counted_as_vllm_counts_it() -> None:
-    answer = Answer(BYTES, 1, (), trace=True)
+    answer = Answer(BYTES, 1, AnswerOptions(trace=True))
     for drafted, accepted in ((None, 0), (7, 3), (7, 0), (0, 0), (2, 2), (7, 3)):
         tokens = tuple(encode("a" * (accepted + 1)))
         answer.add(Progress(tokens, None if drafted is None else Step(drafted, accepted, tokens), None))
@@ -209,13 +209,13 @@ def test_what_became_of_drafts_is_counted_as_vllm_counts_it() -> None:
         "num_spec_steps": 4, "num_accepted_draft_tokens": 8, "num_draft_tokens": 23, "num_spec_tokens": 7,
         "per_step_accepted": [3, 0, 2, 3], "per_step_drafted": [7, 7, 2, 7],
     }  # fmt: skip
-    none = speculative_decoding(Answer(BYTES, 1, ()), 1, False)
+    none = speculative_decoding(Answer(BYTES, 1, AnswerOptions()), 1, False)
     assert (none["mean_acceptance_length"], none["draft_acceptance_rate"], none["num_spec_steps"]) == (1.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(("reason", "include", "text"), [("stop", 0, "a"), ("stop", 1, "ab"), ("length", 0, "ab")])
 def test_a_stop_token_is_no_text_even_when_it_has_some(reason: Any, include: bool, text: str) -> None:
-    answer = Answer(BYTES, 1, (), include_stop=include)
+    answer = Answer(BYTES, 1, AnswerOptions(include_stop=include))
     assert answer.add(Progress(tuple(encode("ab")), None, reason)).text == text
     assert answer.completion_tokens == 2
 
@@ -225,5 +225,5 @@ def test_the_text_behind_a_prompt_keeps_its_space() -> None:
     before = [PIECES.convert_tokens_to_ids("▁a")]
     assert Detokenizer(PIECES).add([2, 3]) == "ab"
     assert Detokenizer(PIECES, before).add([2, 3]) == " ab"
-    scanned = Answer(PIECES, 1, [" ab"], before=before)
+    scanned = Answer(PIECES, 1, AnswerOptions(stops=[" ab"], before=before))
     assert scanned.add(Progress([2, 3, 2], Step(2, 2, (2, 3, 2)), None)).text == "" and scanned.finish_reason == "stop"
