@@ -72,7 +72,10 @@ class Bench:
         self.args, self.target, self.processes = args, target, processes
         self.anchors = min(anchors, args.length - 1)
         self.batch = args.batch or max(1, BLOCKS // anchors)
-        self.shape = drafter_shape(named_shape(args.shape), layers=args.layers, taps=args.taps, block_size=args.block)
+        self.shape = drafter_shape(
+            named_shape(args.shape), layers=args.layers, taps=args.taps, block_size=args.block,
+            layer_types=("sliding_attention",) if args.window else (), sliding_window=args.window,
+        )  # fmt: skip
         self.config = TrainConfig(
             target=args.shape,
             drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block),
@@ -189,6 +192,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--taps", type=int, default=5)
+    parser.add_argument("--window", type=int, help="tokens that every layer sees (default: all)")
     parser.add_argument("--optimizer", default="auto", choices=["auto", "adamw", "muon"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--shard", default="", choices=list(SHARDED))

@@ -29,6 +29,7 @@ def test_a_drafter_with_windows_is_the_same_wherever_it_is_run(
 
     record = dflash_train.record()
     assert record["drafter"]["layer_types"] == record["config"]["drafter"]["layer_types"] == [SLIDING, SLIDING, FULL]
+    assert "| layers | 3, of which 2 see 6 tokens |\n" in (tmp_path / "run/README.md").read_text()
     point = torch.load(tmp_path / "run/work/state.pt")["fingerprint"]
     assert not {"layer_types", "sliding_window", "is_causal"} & set(point["config"]["drafter"]), "older runs go on"
     for change, said in (("sliding_window=9", "sliding_window: 6, now 9"), ("is_causal=null", "is_causal: False, now")):
