@@ -67,7 +67,7 @@ def stream(
     out = target.forward(prompt, taps=taps, cache=cache, logits="last" if params.prompt_logprobs is None else "all")
     assert out.logits is not None
     behind = out.logits[0, -1:]
-    first = _choose(behind, prompt_ids, [], [], params, stop_ids, matcher).tolist()
+    first = choices(behind, prompt_ids, [], [], params, stop_ids, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
     cache.settle()
     first = commit(generation, first, stop_ids, limit)
@@ -96,7 +96,7 @@ def stream(
         out = target.forward(block, taps=taps, cache=cache, logits="all")
         assert out.logits is not None
         tokens = generation.tokens
-        choice = _choose(out.logits[0], prompt_ids + tokens, tokens, draft, params, stop_ids, matcher)
+        choice = choices(out.logits[0], prompt_ids + tokens, tokens, draft, params, stop_ids, matcher)
 
         # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
         accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
@@ -139,7 +139,7 @@ def _follow(matcher: Matcher | None, tokens: list[int]) -> None:
         raise GrammarError()
 
 
-def _choose(
+def choices(
     logits: Tensor,
     context: list[int],
     answer: list[int],
@@ -167,13 +167,18 @@ def _choose(
         mask_logits_(
             logits, *(part.to(logits.device) for part in masks_of([matcher], [draft], words_of(logits.shape[1])))
         )
+    positions = torch.arange(len(context), len(context) + len(logits), device=logits.device)
+    return sampled(logits, params, torch.full_like(positions, int64_seed(params.seed)), positions)
+
+
+def sampled(logits: Tensor, params: SamplingParams, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Tokens [M] of logits [M, V], each drawn by its seed at its position; at temperature 0 the largest logits."""
     if params.temperature == 0.0:
         return logits.argmax(-1)
     probabilities = filtered_probabilities(
         logits, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
     )
-    positions = torch.arange(len(context), len(context) + len(logits), device=logits.device)
-    return choose(probabilities, position_uniform(torch.full_like(positions, int64_seed(params.seed)), positions))
+    return choose(probabilities, position_uniform(seeds, positions))
 
 
 def _edited(logits: Tensor, context: list[int], answer: list[int], params: SamplingParams) -> Tensor:

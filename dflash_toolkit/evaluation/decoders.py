@@ -121,7 +121,7 @@ class EngineDecoder:
 
     def close(self) -> None:
         self._engine = None  # training needs its memory
-        _free_memory()
+        free_memory()
 
 
 class ReferenceDecoder:
@@ -158,7 +158,7 @@ class ReferenceDecoder:
 
     def close(self) -> None:
         self._target = None
-        _free_memory()
+        free_memory()
 
 
 def decode_all(
@@ -181,7 +181,7 @@ def decode_all(
     return [found[key] for key in range(len(prompts))]
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

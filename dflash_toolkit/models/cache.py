@@ -1,4 +1,4 @@
-"""What a target remembers of a text, for decoding that takes rejected tokens back.
+"""What a target remembers: of one text, for decoding that takes rejected tokens back, or of several at a time.
 
 Attention keeps a key and a value of every token, and the last ones are dropped. A recurrent layer (gated delta net,
 Mamba) has one state that every token changes: a copy from before the block takes its place, and the tokens that stay
@@ -6,11 +6,19 @@ run again.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..config import UnsupportedModel
 
@@ -72,3 +80,45 @@ def _holds_tensors(state: dict[str, Any]) -> bool:
     """Whether a layer remembers anything; those of some models have an empty place in the cache."""
     parts = [part for value in state.values() for part in (value.values() if isinstance(value, dict) else [value])]
     return any(isinstance(part, Tensor) for part in parts)
+
+
+class BatchCache(DynamicCache):
+    """transformers' cache of several rows of tokens, padded on the left; rows leave and join."""
+
+    @staticmethod
+    def holds(config: "PreTrainedConfig") -> bool:
+        """Whether all that such a model remembers is known here: keys and values, or states of one row each."""
+        try:
+            kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+        except KeyError:
+            return False
+        return {kind for kind in kinds if kind.__name__ != "DummyLayer"} <= {*CROPPED, LinearAttentionLayer}
+
+    def keep(self, rows: Sequence[int], length: int) -> None:
+        """Leave these rows, in this order, and of each the last `length` places; new ones on the left are padding."""
+        for layer in self.layers:
+            for owner, name in (parts := _parts(layer)):
+                index = torch.tensor(rows, device=owner[name].device)
+                owner[name] = owner[name].index_select(0, index)
+            if type(layer) not in CROPPED or not parts:
+                continue
+            places = length
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length, places = length, min(length, layer.sliding_window - 1)
+            for owner, name in parts:
+                had = owner[name].shape[2]
+                owner[name] = F.pad(owner[name], (0, 0, places - had, 0))  # a negative number cuts off
+
+    def append(self, other: "BatchCache") -> None:
+        """Put the rows of a cache of the same length behind one's own."""
+        for layer, more in zip(self.layers, other.layers, strict=True):
+            for (owner, name), (source, _) in zip(_parts(layer), _parts(more), strict=True):
+                owner[name] = torch.cat([owner[name], source[name]])
+
+
+def _parts(layer: Any) -> list[tuple[dict[Any, Any], Any]]:
+    """Where a layer of a `BatchCache` keeps tensors, whose first axis is the rows: each a dictionary and its key."""
+    names = ("keys", "values", "conv_states", "recurrent_states")
+    spaces = [(vars(layer), name) for name in names if name in vars(layer)]
+    inner = [(space[name], key) for space, name in spaces if isinstance(space[name], dict) for key in space[name]]
+    return [(space, name) for space, name in (*spaces, *inner) if isinstance(space[name], Tensor)]

@@ -32,7 +32,7 @@ from ..checkpoint.reader import locate, weight_files
 from ..config import UnsupportedModel, UserError
 from ..network import unreachable
 from . import packed
-from .cache import TargetCache
+from .cache import BatchCache, TargetCache
 from .spec import context_limit
 from .structure import Structure, end_ids, text_config
 
@@ -392,10 +392,11 @@ class Target:
         ids: Tensor,
         *,
         taps: Sequence[int] = (),
-        cache: TargetCache | None = None,
+        cache: TargetCache | BatchCache | None = None,
         logits: Literal["all", "last", "none"] = "none",
         final: bool = False,
         lengths: Sequence[int] | None = None,
+        padding: Tensor | None = None,
     ) -> TargetOutput:
         """Run the target on `ids` [B, T], after whatever `cache` holds.
 
@@ -407,6 +408,7 @@ class Target:
             final: also return the last hidden state after the final norm; every layer runs then, the head does not.
             lengths: ids are one row [1, T], documents of so many tokens one behind the other; each sees itself alone,
                 from position 0 on. Without a cache only.
+            padding: integers [B]; so many places at the left of each row, of the cache or of ids, hold no token.
         """
         if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
             raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
@@ -420,6 +422,10 @@ class Target:
         if lengths is not None:
             documents = packed.alone(self.model, lengths)
         with _outputs([*tapped, norm] if final else tapped, leave) as found, documents as extra:
+            if padding is not None:
+                seen = 0 if cache is None else cache.get_seq_length()
+                places = torch.arange(seen + ids.shape[1], device=ids.device) - padding[:, None]
+                extra = {"attention_mask": (places >= 0).long(), "position_ids": places[:, seen:].clamp(min=0)}
             try:
                 # a tensor, not 1: Gemma 4 runs its last layers on the last token alone where a number asks for it
                 keep = torch.tensor([ids.shape[1] - 1], device=ids.device) if logits == "last" else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..config import UserError
+from ..config import UnsupportedModel
 from ..generation import Generation, Step
 from ..grammar import Grammars, Matcher
 from ..kernels import flash
@@ -65,9 +65,9 @@ def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def operations(device: torch.device) -> Ops:
-    """The operations on a device. Raises UserError where decoding steps do not run."""
+    """The operations on a device. Raises UnsupportedModel where decoding steps do not run."""
     if reason := unsupported(device):
-        raise UserError(reason)
+        raise UnsupportedModel(reason)
     flash.installed(device)  # loaded now and not in somebody's first long prompt
     return ops_for(device)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, weight_files
+from ..config import UnsupportedModel
 from ..kernels.ops import ops_for
 from ..kernels.weight import RowScaledFp8, Weight
 from ..models.dflash.network import Drafter, DrafterConfig
@@ -152,9 +153,17 @@ class TargetWeights:
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
-        """Read the safetensors of a checkpoint directory. Raises UserError naming what is wrong."""
+        """Read the safetensors of a checkpoint directory.
+
+        Raises:
+            UnsupportedModel: there are none, though perhaps files of another format.
+            UserError: what is wrong with them.
+        """
+        files = weight_files(folder)
+        if not files:
+            raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory; no other format is read")
         weights = cls.empty(spec, device, dtype)
-        load_files(f"target {folder}", weights.parameter_views(), weight_files(folder))
+        load_files(f"target {folder}", weights.parameter_views(), files)
         return weights
 
     @classmethod

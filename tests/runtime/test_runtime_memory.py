@@ -226,7 +226,7 @@ def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
         backends.open_decoder("T", runtime="engine", drafter="D", batch=1, context=100)
     monkeypatch.setattr(Target, "load", lambda *_: target)
     backend = backends.open_decoder("T", runtime="auto", drafter="D", batch=1, context=100)
-    assert isinstance(backend, backends.ReferenceDecoder)
+    assert isinstance(backend, backends.BatchedDecoder)
     assert "the engine cannot: attention heads of 512" in capsys.readouterr().err
 
 

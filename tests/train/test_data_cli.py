@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from architectures import tiny
 from conftest import EOS, answers_of
 from damage import damage
 from programs import Program, altered, assistant, lines, says, user, write
@@ -51,6 +52,22 @@ def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
         } == row  # fmt: skip
         assert row["messages"][0] == user(f"ask {i} of it") and row["messages"][1]["role"] == "assistant"
         assert row["sampler"]["temperature"] == 0.0 and row["sampler"]["max_tokens"] == 12
+
+
+def test_a_target_that_the_engine_does_not_compute_is_answered_for_several_prompts_at_a_time(
+    dflash_data: Program, tmp_path: Path
+) -> None:
+    target = tiny("Qwen3-MoE")
+    folder = tmp_path / "moe"
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    more = ("--target", folder, "--batch-size", 4)
+    said = "the reference answers, 4 prompts at a time, for the engine cannot: "
+    assert sum(line.startswith(said) for line in dflash_data(*more)) == 1
+    for (i, _), tokens in dflash_data.answers().items():
+        prompt = asked(target, f"ask {i} of it")
+        assert tokens == prompt + greedy(target, prompt)
+    assert "architecture 'qwen3_moe'" in dflash_data.refuses(*more, "--runtime", "engine", output="e.jsonl")
 
 
 def test_every_sample_has_a_seed_of_its_own_and_the_same_on_every_backend(

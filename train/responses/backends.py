@@ -3,7 +3,8 @@
 import sys
 from typing import TYPE_CHECKING
 
-from dflash_toolkit.config import UserError
+from dflash_toolkit.config import UnsupportedModel
+from dflash_toolkit.evaluation.batched import BatchedDecoder, alone
 from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
 from dflash_toolkit.runtime import EngineOptions
@@ -37,19 +38,28 @@ def open_decoder(
         UserError: missing or broken weights, no such device, too little memory, or (`runtime="engine"`) a target that
             the engine does not compute.
     """
+    refused = None
     if runtime != "reference" and mesh is None:
-        draft = None
-        if drafter is not None:  # before the target, which takes longest, and whatever answers in the end
-            where = use_device(device)
-            draft = read_drafter(drafter, load_config(target), where, resolve_dtype(dtype, where))
         try:
-            parts = load_parts(target, draft, device, dtype)
-        except UserError as error:
+            return _engine(target, drafter, device, dtype, batch, context)
+        except UnsupportedModel as error:
             if runtime == "engine":
                 raise
-            how = "one prompt at a time" + (" and without the drafter" if drafter else "")
-            print(f"the reference answers, {how}, for the engine cannot: {error}", file=sys.stderr)
-        else:
-            limit = min(context, parts.target.spec.context_limit)
-            return EngineDecoder(parts.engine(EngineOptions(max_num_seqs=batch, max_model_len=limit)))
-    return ReferenceDecoder(Target.load(target, device, dtype, mesh))
+            refused = str(error)  # the error itself would hold on to what was loaded
+    loaded = Target.load(target, device, dtype, mesh)
+    why = alone(loaded)
+    if refused is not None:
+        how = f"{batch} prompts at a time" if why is None else f"one prompt at a time ({why})"
+        how += " and without the drafter" if drafter else ""
+        print(f"the reference answers, {how}, for the engine cannot: {refused}", file=sys.stderr)
+    return BatchedDecoder(loaded, batch) if why is None else ReferenceDecoder(loaded)
+
+
+def _engine(target: str, drafter: str | None, device: str, dtype: str, batch: int, context: int) -> EngineDecoder:
+    draft = None
+    if drafter is not None:  # before the target, which takes longest, and whatever answers in the end
+        where = use_device(device)
+        draft = read_drafter(drafter, load_config(target), where, resolve_dtype(dtype, where))
+    parts = load_parts(target, draft, device, dtype)
+    limit = min(context, parts.target.spec.context_limit)
+    return EngineDecoder(parts.engine(EngineOptions(max_num_seqs=batch, max_model_len=limit)))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.evaluation.batched import BatchedDecoder
 from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from train.config import DataOptions, ResponseOptions, RunOptions, TrainConfig
@@ -227,13 +228,14 @@ def test_every_answer_is_the_target_s_greedy_continuation_up_to_its_stop_token(s
 
 
 def test_engine_and_reference_write_the_same_rows_greedy_and_sampled(target: Target, tmp_path: Path) -> None:
+    references = (lambda: ReferenceDecoder(target), lambda: BatchedDecoder(target, 4))
     for i, options in enumerate((OPTIONS, ResponseOptions(max_tokens=20, temperature=1.3, top_k=40, min_p=0.01))):
-        both = [
-            answered(backend, tmp_path / f"{name}{i}.jsonl", options, 64)
-            for name, backend in (("engine", opener(target)), ("reference", lambda: ReferenceDecoder(target)))
-        ]
-        assert both[0] == both[1]
-        assert len({tuple(row.tokens[row.prompt_tokens :][:5]) for row in both[0]}) > 1
+        found, *others = (
+            answered(backend, tmp_path / f"{i}-{j}.jsonl", options, 64)
+            for j, backend in enumerate((opener(target), *references))
+        )
+        assert others == [found, found]
+        assert len({tuple(row.tokens[row.prompt_tokens :][:5]) for row in found}) > 1
 
 
 def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_path: Path) -> None:

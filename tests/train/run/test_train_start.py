@@ -8,12 +8,13 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, prompts_of
 from damage import damage
-from programs import Program
+from programs import Program, altered
 from safetensors.torch import load_file, save_file
 from test_train_export import interrupted
 from test_train_loop import weights
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash.speculators import save_speculators
@@ -258,14 +259,39 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def cannot(*_: Any) -> None:
-        raise UserError("of another kind")
+        raise UnsupportedModel("of another kind")
 
     monkeypatch.setattr(backends, "load_parts", cannot)
     drafter = str(drafter_dir) if with_drafter else None
-    found = backends.open_decoder(str(target_dir), drafter=drafter, device="cpu", batch=1, context=64)
-    said = capsys.readouterr().err
-    assert isinstance(found, backends.ReferenceDecoder) and said.count("the reference answers") == 1
-    assert ("without the drafter" in said) == with_drafter
+    asked = {"drafter": drafter, "device": "cpu", "batch": 7, "context": 64}
+    found = backends.open_decoder(str(target_dir), **asked)
+    beside = " and without the drafter" if with_drafter else ""
+    end = f"{beside}, for the engine cannot: of another kind\n"
+    assert isinstance(found, backends.BatchedDecoder)
+    assert capsys.readouterr().err.endswith("the reference answers, 7 prompts at a time" + end)
+    monkeypatch.setattr(backends, "alone", lambda _: "of its kind")
+    found = backends.open_decoder(str(target_dir), **asked)
+    assert isinstance(found, backends.ReferenceDecoder)
+    assert capsys.readouterr().err.endswith("the reference answers, one prompt at a time (of its kind)" + end)
+    with pytest.raises(UnsupportedModel, match="of another kind"):
+        backends.open_decoder(str(target_dir), runtime="engine", **asked)
+
+
+def test_what_is_wrong_with_a_checkpoint_ends_it_and_a_format_that_the_engine_does_not_read_does_not(
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference would pass over a tensor that is too many."""
+    for change, message in (({"attention_bias": True}, "missing"), ({"num_hidden_layers": 2}, "unknown tensor")):
+        broken = altered(target_dir, tmp_path / message, config=change)
+        with pytest.raises(UserError, match=message):
+            backends.open_decoder(str(broken), device="cpu", batch=2, context=64)
+    pickled = altered(target_dir, tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    capsys.readouterr()
+    found = backends.open_decoder(str(pickled), device="cpu", batch=2, context=64)
+    assert isinstance(found, backends.BatchedDecoder)
+    assert "2 prompts at a time, for the engine cannot" in capsys.readouterr().err
 
 
 def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(
