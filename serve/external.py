@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from packaging.version import Version
 
 from dflash_toolkit.config import UnsupportedModel, UserError, option, to_mapping
-from dflash_toolkit.models.dflash.serving import sglang_options, vllm_options
+from dflash_toolkit.models.dflash.serving import READ, SERVED, block_scale, sglang_options, vllm_options
 from dflash_toolkit.network import unreachable
 from dflash_toolkit.threads import given_environment
 
@@ -34,38 +34,6 @@ if TYPE_CHECKING:
 OWN = "dflash"
 ENGINES = (OWN, "vllm", "sglang")
 SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}  # its types by the names of others
-READ = {
-    "vllm": "0.33.0",
-    "sglang": "0.5.23",
-}  # the releases that what follows was read in; of later ones nothing is said
-# by architecture of a target's config.json: which engines hand a drafter its hidden states (their class has
-# SupportsEagle3 in vLLM, OLMo's that of the transformers backend, and set_dflash_layers_to_capture in SGLang)
-SERVED = {
-    "LlamaForCausalLM": ("vllm", "sglang"),
-    "MistralForCausalLM": ("vllm", "sglang"),
-    "Mistral3ForConditionalGeneration": ("vllm",),
-    "Phi3ForCausalLM": ("vllm", "sglang"),
-    "Qwen2ForCausalLM": ("vllm",),
-    "Qwen3ForCausalLM": ("vllm", "sglang"),
-    "Qwen2MoeForCausalLM": (),
-    "Qwen3MoeForCausalLM": ("vllm", "sglang"),
-    "Qwen3NextForCausalLM": ("vllm", "sglang"),
-    "Qwen3_5ForCausalLM": ("vllm", "sglang"),
-    "Qwen3_5ForConditionalGeneration": ("vllm", "sglang"),
-    "Qwen3_5MoeForCausalLM": ("vllm", "sglang"),
-    "Qwen3_5MoeForConditionalGeneration": ("vllm", "sglang"),
-    "GptOssForCausalLM": ("vllm", "sglang"),
-    "Gemma2ForCausalLM": (),
-    "Gemma3ForCausalLM": (),
-    "Gemma3ForConditionalGeneration": (),
-    "Gemma4ForCausalLM": ("vllm", "sglang"),
-    "Gemma4ForConditionalGeneration": ("vllm", "sglang"),
-    "Glm4ForCausalLM": (),
-    "Glm4MoeForCausalLM": (),
-    "OlmoForCausalLM": ("vllm",),
-    "Olmo2ForCausalLM": ("vllm",),
-    "Olmo3ForCausalLM": ("vllm",),
-}
 SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
 
 
@@ -421,9 +389,7 @@ class Draft:
             )
         if engine is VLLM and self.architecture == "DFlash2DraftModel":
             return  # which alone reads input_embedding_scale
-        # SGLang looks rows up in the target's module, which scales Gemma's
-        scaled = engine is SGLANG and architecture.startswith("Gemma") and target.get("hidden_size")
-        fed = math.sqrt(target["hidden_size"]) if scaled else 1.0
+        fed = block_scale(engine.name, architecture, target.get("hidden_size") or 1)
         nested = self.raw.get("dflash_config") or {}
         trained = nested.get("input_embedding_scale") or self.raw.get("input_embedding_scale") or 1.0
         if not math.isclose(trained, fed, rel_tol=0.01):

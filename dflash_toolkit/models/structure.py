@@ -60,12 +60,12 @@ def _is_norm(module: nn.Module, size: int) -> bool:
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """The part of a configuration that describes the language model, which is all of it unless there are images too.
 
-    It gets the name, the quantization and the end-of-sequence ids that stand beside it.
+    It gets the name, the architecture, the quantization and the end-of-sequence ids that stand beside it.
     """
     text: Any = config.get_text_config(decoder=True)
     if text is config:
         return config
-    text.name_or_path = config.name_or_path
+    text.name_or_path, text.architectures = config.name_or_path, config.architectures
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     beside, own = (end_ids(getattr(each, "eos_token_id", None)) for each in (config, text))

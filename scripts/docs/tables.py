@@ -473,8 +473,9 @@ def models(table: Table) -> None:
     from transformers.models.auto import modeling_auto
 
     from dflash_toolkit.config import UnsupportedModel, UserError
+    from dflash_toolkit.models.dflash.serving import READ, SERVED
     from dflash_toolkit.models.spec import ModelSpec
-    from serve.external import BY_NAME, READ, SERVED, Draft
+    from serve.external import BY_NAME, Draft
 
     def yes(works: Callable[..., object], *given: object) -> str:
         try:
@@ -494,7 +495,9 @@ def models(table: Table) -> None:
             kinds = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         kind = kinds[config.model_type]
         if kind not in SERVED:
-            raise SystemExit(f"error: SERVED of serve/external.py lacks {kind}, which the tests have as {name}")
+            raise SystemExit(
+                f"error: SERVED of dflash_toolkit/models/dflash/serving.py lacks {kind}, which the tests have as {name}"
+            )
         target = {"architectures": [kind], "hidden_size": text.hidden_size}
         others = [yes(drafter.check_served, BY_NAME[other], release, name, target) for other, release in READ.items()]
         table.add(name, "yes", yes(ModelSpec.of_target, text), *others)

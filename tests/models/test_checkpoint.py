@@ -371,6 +371,21 @@ def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> Non
     assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "16"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "engines"),
+    [
+        ("Qwen3_5ForCausalLM", ["vllm", "python"]),
+        ("Qwen2ForCausalLM", ["vllm"]),
+        ("Gemma4ForCausalLM", ["vllm"]),  # SGLang would scale its blocks
+        ("Gemma3ForCausalLM", ["#"]),
+        ("NeverHeardOfForCausalLM", ["vllm", "python"]),
+    ],
+)
+def test_no_serving_line_is_given_that_would_not_draft(architecture: str, engines: list[str]) -> None:
+    lines = serving_commands("target", "drafter", 16, architecture).splitlines()
+    assert [line.split()[0] for line in lines] == engines
+
+
 def test_a_drafter_that_computes_no_numbers_is_not_exported(tmp_path: Path) -> None:
     drafter = make_drafter(make_target())
     with torch.no_grad():

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from dflash_toolkit import Drafter, save_drafter
+from dflash_toolkit.models.dflash.serving import SERVED
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from serve.external import SERVED
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

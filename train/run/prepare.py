@@ -70,6 +70,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     work = output / WORK
     _make(work, f"output {output}")
     record = provenance(config, shape, data, template_digest(tokenizer))
+    record["architecture"] = next(iter(target_config.architectures or ()), "")
     if start:
         record["start"] = {"drafter": config.init_from, "sha256": drafter_digest(start.drafter)}
     if is_finished(output, record):

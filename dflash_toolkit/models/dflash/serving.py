@@ -1,7 +1,46 @@
 """What vLLM and SGLang are told of a drafter. Without torch: their commands are made before it is imported."""
 
 import json
+import math
 import shlex
+
+# the releases that what follows was read in; of later ones nothing is said
+READ = {"vllm": "0.33.0", "sglang": "0.5.23"}
+# by architecture of a target's config.json: which engines hand a drafter its hidden states (their class has
+# SupportsEagle3 in vLLM, OLMo's that of the transformers backend, and set_dflash_layers_to_capture in SGLang)
+SERVED = {
+    "LlamaForCausalLM": ("vllm", "sglang"),
+    "MistralForCausalLM": ("vllm", "sglang"),
+    "Mistral3ForConditionalGeneration": ("vllm",),
+    "Phi3ForCausalLM": ("vllm", "sglang"),
+    "Qwen2ForCausalLM": ("vllm",),
+    "Qwen3ForCausalLM": ("vllm", "sglang"),
+    "Qwen2MoeForCausalLM": (),
+    "Qwen3MoeForCausalLM": ("vllm", "sglang"),
+    "Qwen3NextForCausalLM": ("vllm", "sglang"),
+    "Qwen3_5ForCausalLM": ("vllm", "sglang"),
+    "Qwen3_5ForConditionalGeneration": ("vllm", "sglang"),
+    "Qwen3_5MoeForCausalLM": ("vllm", "sglang"),
+    "Qwen3_5MoeForConditionalGeneration": ("vllm", "sglang"),
+    "GptOssForCausalLM": ("vllm", "sglang"),
+    "Gemma2ForCausalLM": (),
+    "Gemma3ForCausalLM": (),
+    "Gemma3ForConditionalGeneration": (),
+    "Gemma4ForCausalLM": ("vllm", "sglang"),
+    "Gemma4ForConditionalGeneration": ("vllm", "sglang"),
+    "Glm4ForCausalLM": (),
+    "Glm4MoeForCausalLM": (),
+    "OlmoForCausalLM": ("vllm",),
+    "Olmo2ForCausalLM": ("vllm",),
+    "Olmo3ForCausalLM": ("vllm",),
+}
+
+
+def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
+    """What an engine puts on a plain drafter's rows of a target's embedding table."""
+    if engine == "sglang" and architecture.startswith("Gemma"):  # looked up through the target's module, which scales
+        return math.sqrt(hidden_size)
+    return 1.0
 
 
 def vllm_options(drafter: str, block_size: int) -> list[str]:
@@ -18,8 +57,18 @@ def sglang_options(drafter: str, block_size: int) -> list[str]:
     ]
 
 
-def serving_commands(target: str, drafter: str, block_size: int) -> str:
-    """The exact lines that serve this pair with vLLM and SGLang."""
+def serving_commands(target: str, drafter: str, block_size: int, architecture: str = "") -> str:
+    """The exact lines that serve this pair with vLLM and SGLang, but for one that is known not to draft as was trained.
+
+    Args:
+        architecture: the target's, by its config.json.
+    """
     vllm = ["vllm", "serve", target, *vllm_options(drafter, block_size)]
     sglang = ["python", "-m", "sglang.launch_server", "--model-path", target, *sglang_options(drafter, block_size)]
-    return f"{shlex.join(vllm)}\n{shlex.join(sglang)}"
+    lines = {"vllm": shlex.join(vllm), "sglang": shlex.join(sglang)}
+    named = SERVED.get(architecture, tuple(lines))
+    found = [lines[engine] for engine in named if block_scale(engine, architecture, 2) == 1.0]
+    releases = " and ".join(f"{engine} {release}" for engine, release in READ.items())
+    return (
+        "\n".join(found) or f"# {releases} serve no drafter with {architecture}; dflash-eval --runtime reference does"
+    )
