@@ -180,9 +180,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.without_fla:
         sys.modules["fla"] = None  # type: ignore[assignment]  # before transformers looks for it
     results = []
+
+    def add(more: list[dict[str, Any]]) -> None:
+        results.extend(more)
+        if args.output:  # what was measured stays, should the next run out of time
+            write_json(args.output, {**setting("bench/target_features.py", argv), "results": results})
+
     for name in args.shapes:
         if args.here or resolve_device(args.device).type == "cpu":
-            results.append(measure(name, args))
+            add([measure(name, args)])
             continue
         several = hasattr(named_shape(name), "linear_num_key_heads") and importlib.util.find_spec("fla") is not None
         for more in [[], ["--without-fla"]] if several else [[]]:
@@ -192,10 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 subprocess.run([sys.executable, __file__, "--here", *command], stdout=subprocess.DEVNULL)
                 if not (Path(folder) / "one.json").exists():
                     return 1  # it has said why
-                results += read_json(Path(folder) / "one.json")["results"]
+                add(read_json(Path(folder) / "one.json")["results"])
     print(table(results), flush=True)
-    if args.output:
-        write_json(args.output, {**setting("bench/target_features.py", argv), "results": results})
     return 0 if all(row["agrees"] for result in results for row in result["rows"]) else 1
 
 

@@ -453,6 +453,20 @@ def sharding(table: Table) -> None:
         step(table, row["way"], row)
 
 
+def sharded_target(table: Table) -> None:
+    table.columns("target on two GPUs | features, tokens/s | training, sequences/s | memory of each, GiB")
+    for shape, label in (("qwen3-30b-a3b", "Qwen3-30B-A3B"),):
+        found = table.read("sharded_target_h100", shape)
+        for row in found["rows"]:
+            held = "in two slices" if row["processes_to_a_target"] > 1 else "whole on each"
+            rates = (
+                f"{row[key]:.{digits}f}" if key in row else row["error"]
+                for key, digits in (("tokens_per_second", 0), ("sequences_per_second", 2))
+            )
+            peak = max(value for key, value in row.items() if key.endswith("_peak_gib"))
+            table.add(f"{label}, {found['layers']} layers, {held}", *rates, f"{peak:.1f}")
+
+
 def features(table: Table) -> None:
     table.columns("tokens/s of the target | packed rows (the trainer) | padded rows | one row at a time")
     for shape, label in (("qwen2.5-0.5b", "Qwen2.5-0.5B"), ("qwen3-8b", "Qwen3-8B")):
@@ -530,6 +544,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         density,
         training_step,
         sharding,
+        sharded_target,
         features,
         models,
     )
