@@ -132,6 +132,23 @@ def test_a_model_that_mixes_tokens_in_other_ways_gets_one_document_in_a_forward(
         pass
 
 
+def test_on_a_gpu_only_rows_of_a_model_that_keeps_them_apart_share_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixing = Target(AutoModelForCausalLM.from_config(OTHERS["recurrent attention"]), name="mixing")
+    rows = [Row(i, 0, text.tolist()) for i, text in enumerate(torch.arange(20).split([5, 8, 7]))]
+    for target, forwards in ((tiny("Qwen3.5"), 1), (mixing, 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "device", torch.device("cuda"))
+            source = FeatureSource(target, (0,), 40)
+        ran: list[int] = []
+        handle = target.layers[0].register_forward_hook(lambda *_, ran=ran: ran.append(1))
+        found = source(rows).hidden
+        handle.remove()
+        assert len(ran) == forwards
+        for row, features in zip(rows, found, strict=True):
+            alone = target.forward(torch.tensor(row.tokens)[None], taps=(0,)).features[0]
+            torch.testing.assert_close(features[: len(alone)], alone, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_no_row_of_documents_is_refused() -> None:
     target, text = exact("llama"), torch.arange(12)[None]
     for ids, lengths in ((text, [5, 6]), (text.view(2, 6), [6, 6]), (text, [12, 0])):
