@@ -22,7 +22,7 @@ from ..models.dflash.checkpoint import (
     tensor_shapes,
 )
 from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.rope import RopeScaling
+from ..models.rope import RopeScaling, full_rope
 from ..models.target import declared_stop_ids
 from ..record import RECORD_KEY, SCHEMA, seal
 from .finding import Finding
@@ -231,7 +231,7 @@ def check_rope(case: Case) -> list[Finding]:
         return []
     theta, scaling = rope_of(case.target)
     words = f"{rope_words(case.config.rope_theta, case.config.rope_scaling)}; the target's {rope_words(theta, scaling)}"
-    own = getattr(case.target, "rope_parameters", None) or {}
+    own = full_rope(case.target)
     if scaling is None and own.get("rope_type", "default") != "default":
         words += f", scaled as no drafter is ({own['rope_type']})"
     found = [Finding("rope", "ok", words, figures={"target": dict(own)})]
@@ -249,7 +249,7 @@ def check_rope(case: Case) -> list[Finding]:
 
 def rope_of(target: PreTrainedConfig) -> tuple[float | None, RopeScaling | None]:
     """A target's theta, None if it says none, and its scaling, None if plain or of a type that no drafter has."""
-    group = dict(getattr(target, "rope_parameters", None) or {})
+    group = full_rope(target)
     try:
         scaling = RopeScaling.read(group, {"max_position_embeddings": target.max_position_embeddings})
     except ValueError:

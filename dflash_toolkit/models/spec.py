@@ -100,7 +100,7 @@ class ModelSpec:
         if c.model_type not in ARCHITECTURES:
             raise UnsupportedModel(
                 f"target {name}: architecture {c.model_type!r} is not served by this engine, "
-                f"but through vLLM it is (dflash-serve --engine vllm)"
+                f"but vLLM may (dflash-serve --engine vllm)"
             )
         if getattr(c, "quantization_config", None):
             raise UnsupportedModel(f"target {name}: quantized weights are not supported by the runtime")

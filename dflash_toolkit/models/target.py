@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
 
-WRONG_STATE = 0.25  # of the hidden states' norm; bf16 changes some hundredths
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -379,7 +378,8 @@ class Target:
             ) from error
         assert whole is not None and rest is not None
         off = float((rest - whole[:, 8:]).norm() / whole[:, 8:].norm())
-        if not off < WRONG_STATE:
+        # rounding: fp32 moves hidden states by less than a thousandth, bf16 and the experts that it chooses by hundredths
+        if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):
             raise UnsupportedModel(
                 f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states behind a "
                 f"cache than without one (off by {off:.0%}), so that nothing can be verified"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import tiny
 from conftest import check_same, make_drafter, make_target
 from test_runtime_engine import make_engine, prompts_of, same
 from transformers import Qwen3Config
@@ -129,6 +130,15 @@ def test_the_doctor_names_and_tries_both_scalings() -> None:
     assert "theta 10000, linear x 3" not in ways, "as it is configured"
     assert ways[own].setting.rope_scaling == RopeScaling(**YARN) and ways[own].setting.rope_theta == 5e5
     assert "to 1000000.0 in" in ways["theta 1e+06, linear x 3"].remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("Gemma 3", "theta 1e+06"), ("OLMo 3", "theta 500000"), ("Gemma 4", "theta 1e+06, scaled")]
+)
+def test_of_a_rope_for_each_kind_of_layer_that_of_full_attention_counts(name: str, words: str) -> None:
+    target = tiny(name)
+    (finding,) = check_rope(case_of(target, make_drafter(target)))
+    assert f"; the target's {words}" in finding.measured
 
 
 @pytest.mark.parametrize("theta", [5e5, 11158840.0, 1234567])
