@@ -11,7 +11,7 @@ from conftest import MASK, make_drafter, make_target
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
-from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LossMix
+from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
 from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import FeatureSource
@@ -162,6 +162,19 @@ def test_the_fused_head_errs_at_most_twice_as_much_as_plain_bf16_autograd(mix: L
         true, reference = torch.cat([t[i] for t in truth]), torch.cat([r[i] for r in rounded])
         error, allowed = (got - true).norm() / true.norm(), 2 * (reference - true).norm() / true.norm()
         assert error <= max(allowed, 1e-3) and error < 0.1
+
+
+def test_a_capped_head_with_a_bias_errs_no_more_than_bf16_does() -> None:
+    hidden, weight, labels, _, _ = head_batch(300, 64, 5000, 10)
+    bias = torch.randn(5000, device="cuda").to(weight.dtype)
+    leaf, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    rows = frozen_head_loss(leaf, weight, labels, 128, scale=LogitScale(0.8, 5.0), bias=bias)
+    rows.loss.sum().backward()
+    logits = 5 * torch.tanh((exact @ weight.double().T + bias.double()) * 0.8 / 5)
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    loss.sum().backward()
+    for got, true in ((rows.loss.detach(), loss.detach()), (leaf.grad, exact.grad)):
+        assert (got.double() - true).norm() < 0.02 * true.norm()
 
 
 def test_the_chunks_of_the_head_never_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

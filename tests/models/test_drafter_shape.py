@@ -110,6 +110,11 @@ def test_a_scale_and_a_soft_cap_of_the_targets_logits_stay_and_its_embedding_sca
     assert drafter_shape(target("Cohere", logit_scale=0.0625)).output_multiplier == 0.0625
 
 
+def test_a_feed_forward_width_is_found_where_none_or_many_are_given() -> None:
+    assert drafter_shape(target("GPT2", n_embd=768)).intermediate_size == 3072
+    assert drafter_shape(target("Gemma3nText", hidden_size=2048)).intermediate_size == 16384
+
+
 def test_the_norms_epsilon_is_found_by_its_other_names() -> None:
     assert drafter_shape(target("Cohere", layer_norm_eps=3e-5)).rms_norm_eps == 3e-5
     assert drafter_shape(target("GptOss")).rms_norm_eps == 1e-5

@@ -79,7 +79,7 @@ def drafter_shape(
         num_heads=given(num_heads, heads),
         num_kv_heads=given(num_kv_heads, kv_heads),
         head_dim=given(head_dim, size),
-        intermediate_size=given(intermediate_size, 3 * width if experts else _dense(target.intermediate_size)),
+        intermediate_size=given(intermediate_size, 3 * width if experts else _ffn(target)),
         vocab_size=target.vocab_size,
         num_target_layers=depth,
         target_layer_ids=target_layer_ids,
@@ -127,7 +127,8 @@ def has_experts(target: "PreTrainedConfig") -> bool:
     return any(getattr(target, name, None) for name in EXPERTS)
 
 
-def _dense(size: int | list[int]) -> int:
+def _ffn(target: "PreTrainedConfig") -> int:
+    size = getattr(target, "intermediate_size", None) or 4 * target.hidden_size  # GPT-2's, where nothing is said
     return max(size) if isinstance(size, list) else size  # Gemma 3n gives one for each layer
 
 
