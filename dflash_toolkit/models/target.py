@@ -378,7 +378,7 @@ class Target:
             ) from error
         assert whole is not None and rest is not None
         off = float((rest - whole[:, 8:]).norm() / whole[:, 8:].norm())
-        # rounding: fp32 moves hidden states by less than a thousandth, bf16 and the experts that it chooses by hundredths
+        # by rounding fp32 moves hidden states by less than a thousandth, bf16 with its choice of experts by hundredths
         if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):
             raise UnsupportedModel(
                 f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states behind a "
