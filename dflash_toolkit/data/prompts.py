@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -175,6 +176,16 @@ def template_variables(tokenizer: Any, tools: Sequence[Tool] = ()) -> frozenset[
     given = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", *tokenizer.special_tokens_map}
     given |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
     return _looked_up(tokenizer.get_chat_template(None, list(tools) or None)) - given
+
+
+def tell_of_thinking(tokenizer: Any, thinking: bool | None) -> None:
+    """Say on stderr that a chosen thinking mode changes nothing, where the chat template has none."""
+    if thinking is not None and "enable_thinking" not in template_variables(tokenizer):
+        print(
+            f"warning: thinking={str(thinking).lower()} changes nothing: the target's chat template does not look at "
+            f"enable_thinking",
+            file=sys.stderr,
+        )
 
 
 @lru_cache(maxsize=16)

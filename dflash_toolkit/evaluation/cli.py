@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.readahead import read_ahead
 from ..config import UserError, option, options, parse_cli, run_command, to_mapping
-from ..data.prompts import Prompt, encode_chat
+from ..data.prompts import Prompt, encode_chat, tell_of_thinking
 from ..files import locked
 from ..options import DraftOptions, ModelOptions, PromptSetOptions, SamplingOptions
 from ..threads import use_threads
@@ -86,6 +86,7 @@ def _run(config: EvalConfig) -> None:
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
     pair = _load(config)
+    tell_of_thinking(pair.tokenizer, config.sampling.thinking)
     sets = {
         name: [EncodedPrompt(row.id, _encode(pair.tokenizer, name, row, config.sampling.thinking)) for row in rows]
         for name, rows in prompts.items()

@@ -13,7 +13,7 @@ from programs import says, user
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import Conversation
-from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts
+from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, tell_of_thinking
 from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.fingerprint import files_digest, template_digest
 
@@ -177,6 +177,20 @@ def test_encode_chat_renders_the_template_up_to_the_first_token_of_the_answer() 
     ids = encode_chat(tokenizer, [{"role": "system", "content": "Be brief."}, user("Hi")])
     assert all(type(i) is int for i in ids)
     assert tokenizer.decode(ids) == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(("thinking", "template", "told"), [
+    (True, "{{ messages[0].content }}", "warning: thinking=true changes nothing"), (None, "{{ messages }}", ""),
+    (False, "{% if enable_thinking %}{% endif %}", ""),
+])  # fmt: skip
+def test_a_mode_that_a_template_does_not_have_is_told_of(
+    thinking: bool | None, template: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tell_of_thinking(tokenizer, thinking)
+    said = capsys.readouterr().err
+    assert said.startswith(told) and bool(said) == bool(told)
 
 
 @pytest.mark.parametrize(("thinking", "tail"), [(None, "unset"), (True, "on"), (False, "off")])
