@@ -99,9 +99,7 @@ class Clinic:
 
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
-    target = make_target()
-    target.tokenizer.chat_template = THINKING
-    path = tmp_path_factory.mktemp("clinic")
+    target, path = make_target(), tmp_path_factory.mktemp("clinic")
     drafter = fit(target, answered(target), path, steps=300)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
     note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
@@ -196,8 +194,15 @@ def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clini
         assert not found["fault"] and [finding["check"] for finding in found["warning"]] == warned
 
 
-def test_the_other_thinking_mode_is_named(clinic: Clinic) -> None:
-    faults = clinic.examine("--thinking")["fault"]
+def test_the_other_thinking_mode_is_named(clinic: Clinic, tmp_path: Path) -> None:
+    target = make_target()
+    target.tokenizer.chat_template = THINKING
+    path, trained_so = write_target(target, tmp_path), edit(template_hash=template_digest(target.tokenizer))
+    found = clinic.examine("--target", path, break_it=trained_so)
+    assert (found["fault"], found["warning"]) == ([], [])
+    (thinking,) = (finding["figures"] for finding in found["ok"] if finding["check"] == "thinking")
+    assert thinking["tau_other"] < thinking["tau"] and not thinking["trained_so"]
+    faults = clinic.examine("--target", path, "--thinking", break_it=trained_so)["fault"]
     assert [fault["check"] for fault in faults] == ["thinking"]
     assert "enable_thinking=false" in faults[0]["remedy"]
 
@@ -209,10 +214,11 @@ def test_how_the_answers_were_written_is_read_as_training_notes_it(clinic: Clini
 
 
 def test_a_target_of_another_shape_does_not_fit(clinic: Clinic, tmp_path: Path) -> None:
-    deeper = write_target(make_target(layers=8), tmp_path)
+    target = make_target(layers=8)
+    target.tokenizer.chat_template = THINKING
+    deeper = write_target(target, tmp_path)
     assert main([*clinic.arguments(clinic.healthy), "--target", deeper]) == 1
     faults = clinic.examine("--target", deeper)["fault"]
-    # the tiny tokenizer of that directory has another template, too
     assert [fault["check"] for fault in faults] == ["fit", "template"]
     assert "layers" in faults[0]["measured"] and "made for tiny" in faults[0]["remedy"]
 
@@ -222,7 +228,6 @@ def test_a_target_of_other_weights_is_told_by_the_drafters_ignorance(clinic: Cli
     for weight in other.model.parameters():
         if weight.dim() == 2:
             weight.normal_(0, 0.3)
-    other.tokenizer.chat_template = THINKING
     faults = clinic.examine("--target", write_target(other, tmp_path))["fault"]
     assert [fault["check"] for fault in faults] == ["acceptance"]
     assert "knows nothing of what this target says" in faults[0]["remedy"]
