@@ -1,13 +1,14 @@
 """dflash-eval: the acceptance report that people decide from."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.readahead import read_ahead
-from ..config import UserError, option, options, parse_cli, run_command, to_mapping
+from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
 from ..data.prompts import Prompt, encode_chat, tell_of_thinking
 from ..files import locked
 from ..options import DraftOptions, ModelOptions, PromptSetOptions, SamplingOptions
@@ -50,7 +51,10 @@ class EvalConfig(ModelOptions):
     sets: PromptSetOptions = options(PromptSetOptions, flat=True)
     output: str = option("report", "directory for the report")
     runtime: str = option(
-        "engine", "engine: what dflash-serve runs; reference: Hugging Face modules, slow", ("engine", "reference")
+        "auto",
+        "engine: what dflash-serve runs; reference: Hugging Face modules, slow; auto: the engine where it computes the "
+        "target",
+        ("auto", "engine", "reference"),
     )
     baseline: bool = option(True, "also decode without the drafter: gives speed-up and identity")
     sampling: EvalSampling = options(EvalSampling, flat=True)
@@ -137,9 +141,19 @@ def _load(config: EvalConfig) -> "Pair":
             drafter.config = drafter.config.with_block_size(config.draft.block_size)
         except ValueError as error:
             raise UserError(str(error)) from error
-    if config.runtime == "reference":
-        return ReferencePair(Target.load(config.target, config.device, config.dtype), drafter)
-    return EnginePair.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
+    refused = None
+    if config.runtime != "reference":
+        try:
+            return EnginePair.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
+        except UnsupportedModel as error:
+            if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
+                raise
+            refused = str(error.__cause__ or error)  # without the way out
+    pair = ReferencePair(Target.load(config.target, config.device, config.dtype), drafter)
+    if refused is not None:
+        print(f"the reference decodes, for the engine cannot: {refused}", file=sys.stderr)
+        pair.facts["refused_by_the_engine"] = refused
+    return pair
 
 
 def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> list[int]:

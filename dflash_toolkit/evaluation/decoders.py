@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config import UserError
+from ..config import UnsupportedModel, UserError
 from ..data.prompts import Message, Tool
 from ..decode import stream
 from ..fingerprint import drafter_digest, sample_digest, template_digest
@@ -277,7 +277,7 @@ class EnginePair(Pair):
         dtype: str = "auto",
         draft_dtype: str = "auto",
     ) -> "EnginePair":
-        """As `load_parts` does; `drafter` moves to the device. Raises UserError."""
+        """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
         else:
@@ -314,7 +314,8 @@ def _way_out() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}; --runtime reference decodes without the engine") from error
+        kind = UnsupportedModel if isinstance(error, UnsupportedModel) else UserError
+        raise kind(f"{error}; --runtime reference decodes without the engine") from error
 
 
 # ---- what was decoded with -----------------------------------------------------------------------------------

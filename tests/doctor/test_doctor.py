@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from conftest import MASK, PAD, TEMPLATE, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 
@@ -358,3 +359,23 @@ def test_what_the_files_say_stands_where_answers_are_too_short_to_measure(
     clinic.path.joinpath("long.jsonl").write_text(json.dumps({"id": "tale", "prompt": "x" * 2000}) + "\n")
     assert main(clinic.arguments(clinic.healthy, "--prompts", f"p={clinic.path / 'long.jsonl'}")) == 2
     assert "prompt 'tale': " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("Qwen3-MoE", "theta 10000"),
+        ("Qwen3.5 with images", "theta 10000"),
+        ("Gemma 3", "theta 1e+06"),
+        ("gpt-oss", "theta 150000, yarn x 32"),
+    ],
+)
+def test_a_drafter_of_any_target_is_examined(name: str, rope: str, tmp_path: Path) -> None:
+    target = ARCHITECTURES[name].target(eos_token_id=None)  # its answers are as long as they may be
+    drafter = make_drafter(target, layers=1)
+    found = Clinic(tmp_path, target, drafter).examine("--max-tokens", "16", "--limit", "3")
+    ok = {finding["check"]: finding["measured"] for finding in found["ok"]}
+    first = next(finding["measured"] for finding in found["ok"] if finding["check"] == "rope")
+    assert first.endswith(f"the target's {rope}")
+    assert {"configuration", "fit", "tensors", "weights", "mask row", "layer ids", "context", "serving"} <= ok.keys()
+    assert {finding["check"] for finding in found["fault"]} <= {"acceptance"}, "of random weights"

@@ -332,7 +332,7 @@ def files(target: Target, tmp_path: Path) -> dict[str, Path]:
         pytest.param(["--target", "/no/such"], "target /no/such: no such directory", id="target"),
         pytest.param(["--drafter", "/no/such"], "drafter /no/such: no such directory", id="drafter"),
         pytest.param(["--drafter", "{other}"], "hidden size is 48, the target's 32", id="drafter of another target"),
-        pytest.param(["--runtime", "vllm"], "'vllm' is not one of engine, reference", id="runtime"),
+        pytest.param(["--runtime", "vllm"], "'vllm' is not one of auto, engine, reference", id="runtime"),
         pytest.param(["--runtime", "reference", "draft_dtype=fp8"], "only --runtime engine", id="draft dtype"),
         pytest.param(["--draft-dtype", "int4"], "'int4' is not one of auto, fp8, full", id="another draft dtype"),
         pytest.param(["--device", "cuda:77"], "cuda:77", id="device"),

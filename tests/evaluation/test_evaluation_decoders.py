@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import tiny
 from conftest import make_drafter, make_target
 from test_evaluation_cli import load, untimed, write_prompts
 from test_runtime_gpu import pair as gpu_pair
@@ -17,6 +18,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, g
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, Report, evaluate
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair
+from dflash_toolkit.evaluation.markdown import escape
 from dflash_toolkit.evaluation.measure import measure
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime.proposer import Draft, Proposer
@@ -217,7 +219,7 @@ def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capf
     save_drafter(make_drafter(target), tmp_path / "drafter")
     command = [*command_of(tmp_path / "target", tmp_path / "drafter", tmp_path), "--max-tokens", "4"]
     capfd.readouterr()
-    assert main(command) == 2
+    assert main([*command, "--runtime", "engine"]) == 2
     captured = capfd.readouterr()
     assert captured.err.startswith("error: target ") and captured.err.count("\n") == 1
     assert "mlp_bias is not supported by the runtime; --runtime reference decodes" in captured.err
@@ -225,6 +227,29 @@ def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capf
     assert main([*command, "--runtime", "reference"]) == 0
     with pytest.raises(UserError, match="--runtime reference"):
         EnginePair.load(target, make_drafter(target))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE", "Qwen3.5 with images", "Gemma 3", "gpt-oss"])
+def test_what_the_engine_does_not_compute_is_measured_by_the_reference_and_the_report_says_why(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny(name)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_drafter(make_drafter(target), tmp_path / "drafter")
+    command = [*command_of(tmp_path / "target", tmp_path / "drafter", tmp_path), "--max-tokens", "12"]
+    capfd.readouterr()
+    assert main(command) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("the reference decodes")]
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    why = report["arguments"].get("refused_by_the_engine")
+    if name == "Llama":
+        assert report["arguments"]["runtime"] == "engine" and not said and why is None
+    else:
+        assert report["arguments"]["runtime"] == "reference" and "not served by this engine" in why
+        assert said == [f"the reference decodes, for the engine cannot: {why}"]
+        assert escape(why) in (tmp_path / "report" / "report.md").read_text()
+    assert report["overall"]["identical_to_plain"] == 1.0
 
 
 def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:

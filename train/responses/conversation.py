@@ -18,6 +18,7 @@ from .rows import Row, Span
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 FINAL_CHANNEL = re.compile(r"<\|channel\|>final\b.*?<\|message\|>")
+SPLIT = re.compile(r"""split\(\s*(['"])(.+?)\1""")
 TOO_SHORT = "shorter than two tokens"
 TOO_LONG = "too long"
 REFUSED = "refused by the chat template"
@@ -35,14 +36,19 @@ def said(tokenizer: Any, response: list[int]) -> str:
     """What a response says, as the template of the next turn wants to be given it.
 
     Of harmony, gpt-oss's form, that is the final channel: its template refuses the tags of channels, and without them
-    thoughts would run into what is said.
+    thoughts would run into what is said. Special tokens at which a template splits what was said, as Gemma 4's does to
+    leave earlier thoughts out, stay.
     """
-    harmony = "<|channel|>" in str(tokenizer.chat_template)
-    text = str(tokenizer.decode(response, skip_special_tokens=not harmony))
-    if harmony:
-        _, *final = FINAL_CHANNEL.split(text)
+    template = str(tokenizer.chat_template)
+    if "<|channel|>" in template:
+        _, *final = FINAL_CHANNEL.split(str(tokenizer.decode(response, skip_special_tokens=False)))
         return final[-1] if final else ""
-    return text
+    split = {match[2] for match in SPLIT.finditer(template)}
+    if not split:
+        return str(tokenizer.decode(response, skip_special_tokens=True))
+    added = tokenizer.added_tokens_decoder
+    unseen = {token for token, its in added.items() if its.special and its.content not in split}
+    return str(tokenizer.decode([token for token in response if token not in unseen], skip_special_tokens=False))
 
 
 @dataclass(slots=True)

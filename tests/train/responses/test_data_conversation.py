@@ -110,6 +110,55 @@ def test_of_a_response_in_channels_the_final_one_is_said_in_the_next_turn(tail: 
     assert talk.request[0] == encode_chat(tokenizer, [user("one"), assistant(next_turn), user("two")])
 
 
+QWEN = """{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}
+{{- m['content'].split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m['content'] }}{% endif %}
+{{- '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+GEMMA = """{% macro strip(text) %}{% for part in text.split('<channel|>') %}{{ part.split('<|channel>')[0] }}
+{%- endfor %}{% endmacro %}{% if enable_thinking is defined and enable_thinking %}
+{{- '<|turn>system\\n<|think|><turn|>' }}{% endif %}
+{%- for m in messages %}{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' }}
+{{- strip(m['content']) if m['role'] == 'assistant' else m['content'] }}{{ '<turn|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("thinking", [None, False, True])
+@pytest.mark.parametrize(
+    ("template", "tags", "words", "special", "response"),
+    [
+        (QWEN, [], ["<think>", "</think>"], "<|end|>", "<think>\nhm\n</think>\n\nyes"),
+        (QWEN, ["<think>", "</think>"], [], "<|end|>", "<think>\nhm\n</think>\n\nyes"),
+        (GEMMA, ["<|channel>", "<channel|>", "<|turn>", "<turn|>", "<|think|>"], [], "<turn|>",
+         "<|channel>thought\nhm<channel|>yes"),
+    ],
+    ids=["qwen", "qwen-special", "gemma"],
+)  # fmt: skip
+def test_a_response_is_trained_on_with_its_thoughts_and_the_next_turn_is_asked_as_the_template_wants(
+    template: str, tags: list[str], words: list[str], special: str, response: str, thinking: bool | None
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    tokenizer.add_tokens(words)
+    tokenizer.chat_template = template
+    asked = Conversation("x", ((user("one"),), (user("two"),)))
+    talk = LiveConversation(4, 1, asked, tokenizer, PARAMS, 400, thinking)
+    assert talk.request is not None
+    first = talk.request[0]
+    assert first == encode_chat(tokenizer, [user("one")], thinking)
+    plain = encode_chat(tokenizer, [user("one")])
+    assert (first == plain) == (thinking is not (template is not QWEN)), "what is not the template's own"
+    tokens = [*tokenizer(response).input_ids, tokenizer.convert_tokens_to_ids(special)]
+    answer(talk, tokens)
+    assert talk.request is not None
+    second = talk.request[0]
+    assert second == encode_chat(tokenizer, [user("one"), assistant("yes"), user("two")], thinking)
+    answer(talk, tokens)
+    rows = [part.row for part in talk.parts]
+    assert [row.tokens for row in rows] == [first + tokens, second + tokens]
+    assert all(row.spans == ((row.prompt_tokens, len(row.tokens)),) for row in rows)
+
+
 def test_room_shrinks_with_every_turn_and_without_it_the_conversation_ends() -> None:
     talk = dialogue("one", "two", "3", room=16)
     assert talk.request is not None and talk.request[1].max_tokens == 16
