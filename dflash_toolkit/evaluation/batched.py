@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..config import UserError
 from ..decode import choices, generate, sampled
 from ..generation import Generation, Step, check_prompt, commit
 from ..models import packed
@@ -21,7 +22,9 @@ from ..sampling import SamplingParams, int64_seed
 from .decoders import Chat, Response, free_memory
 
 PREFILL_TOKENS = 8192  # padding included, of prompts that run together: what is computed between layers is bounded
-REFILL = 0.25  # of the batch that is empty before prompts join; on a CPU as fast as at once, and twice as fast as at 1
+REFILL = (
+    0.25  # of the batch that is empty before prompts join; at once is no faster, and when all have ended far slower
+)
 
 KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # which no padding on the left changes
 OF_LENGTH = {"dynamic", "longrope"}  # RoPE that turns every row by the length of the longest
@@ -93,12 +96,17 @@ class BatchedDecoder:
     @torch.inference_mode()
     def wait(self) -> Response:
         while not self._finished:
-            if self._waiting and len(self._rows) <= self._batch * (1 - REFILL):
-                self._refill()
-            elif self._rows:
-                self._step()
-            else:
-                raise RuntimeError("nothing was submitted")
+            try:
+                if self._waiting and len(self._rows) <= self._batch * (1 - REFILL):
+                    self._refill()
+                elif self._rows:
+                    self._step()
+                else:
+                    raise RuntimeError("nothing was submitted")
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"GPU memory does not hold {self._batch} prompts at a time and their answers; lower batch_size"
+                ) from error
         return self._finished.popleft()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, tiny
 from conftest import make_target
 
-from dflash_toolkit import SamplingParams, Target, generate
+from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.evaluation import batched
 from dflash_toolkit.evaluation.batched import BatchedDecoder, alone
 from dflash_toolkit.generation import PromptError
@@ -96,6 +96,17 @@ def test_what_cannot_be_decoded_is_refused_when_it_is_submitted() -> None:
     with pytest.raises(BiasError):
         decoder.submit(0, [1], SamplingParams(logit_bias=((300, 1.0),)))
     with pytest.raises(RuntimeError, match="nothing was submitted"):
+        decoder.wait()
+
+
+def test_too_many_prompts_for_the_memory_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    decoder = BatchedDecoder(make_target(), 64)
+    decoder.submit(0, [1], SamplingParams())
+    monkeypatch.setattr(Target, "forward", full)
+    with pytest.raises(UserError, match="64 prompts at a time and their answers; lower batch_size"):
         decoder.wait()
 
 
