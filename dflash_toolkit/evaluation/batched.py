@@ -22,9 +22,7 @@ from ..sampling import SamplingParams, int64_seed
 from .decoders import Chat, Response, free_memory
 
 PREFILL_TOKENS = 8192  # padding included, of prompts that run together: what is computed between layers is bounded
-REFILL = (
-    0.25  # of the batch that is empty before prompts join; at once is no faster, and when all have ended far slower
-)
+REFILL = 0.25  # of the batch is empty before prompts join: at once is no faster, once all have ended far slower
 
 KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # which no padding on the left changes
 OF_LENGTH = {"dynamic", "longrope"}  # RoPE that turns every row by the length of the longest
