@@ -35,7 +35,7 @@ THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is define
 
 
 def fit(
-    target: Target, rows: list[Row], work: Path, steps: int = 250, anchors: int = 12, rate: float = 8e-3, **shape: Any
+    target: Target, rows: list[Row], work: Path, steps: int = 150, anchors: int = 12, rate: float = 8e-3, **shape: Any
 ) -> Drafter:
     """A drafter trained on `rows` by the real loop."""
     shape = {"block_size": 6} | shape
@@ -101,7 +101,7 @@ class Clinic:
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
     target, path = make_target(), tmp_path_factory.mktemp("clinic")
-    drafter = fit(target, answered(target), path, steps=300)
+    drafter = fit(target, answered(target), path)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
     note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
     return Clinic(path, target, drafter, note | {"acceptance_length": 5.5, "trained_block_size": 6})
