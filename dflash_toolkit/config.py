@@ -32,7 +32,7 @@ class UserError(Exception):
 
 
 class UnsupportedModel(UserError):
-    """A target that the engine does not compute, or not on this device; vLLM or SGLang may.
+    """A target or drafter that the engine does not compute, or not on this device; vLLM or SGLang may.
 
     Attributes:
         gpus: how many like this one would hold it; 1 where its size is not what is wrong.

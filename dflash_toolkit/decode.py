@@ -117,14 +117,14 @@ def stream(
 
 
 def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:
-    """Draft S - 1 tokens after token `last` at `position` in one non-causal pass: argmax of slots 1..S-1."""
+    """Draft S - 1 tokens after token `last` at `position` in one non-causal pass: `Drafter.choose` of slots 1..S-1."""
     assert context is not None and context.length == position, "the drafter sees positions strictly before the anchor"
     size = drafter.config.block_size
     ids = torch.full((1, size), drafter.config.mask_token_id, device=target.device)
     ids[0, 0] = last
     positions = torch.arange(position, position + size, device=target.device)[None]
     hidden = drafter(target.embed(ids).to(drafter.dtype), positions, context)
-    return target.head(hidden[0, 1:].to(target.dtype)).argmax(-1).tolist()
+    return drafter.choose(hidden[0, 1:], target.head(hidden[0, 1:].to(target.dtype)), last).tolist()
 
 
 def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, count: int) -> ContextKV | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .fingerprint import joint_digest, json_digest, tensor_digest
-from .models.dflash.network import Drafter, DrafterConfig
+from .models.dflash.network import PARTS, Drafter, DrafterConfig
 from .models.target import Target
 
 RECORD_KEY = "record"  # within the provenance
@@ -66,7 +66,8 @@ def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 def configuration(config: DrafterConfig) -> dict[str, Any]:
     """The drafter's configuration as JSON values, by the names of `DrafterConfig`."""
-    values = {k: v for k, v in asdict(config).items() if k not in ("rope_factor", "scaled_frequencies")}
+    left_out = {"rope_factor", "scaled_frequencies", *(() if config.is_dflash2 else PARTS)}
+    values = {k: v for k, v in asdict(config).items() if k not in left_out}
     values["rope_scaling"] = config.rope_scaling.parameters if config.rope_scaling else None
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 

@@ -220,6 +220,18 @@ def make_drafter(target: Target, *, taps: int = 3, layers: int = 2, block_size: 
     return drafter.eval()
 
 
+def make_dflash2(target: Target, **changes: object) -> Drafter:
+    """One with both parts of DFlash 2, whose random weights change what is drafted."""
+    parts = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 16}
+    drafter = make_drafter(target, **parts | changes)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "_conv." in name or "selector" in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return drafter
+
+
 @pytest.fixture(scope="session")
 def target() -> Target:
     return make_target()
@@ -254,6 +266,15 @@ def drafter_dir(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> P
 
     path = tmp_path_factory.mktemp("drafter")
     save_drafter(drafter, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def dflash2_dir(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
+    from dflash_toolkit import save_drafter
+
+    path = tmp_path_factory.mktemp("dflash2")
+    save_drafter(make_dflash2(target), path)
     return path
 
 

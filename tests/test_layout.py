@@ -25,7 +25,7 @@ LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
     {"checkpoint", "models.cache", "models.packed", "models.sharded", "models.spec", "models.structure"},
-    {"fingerprint"},
+    {"fingerprint", "models.dflash2"},
     {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling"},
     {"grammar"},
     {"decode", "record"},

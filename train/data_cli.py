@@ -205,7 +205,10 @@ def _check(config: DataConfig, target_config: Any) -> None:
         return
     resolve_dtype(config.dtype, resolve_device(config.device))
     if config.drafter is not None:
-        check_fits(read_config(locate("drafter", config.drafter)), target_config)
+        drafter = read_config(locate("drafter", config.drafter))
+        check_fits(drafter, target_config)
+        if config.runtime == "engine":
+            drafter.require_plain("the engine")
     if config.runtime == "vllm":
         import_vllm()
 

@@ -54,6 +54,8 @@ class Case:
             config = read_config(path)
         except UserError as error:
             problem = str(error).removeprefix(f"drafter {path}: ")
+        if config is not None:
+            config.require_plain("dflash-doctor")
         return cls(name, raw, config, problem, read_tensors(path), target, tokenizer, thinking)
 
     @property

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import dflash.model
 import torch
@@ -18,11 +19,21 @@ from transformers import AutoModelForCausalLM
 
 
 class RecordingDrafter(dflash.model.DFlashDraftModel):
-    """The client's own model, keeping the logits of every block it drafts."""
+    """The client's own model, keeping the logits and the tokens of every block it drafts."""
 
     def compute_logits(self, hidden: torch.Tensor, output_head: torch.nn.Module) -> torch.Tensor:
         self.blocks.append(super().compute_logits(hidden, output_head)[0])
+        self.drafted.append(self.blocks[-1].argmax(-1).tolist())
         return self.blocks[-1][None]
+
+
+class RecordingDrafter2(dflash.model.DFlash2DraftModel, RecordingDrafter):
+    """DFlash 2's, whose tokens the selector chooses."""
+
+    def propose(self, *arguments: Any) -> Any:
+        found = super().propose(*arguments)
+        self.drafted[-1] = found[0][0].tolist()
+        return found
 
 
 def main() -> None:
@@ -31,11 +42,13 @@ def main() -> None:
     torch.set_num_threads(1)  # as our tests do: on a shared machine more threads were ten times slower
     dflash.model._cuda_time = time.perf_counter  # the client times with CUDA even on a CPU
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
-    drafter = RecordingDrafter.from_pretrained(drafter_path, dtype=torch.float32).eval()
+    names = json.loads(Path(drafter_path, "config.json").read_text())["architectures"]
+    kind = RecordingDrafter2 if "DFlash2DraftModel" in names else RecordingDrafter
+    drafter = kind.from_pretrained(drafter_path, dtype=torch.float32).eval()
     request = json.loads(Path(request_path).read_text())
     answers, first_blocks = [], {}
     for i, prompt in enumerate(request["prompts"]):
-        drafter.blocks = []
+        drafter.blocks, drafter.drafted = [], []
         out = dflash.model.dflash_generate(
             drafter,
             target,
@@ -49,7 +62,7 @@ def main() -> None:
             {
                 "tokens": out.output_ids[0, len(prompt) :].tolist(),
                 "committed": out.acceptance_lengths,
-                "drafted": [block.argmax(-1).tolist() for block in drafter.blocks],
+                "drafted": drafter.drafted,
             }
         )
     save_file(first_blocks, logits_path)

@@ -252,6 +252,24 @@ def test_what_the_engine_does_not_compute_is_measured_by_the_reference_and_the_r
     assert report["overall"]["identical_to_plain"] == 1.0
 
 
+def test_a_dflash_2_drafter_is_measured_by_the_reference_alone(
+    target_dir: Path, dflash2_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*command_of(target_dir, dflash2_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
+    why = (
+        "this is a DFlash 2 drafter, which the engine does not compute; dflash-eval --runtime reference and "
+        "dflash-serve --engine vllm do"
+    )
+    capfd.readouterr()
+    assert main([*command, "--runtime", "engine"]) == 2
+    assert capfd.readouterr().err == f"error: {why}\n"
+    assert main(command) == 0
+    assert f"the reference decodes, for the engine cannot: {why}\n" in capfd.readouterr().err
+    report = load(tmp_path / "report")
+    assert (report["arguments"]["runtime"], report["arguments"]["refused_by_the_engine"]) == ("reference", why)
+    assert report["overall"]["identical_to_plain"] == 1.0
+
+
 def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*_: Any) -> int:
         raise UserError("GPU memory is 3.0 GiB short")

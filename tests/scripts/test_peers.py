@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, tiny
-from conftest import make_drafter
+from conftest import make_dflash2, make_drafter, make_target
 from paths import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
+from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate, load_drafter, save_drafter
 from dflash_toolkit.data.prompts import encode_chat, read_prompts
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.mix import LogitScale
@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 PEER = os.environ.get("DFLASH_PEERS_PYTHON")
 TARGET = Path(os.environ.get("DFLASH_PEERS_TARGET", ROOT / "demo/target"))
 DRAFTER = Path(os.environ.get("DFLASH_PEERS_DRAFTER", ROOT / "demo/drafter"))
+PROPOSE = decode.propose
 PROMPTS, MAX_NEW_TOKENS = 8, 80  # with the demo, two answers end by the stop token and six at the limit
 
 
@@ -156,3 +157,37 @@ def test_with_a_target_of_every_architecture_both_draft_the_same(name: str, tmp_
     logits = blocks[0].clone()
     scale.apply_(logits)  # theirs have it behind the head
     torch.testing.assert_close(logits, peer.logits, rtol=1e-4, atol=1e-4)
+
+
+SCALES = {"output_multiplier": 0.2, "final_logit_softcapping": 2.0, "input_embedding_scale": 1.5}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, SCALES, {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9}], ids=str
+)
+def test_of_a_dflash_2_drafter_both_draft_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    if not PEER:
+        pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
+    target, limit = make_target("qwen3"), 40
+    target.model.save_pretrained(tmp_path / "target")
+    save_drafter(make_dflash2(target, **changes), tmp_path / "drafter")
+    drafter = load_drafter(str(tmp_path / "drafter"), dtype=torch.float32)
+    prompts = [list(range(first, first + 20)) for first in range(40, 200, 20)]
+    request = {"max_new_tokens": limit, "stop_token_ids": list(target.stop_token_ids), "prompts": prompts}
+    chosen = 0
+    for prompt, peer in zip(prompts, theirs(request, tmp_path, tmp_path / "target", tmp_path / "drafter"), strict=True):
+        drafted: list[list[int]] = []
+
+        def propose(*arguments: Any, drafted: list[list[int]] = drafted) -> list[int]:
+            drafted.append(PROPOSE(*arguments))
+            return drafted[-1]
+
+        with recorded_blocks(target) as blocks, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "propose", propose)
+            answer = generate(target, drafter, prompt, SamplingParams(max_tokens=limit))
+        assert answer.tokens == peer.tokens
+        count = full_steps(peer, 8, limit)
+        assert drafted[:count] == peer.drafted[:count] and count
+        assert [len(step.tokens) for step in answer.steps][:count] == peer.committed[:count]
+        chosen += sum(draft != block.argmax(-1).tolist() for draft, block in zip(drafted, blocks, strict=True))
+    assert chosen > 8, "a selector that changes nothing shows nothing"

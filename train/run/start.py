@@ -42,13 +42,14 @@ def load_start(
 
     Raises:
         UserError: it cannot be read, does not fit the target, is not the shape that was asked for, or would be
-            overwritten.
+            overwritten; it is one of DFlash 2.
     """
     folder = locate("drafter", name)
     if folder.resolve() == output.resolve():
         raise UserError(f"init_from and output are both {name}; the run would overwrite what it starts from")
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)
     check_fits(drafter.config, target)
+    drafter.config.require_plain("dflash-train")
     found = options_of(drafter.config)
     given = list(given)
     for key in (key for key in given if key not in SIGHT):

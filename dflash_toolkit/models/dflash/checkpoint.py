@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from ...checkpoint.reader import each_tensor, load_weights, locate, weight_files
 from ...config import UserError
 from ..rope import read_rope, tell_of_vllm
-from .network import Drafter, DrafterConfig
+from .network import PARTS, Drafter, DrafterConfig
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -34,6 +34,9 @@ SCALES: dict[str, float | None] = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
+# by whom they are written: z-lab and this project, NeMo Automodel, the speculators library
+PLAIN = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
+DFLASH2 = "DFlash2DraftModel"
 STALE_S = 3600.0  # no export takes so long
 DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
@@ -49,7 +52,7 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
     """The contract's `config.json`; `block_size` and the rope stand twice because loaders disagree on where to look."""
     scaling = config.rope_scaling.parameters if config.rope_scaling else None
     values: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [DFLASH2 if config.is_dflash2 else PLAIN[0]],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -77,6 +80,7 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
             "mask_token_id": config.mask_token_id,
             "block_size": config.block_size,
         }
+        | {key: getattr(config, key) for key in PARTS if getattr(config, key)}
         | scales_of(config),
     }
     if scaling:
@@ -277,9 +281,10 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     projector = find("projector_type", "dflash")
     plain = speculators and raw["speculators_model_type"] == projector == "dflash"
     # that library writes the keys of every variant, whichever it is
-    for key in ("markov_rank", "selector_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
+    for key in ("markov_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
         if find(key) not in (None, 0, False):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
+    _check_architecture(path, raw, [key for key in PARTS if find(key)])
     vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also beside a reduced one
     if (rows := reduced_vocabulary(raw)) is not None:
         if not 0 < checked("draft_vocab_size", rows, int) < vocabulary:
@@ -326,6 +331,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             is_causal=causal,
             attention_bias=find("attention_bias", False) is True,
             rope_scaling=rope_scaling,
+            **{key: get(key, 0) for key in PARTS},
             input_embedding_scale=float(get("input_embedding_scale", 1.0, kind=int | float)),
             output_multiplier=float(get("output_multiplier", 1.0, kind=int | float)),
             # zero is none, as the other loaders have it
@@ -333,6 +339,26 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"drafter {path}: config.json: {error}") from error
+
+
+def _check_architecture(path: Path, raw: dict[str, Any], parts: Sequence[str]) -> None:
+    # the name is what servers go by: one that drafts with fewer parts than were trained does so in silence
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"drafter {path}: config.json: 'architectures' is {names!r}, not a list of names")
+    if unknown := [name for name in names if name not in (*PLAIN, DFLASH2)]:
+        raise UserError(
+            f"drafter {path}: config.json: architecture {unknown[0]!r} is not known; {PLAIN[0]} and {DFLASH2} are"
+        )
+    if "speculators_model_type" in raw:
+        if parts or DFLASH2 in names or raw["speculators_model_type"] == "dflash2":
+            raise UserError(
+                f"drafter {path}: the speculators form of DFlash 2 is laid out otherwise and not read; "
+                f"dflash-serve --engine vllm serves it"
+            )
+    elif names and bool(parts) != (DFLASH2 in names):
+        has = f"{parts[0]!r} is of {DFLASH2}" if parts else f"{PARTS[0]!r} and {PARTS[2]!r} are missing"
+        raise UserError(f"drafter {path}: config.json: {has}, but 'architectures' is {names}")
 
 
 def _least_layers(ids: Sequence[int]) -> int:

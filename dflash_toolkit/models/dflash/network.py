@@ -1,5 +1,7 @@
 """The DFlash network: a few Qwen3-style layers that read the target's hidden states and fill a whole block at once.
 
+With the parts of `models.dflash2`, of which it may have either, it is that of DFlash 2.
+
 It owns no embedding and no LM head; it receives tensors and never sees the target. Training and decoding use the
 same two calls: `context_kv` turns tapped features into every layer's context keys and values (once per token), and
 `forward` runs blocks against them. Contract: DFlash (arXiv 2602.06036) section 4.
@@ -17,9 +19,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from ...config import UnsupportedModel
+from ...kernels.mix import LogitScale
+from ..dflash2.convolution import DynamicConvolution
+from ..dflash2.selector import CandidateSelector
 from ..rope import RopeScaling
 from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
 
+# of DFlash 2; both of a pair are 0 where its part is not there
+PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
 
 
@@ -53,6 +61,10 @@ class DrafterConfig:
     input_embedding_scale: float = 1.0  # on a block's rows of the target's embedding table
     output_multiplier: float = 1.0  # on the head's logits
     final_logit_softcapping: float | None = None  # of those: cap * tanh(logits / cap)
+    conv_kernel_size: int = 0  # taps of the convolutions around every sublayer; 0: there are none
+    conv_group_size: int = 0  # channels that share what a row adds to a tap
+    selector_rank: int = 0  # of the scores of pairs of tokens; 0: every slot takes its own best
+    selector_top_k: int = 0  # best tokens of a slot that are scored
     rope_factor: float = field(default=1.0, init=False, repr=False, compare=False)  # on cosines and sines
     scaled_frequencies: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)  # [H / 2] or none
 
@@ -99,10 +111,38 @@ class DrafterConfig:
             raise ValueError(f"layer_types holds {sorted(unknown)}; known: full_attention, sliding_attention")
         if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
             raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
+        self._check_parts()
         if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile has to read
             frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
             object.__setattr__(self, "scaled_frequencies", frequencies)
             object.__setattr__(self, "rope_factor", factor)
+
+    def _check_parts(self) -> None:
+        for pair in (PARTS[:2], PARTS[2:]):
+            sizes = [getattr(self, name) for name in pair]
+            if min(sizes) < 0 or (min(sizes) == 0) != (max(sizes) == 0):
+                raise ValueError(f"{pair[0]} is {sizes[0]} and {pair[1]} {sizes[1]}; give both, each >= 1, or neither")
+        if self.conv_group_size and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of conv_group_size {self.conv_group_size}"
+            )
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(f"conv_kernel_size is {self.conv_kernel_size}, more than a block of {self.block_size}")
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(f"selector_top_k is {self.selector_top_k}; the vocabulary has {self.vocab_size}")
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether it has a part that plain DFlash has not."""
+        return bool(self.conv_kernel_size or self.selector_rank)
+
+    def require_plain(self, who: str) -> None:
+        """Raises UnsupportedModel for a DFlash 2 drafter, where `who` computes plain DFlash alone."""
+        if self.is_dflash2:
+            raise UnsupportedModel(
+                f"this is a DFlash 2 drafter, which {who} does not compute; dflash-eval --runtime reference and "
+                f"dflash-serve --engine vllm do"
+            )
 
     @property
     def _capped(self) -> tuple[str, ...]:
@@ -114,7 +154,8 @@ class DrafterConfig:
         return len(self.target_layer_ids) * self.hidden_size
 
     def spec(self) -> ModelSpec:
-        """The layers, as an engine computes them; they are those of Qwen3."""
+        """The layers, as an engine computes them; they are those of Qwen3. Raises UnsupportedModel for DFlash 2."""
+        self.require_plain("the engine")
         mixers = [
             ARCHITECTURES["qwen3"].attention(
                 self.attention_bias,
@@ -276,12 +317,27 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = self.mlp_conv = None
+        if config.conv_kernel_size:
+            sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+            self.attention_conv, self.mlp_conv = DynamicConvolution(*sizes), DynamicConvolution(*sizes)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | BlockMask | None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        mask: Tensor | BlockMask | None,
+        block_size: int | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """The next layer's rows of the blocks x [B, Q, D], of `block_size` slots each; None: all Q are one block."""
+        u = self.input_layernorm(x)
+        if self.attention_conv is None:
+            x = x + self.self_attn(u, rope, context, mask)
+        else:
+            x = x + self.attention_conv(u, lambda u: self.self_attn(u, rope, context, mask), block_size)
+        u = self.post_attention_layernorm(x)
+        return x + (self.mlp(u) if self.mlp_conv is None else self.mlp_conv(u, self.mlp, block_size))
 
 
 class Drafter(nn.Module):
@@ -294,6 +350,9 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector = None
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(config.hidden_size, config.vocab_size, config.selector_rank)
         self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
 
     @classmethod
@@ -327,7 +386,10 @@ class Drafter(nn.Module):
         return self.fc.weight.dtype
 
     def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Fresh weights: normal(0, 0.02) matrices, unit norms, zero biases (Qwen3's own initialisation)."""
+        """Fresh weights: normal(0, 0.02) matrices, unit norms, zero biases (Qwen3's own initialisation).
+
+        The parts of DFlash 2 do nothing at first.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=std, generator=generator)
@@ -335,6 +397,9 @@ class Drafter(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.ones_(parameter)
+        for part in self.modules():
+            if isinstance(part, DynamicConvolution | CandidateSelector):
+                part.init_weights()
 
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
         """Project tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
@@ -360,16 +425,32 @@ class Drafter(nn.Module):
             Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits. What stands
             behind the head (`output_multiplier`, `final_logit_softcapping`) leaves their order and so their argmax.
         """
-        rope = self.rope(positions)
+        rope, block_size = self.rope(positions), self.config.block_size if masks else None
         x = self.scaled(block)
         for i, layer in enumerate(self.layers):
             mask = masks[self.config.layer_types[i]] if masks else self.own_mask(i, positions, context.positions)
             pair = (context.keys[i], context.values[i])
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rope, pair, mask, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, rope, pair, mask, block_size, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, rope, pair, mask)
+                x = layer(x, rope, pair, mask, block_size)
         return self.norm(x)
+
+    def choose(self, hidden: Tensor, logits: Tensor, anchor: int) -> Tensor:
+        """The drafted tokens of slots 1..S-1: each slot's largest logit, or the selector's walk over its best.
+
+        Args:
+            hidden: what `forward` returned of these slots, [S - 1, D].
+            logits: what the target's lm_head makes of it and nothing else, [S - 1, V].
+            anchor: the token in slot 0.
+        """
+        if self.candidate_selector is None:
+            return logits.argmax(-1)
+        best = logits.sort(dim=-1, descending=True, stable=True)  # of equal ones the lowest id first
+        unary, candidates = (part[:, : self.config.selector_top_k] for part in best)
+        unary = unary.float().contiguous()
+        LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(unary)
+        return self.candidate_selector.walk(hidden, unary, candidates, anchor)
 
     def scaled(self, block: Tensor) -> Tensor:
         """A block's rows of the embedding table as the first layer gets them."""

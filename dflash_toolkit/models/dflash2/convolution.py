@@ -1,0 +1,48 @@
+"""A short convolution along the slots of a block, around every sublayer, with coefficients of each row's own."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DynamicConvolution(nn.Module):
+    """One before a sublayer and one behind it; the coefficients of both come from what enters the first.
+
+    Parameter names are those of the checkpoint. T taps, g channels to a group, which lie side by side.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.group_size = group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The identity: with it a drafter is the one without convolutions, bit for bit."""
+        self.base_kernel.zero_()[:, 0] = 1.0
+        self.kernel_projection.weight.zero_()
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int | None) -> Tensor:
+        """The sublayer between its two convolutions.
+
+        Args:
+            x: normed rows of blocks, [B, Q, D].
+            sublayer: maps [B, Q, D] to [B, Q, D].
+            block_size: slots of a block, which Q is a multiple of; None: all Q are one.
+        """
+        taps = self.base_kernel.shape[1]
+        before, behind = self.kernel_projection(x).unflatten(-1, (2, taps, -1)).unbind(-3)  # [B, Q, T, D / g]
+        y = sublayer(self._convolved(x, before, self.base_kernel[0], block_size))
+        return self._convolved(y, behind, self.base_kernel[1], block_size)
+
+    def _convolved(self, x: Tensor, dynamic: Tensor, base: Tensor, block_size: int | None) -> Tensor:
+        """Sum over tau of (base[tau] + dynamic[t, tau]) x[t - tau], in fp32; before slot 0 of a block stands zero."""
+        rows = x.float().unflatten(1, (-1, block_size or x.shape[1]))  # [B, blocks, S, D]
+        kernel = base.float() + dynamic.float().repeat_interleave(self.group_size, dim=-1)  # [B, Q, T, D]
+        found = torch.zeros_like(rows)
+        for tau, weights in enumerate(kernel.view(*rows.shape[:3], *base.shape).unbind(-2)):
+            found = found + weights * F.pad(rows, (0, 0, tau, 0))[:, :, : rows.shape[2]]
+        return found.flatten(1, 2).to(x.dtype)

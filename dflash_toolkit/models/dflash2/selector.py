@@ -1,0 +1,39 @@
+"""A selector that chains the slots of a block: which of a slot's best tokens goes with the one chosen before it."""
+
+import torch
+from torch import Tensor, nn
+
+
+class CandidateSelector(nn.Module):
+    """Scores of pairs of tokens, of rank r. Parameter names are those of the checkpoint, also without `.weight`."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """No pair is preferred: with it a drafter proposes what the one without a selector does."""
+        self.successor_codebook.zero_()
+
+    def walk(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchor: int) -> Tensor:
+        """The tokens [K] of K slots, chosen one behind the other, each the best beside the one before it.
+
+        A candidate b behind token a scores unary(b) + <P[a] * (W h), Q[b]>, in fp32.
+
+        Args:
+            hidden: [K, D], final and normed.
+            unary: logits of the candidates as they stand behind the head, fp32 [K, C].
+            candidates: token ids [K, C]; of equal scores the first wins.
+            anchor: the token before the first slot.
+        """
+        state = self.hidden_projection(hidden).float()  # [K, r]
+        successors = self.successor_codebook[candidates].float()  # [K, C, r]
+        chosen, last = [], torch.tensor(anchor, device=candidates.device)
+        for k in range(len(candidates)):
+            query = self.predecessor_codebook[last].float() * state[k]
+            last = candidates[k, (unary[k] + successors[k] @ query).argmax()]
+            chosen.append(last)
+        return torch.stack(chosen)
