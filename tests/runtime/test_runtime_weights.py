@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.shapes import SHAPES, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import TargetWeights
@@ -157,7 +157,10 @@ def test_what_the_runtime_does_not_compute_is_refused_by_name(config: Any, messa
 
 def test_named_shapes_make_random_weights_that_fit() -> None:
     for name, config in SHAPES.items():
-        assert drafter_shape(config).feature_size == 5 * ModelSpec.of_target(config).hidden_size, name
+        taps = 8 if "a3b" in name else 5
+        assert drafter_shape(config).feature_size == taps * config.hidden_size, name
+        if config.model_type in ARCHITECTURES:
+            assert ModelSpec.of_target(config).hidden_size == config.hidden_size
     small = Qwen2Config(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
