@@ -455,16 +455,14 @@ def sharding(table: Table) -> None:
 
 def sharded_target(table: Table) -> None:
     table.columns("target on two GPUs | features, tokens/s | training, sequences/s | memory of each, GiB")
-    for shape, label in (("qwen3-30b-a3b", "Qwen3-30B-A3B"),):
-        found = table.read("sharded_target_h100", shape)
-        for row in found["rows"]:
-            held = "in two slices" if row["processes_to_a_target"] > 1 else "whole on each"
-            rates = (
-                f"{row[key]:.{digits}f}" if key in row else row["error"]
-                for key, digits in (("tokens_per_second", 0), ("sequences_per_second", 2))
-            )
-            peak = max(value for key, value in row.items() if key.endswith("_peak_gib"))
-            table.add(f"{label}, {found['layers']} layers, {held}", *rates, f"{peak:.1f}")
+    for row in table.read("sharded_target_h100", "qwen3-30b-a3b")["rows"]:
+        held = "in two slices" if row["processes_to_a_target"] > 1 else "whole on each"
+        rates = (
+            f"{row[key]:.{digits}f}" if key in row else row["error"]
+            for key, digits in (("tokens_per_second", 0), ("sequences_per_second", 2))
+        )
+        peak = max(value for key, value in row.items() if key.endswith("_peak_gib"))
+        table.add(f"Qwen3-30B-A3B, {held}", *rates, f"{peak:.1f}")
 
 
 def features(table: Table) -> None:
