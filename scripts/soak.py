@@ -115,7 +115,7 @@ def _parent(pid: int) -> int:
 # ---- what is asked ---------------------------------------------------------------------------------------------------
 
 
-def decided(dice: random.Random, count: int) -> list[tuple[str, dict[str, Any]]]:
+def decided(dice: random.Random, count: int, max_tokens: int = 48) -> list[tuple[str, dict[str, Any]]]:
     """Requests whose answers nothing else decides."""
 
     def words(least: int, most: int) -> str:
@@ -140,7 +140,7 @@ def decided(dice: random.Random, count: int) -> list[tuple[str, dict[str, Any]]]
     ]
     found = []
     for i in range(count):
-        form = {"temperature": 0, "max_tokens": dice.randint(1, 48)} | forms[i % len(forms)]
+        form = {"temperature": 0, "max_tokens": dice.randint(1, max_tokens)} | forms[i % len(forms)]
         if "structured_outputs" in form or "response_format" in form:
             form["max_tokens"] = 64
         text = (shared + " " if dice.random() < 0.5 else "") + words(1, 60)
@@ -298,7 +298,7 @@ async def settled(client: httpx.AsyncClient) -> dict[str, float]:
 
 async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any]) -> list[str]:
     dice = random.Random(args.seed)
-    state = Soak(server.url, dice, decided(dice, args.distinct))
+    state = Soak(server.url, dice, decided(dice, args.distinct, args.max_tokens))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.clients)
     left, figures = args.requests, {}
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
@@ -362,6 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--distinct", type=int, default=84, help="requests that are asked alone first")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of the longest answers")
     parser.add_argument("--max-num-seqs", type=int, default=8, help="whose results are the same bits in any company")
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--device", default="auto")
