@@ -23,6 +23,7 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
+from .reference import block_conv, conv_add_rms_norm, linear_top, walk
 from .triton import attention
 from .triton import linear as gemm
 from .triton.accept import accept
@@ -38,17 +39,21 @@ __all__ = [
     "accept",
     "add_rms_norm",
     "block_attention",
+    "block_conv",
     "context_write",
+    "conv_add_rms_norm",
     "fused_post_attention",
     "fuses_post_attention",
     "linear",
     "linear_argmax",
     "linear_split_k",
     "linear_swiglu",
+    "linear_top",
     "mask_logits_",
     "rope_write",
     "row_loss_",
     "sample",
+    "walk",
 ]
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed

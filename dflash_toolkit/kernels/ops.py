@@ -30,8 +30,34 @@ class Ops(Protocol):
 
     def linear_argmax(self, x: Tensor, weight: Weight) -> Tensor: ...
 
+    def linear_top(self, x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]: ...
+
+    def walk(
+        self,
+        state: Tensor,
+        unary: Tensor,
+        candidates: Tensor,
+        predecessors: Tensor,
+        successors: Tensor,
+        anchors: Tensor,
+    ) -> Tensor: ...
+
+    def block_conv(self, x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor: ...
+
     def add_rms_norm(
         self, x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def conv_add_rms_norm(
+        self,
+        x: Tensor,
+        partial_sums: Tensor,
+        dynamic: Tensor,
+        base: Tensor,
+        block: int,
+        weight: Tensor,
+        eps: float,
+        tap: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def fuses_post_attention(self, x: Tensor, weights: Sequence[Weight | None]) -> bool:

@@ -160,6 +160,64 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     return F.linear(x, dense(weight, x.dtype)).argmax(-1)
 
 
+def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count].
+
+    The largest come first, of tied ones the lowest column; what is tied is told by logits in x's dtype.
+    """
+    found = F.linear(x, dense(weight, x.dtype)).sort(dim=-1, descending=True, stable=True)
+    return found.values[:, :count].float(), found.indices[:, :count]
+
+
+def walk(
+    state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
+) -> Tensor:
+    """The tokens int64 [B, K] of K slots, chosen one behind the other, each the best beside the one before it.
+
+    A candidate b behind token a scores unary(b) + <P[a] * state, Q[b]>, in fp32; of equal scores the first wins.
+
+    Args:
+        state: [B, K, r]; as `unary` and `candidates` it may be slots of longer blocks.
+        unary: fp32 [B, K, C], the logits of the candidates.
+        candidates: int64 [B, K, C], tokens.
+        predecessors, successors: [V, r], P and Q.
+        anchors: int64 [B], the tokens before the first slot.
+    """
+    chosen, last = [], anchors
+    for k in range(candidates.shape[1]):
+        query = predecessors[last].float() * state[:, k].float()  # [B, r]
+        scores = unary[:, k] + (successors[candidates[:, k]].float() * query[:, None]).sum(-1)
+        last = candidates[:, k].gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+        chosen.append(last)
+    return torch.stack(chosen, dim=1)
+
+
+def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
+    """A short convolution along the rows of each block, with coefficients of each row's own.
+
+    Row t is the sum over tau < T of (base[tau, c] + dynamic[t, tau, c // g]) * x[t - tau, c], where a row before the
+    first of its block is zero.
+
+    Args:
+        x: [M, D], M / `block` whole blocks one behind the other; or its split-K partial sums [P, M, D].
+        dynamic: [M, T * (D / g)], taps of groups of g channels side by side; or its partial sums. They may be columns
+            of a wider matrix.
+        base: [T, D].
+
+    Returns:
+        [M, D], summed in fp32 and rounded once to the dtype of `base`.
+    """
+    wide, own = (t.float().sum(0) if t.dim() == 3 else t.float() for t in (x, dynamic))
+    taps, width = base.shape
+    kernel = own.unflatten(1, (taps, -1))
+    kernel = base.float() + kernel.repeat_interleave(width // kernel.shape[2], dim=2)  # [M, T, D]
+    rows = wide.unflatten(0, (-1, block))
+    found = torch.zeros_like(rows)
+    for tau in range(taps):
+        found = found + kernel[:, tau].view_as(rows) * F.pad(rows, (0, 0, tau, 0))[:, :block]
+    return found.flatten(0, 1).to(base.dtype)
+
+
 def add_rms_norm(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -179,6 +237,20 @@ def add_rms_norm(
     if tap is not None:
         tap.copy_(x)
     return x, _rms_norm(x, weight, eps)
+
+
+def conv_add_rms_norm(
+    x: Tensor,
+    partial_sums: Tensor,
+    dynamic: Tensor,
+    base: Tensor,
+    block: int,
+    weight: Tensor,
+    eps: float,
+    tap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of what `block_conv` makes of a sub-layer's partial sums [P, M, D]."""
+    return add_rms_norm(x, block_conv(partial_sums, dynamic, base, block)[None], weight, eps, tap)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

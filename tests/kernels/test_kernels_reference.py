@@ -22,7 +22,19 @@ from transformers.generation.logits_process import (
 
 from dflash_toolkit.kernels.loss import frozen_head_loss
 from dflash_toolkit.kernels.mix import LogitScale
-from dflash_toolkit.kernels.reference import accepted_prefix, choose, filtered_probabilities, penalized
+from dflash_toolkit.kernels.reference import (
+    accepted_prefix,
+    add_rms_norm,
+    block_conv,
+    choose,
+    conv_add_rms_norm,
+    filtered_probabilities,
+    linear_top,
+    penalized,
+    walk,
+)
+from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
+from dflash_toolkit.models.dflash2.selector import CandidateSelector
 
 # ---- the frozen head -------------------------------------------------------------------------------
 
@@ -278,3 +290,51 @@ def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_tok
     assert accepted.sum() == 400
     rejected = choice[~accepted, 0].bincount(minlength=4) / (~accepted).sum()
     torch.testing.assert_close(rejected, torch.tensor([0.1, 0.0, 0.3, 0.2]) / 0.6)
+
+
+# ---- DFlash 2 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3])
+def test_blocks_pass_the_convolutions_of_the_network_and_may_come_in_partial_sums(taps: int) -> None:
+    network, x, other = DynamicConvolution(12, taps, 4), torch.randn(3, 5, 12), torch.randn(3, 5, 12)
+    with torch.no_grad():
+        network.base_kernel.normal_()
+        expected = network(x, lambda inside: inside + other, None).flatten(0, 1)
+        u, dynamic, base = x.flatten(0, 1), network.kernel_projection(x).flatten(0, 1), network.base_kernel
+        before, behind = dynamic.chunk(2, dim=1)
+        y = block_conv(u, before, base[0], 5) + other.flatten(0, 1)
+        torch.testing.assert_close(block_conv(y, behind, base[1], 5), expected)
+        halves = torch.stack([y - 1, torch.ones_like(y)]), torch.stack([behind / 2] * 2)
+        torch.testing.assert_close(block_conv(*halves, base[1], 5), expected)
+        norm, tap = torch.randn(12), torch.empty(15, 12)
+        found = conv_add_rms_norm(u, *halves, base[1], 5, norm, 1e-6, tap)
+        torch.testing.assert_close((*found, tap), (*add_rms_norm(u, expected[None], norm, 1e-6), u + expected))
+    assert block_conv(y.bfloat16(), behind.bfloat16(), base[1].bfloat16(), 5).dtype == torch.bfloat16
+
+
+def test_the_largest_logits_come_first_and_of_tied_ones_the_lowest_column() -> None:
+    x, weight = torch.randn(3, 7), torch.randn(40, 7)
+    weight[30] = weight[8] = weight[2]
+    values, ids = linear_top(x, weight, 40)
+    logits = (x @ weight.T).tolist()
+    assert ids.tolist() == [sorted(range(40), key=lambda column: (-row[column], column)) for row in logits]
+    assert torch.equal(values, torch.tensor([sorted(row, reverse=True) for row in logits]))
+    assert torch.equal(linear_top(x, weight, 4)[1], ids[:, :4])
+    assert linear_top(x.bfloat16(), weight.bfloat16(), 4)[0].dtype == torch.float32
+
+
+def test_every_block_is_walked_as_the_network_walks_it() -> None:
+    network, hidden, unary = CandidateSelector(12, 50, 6), torch.randn(4, 8, 12), torch.randn(4, 8, 9)
+    candidates, anchors = torch.rand(4, 8, 50).argsort(-1)[..., :9], torch.tensor([3, 49, 0, 3])
+    with torch.no_grad():
+        network.predecessor_codebook.normal_()
+        network.successor_codebook.normal_()
+        each = zip(hidden, unary, candidates, anchors.tolist(), strict=True)
+        expected = torch.stack([network.walk(h[1:], u[1:], c[1:], a) for h, u, c, a in each])
+        books = network.predecessor_codebook, network.successor_codebook
+        slots = [part[:, 1:] for part in (network.hidden_projection(hidden), unary, candidates)]
+        assert torch.equal(walk(*slots, *books, anchors), expected)
+        assert not torch.equal(expected, candidates[:, 1:].gather(2, unary[:, 1:].argmax(-1, keepdim=True))[..., 0])
+        ties = torch.zeros(4, 7, 9)
+        assert torch.equal(walk(slots[0], ties, slots[2], books[0], 0 * books[1], anchors), candidates[:, 1:, 0])
