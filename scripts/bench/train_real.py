@@ -13,8 +13,9 @@ given (`--answers`: files of dflash-data, or JSONL with `prompt_ids` and `output
 greedily on that engine, one prompt at a time, as `dflash-eval` does. The same command goes on behind the last training
 or decoding that ended.
 
-Writes OUT/answers.jsonl, OUT/drafter-NAME, OUT/report-NAME and OUT/result.json. The minutes are of training alone: the
-features and compiling are timed by themselves, and the total covers all parts. Training options may follow: key=value.
+Writes OUT/answers.jsonl, OUT/drafter-NAME, OUT/report-NAME and, behind every run, OUT/result.json. The minutes are of
+training alone: the features and compiling are timed by themselves, and the total covers all parts. Training options may
+follow: key=value.
 """
 
 import argparse
@@ -391,8 +392,8 @@ def run(args: argparse.Namespace) -> None:
     plain = set(asked if args.baseline == [] else args.baseline or ())
     if unknown := [name for name in [*args.pool, *plain] if name not in asked]:
         raise UserError(f"{unknown[0]!r} is none of the sets to decode: {', '.join(asked)}")
-    if (output / "result.json").exists():
-        raise UserError(f"{output / 'result.json'} is there already; choose another --output or remove it")
+    if (written := output / "result.json").exists() and len(json.loads(written.read_text())["runs"]) == len(jobs):
+        raise UserError(f"{written} is there already; choose another --output or remove it")
     work = output / "work"
     work.mkdir(parents=True, exist_ok=True)
     journal = Journal(work / "journal.json", args.argv)
@@ -425,19 +426,19 @@ def run(args: argparse.Namespace) -> None:
             )
             figures = decoded | figures | {"seconds": figures["seconds"] | {"evaluation": decoded["seconds"]}}
         runs.append(figures)
-    total = sum(seconds.values()) + sum(sum(run["seconds"].values()) for run in runs)
-    result = {
-        **setting("bench/train_real.py", [without_folders(word) for word in args.argv]),
-        "target": Path(args.target).name,
-        "answers": {
-            "regenerated": not args.answers, "rows": len(rows), "tokens": sum(row.response_tokens for row in rows),
-            "held_out": len(held_out), "left_out": left_out,
-        },
-        "seconds": seconds | {"total": round(total, 1)},
-        "runs": runs,
-    }  # fmt: skip
-    write_json(output / "result.json", result)
-    print(f"\n{table(result, list(sets))}\n\n{total:.0f} s in all; {output / 'result.json'}")
+        total = sum(seconds.values()) + sum(sum(run["seconds"].values()) for run in runs)
+        result = {
+            **setting("bench/train_real.py", [without_folders(word) for word in args.argv]),
+            "target": Path(args.target).name,
+            "answers": {
+                "regenerated": not args.answers, "rows": len(rows), "tokens": sum(row.response_tokens for row in rows),
+                "held_out": len(held_out), "left_out": left_out,
+            },
+            "seconds": seconds | {"total": round(total, 1)},
+            "runs": runs,
+        }  # fmt: skip
+        write_json(written, result)
+    print(f"\n{table(result, list(sets))}\n\n{total:.0f} s in all; {written}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

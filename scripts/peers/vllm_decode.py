@@ -5,7 +5,7 @@
 
 One request at a time, greedy, to the same token ids and with the same stop tokens as in `dflash-eval` and
 `bench/train_real.py`; a result of either is compared with, if its prompts are these. `--plain` decodes one set without
-the drafter too, in an engine of its own. Wants an environment with vllm (written for 0.26) and this project.
+the drafter too, in an engine of its own. Wants an environment with vllm (0.26 or 0.33) and this project.
 
 Of each set: `seconds` and `tokens_per_second` are of the clock, prefills included; `decode_tokens_per_second` leaves
 prefills and first tokens out, as our reports do. `tau` is by vLLM's counters, 1 + accepted / drafts: they also count

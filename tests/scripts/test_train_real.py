@@ -76,8 +76,8 @@ def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
         assert logits[0, start - 1 : -1].argmax(-1).tolist() == row["tokens"][start:], "the first answer is greedy"
     assert len({tuple(row["tokens"]) for row in rows if row["index"] == 0}) > 1, "the others are not"
     assert program.main(arguments) == 2 and "result.json is there already" in capsys.readouterr().err
-    (output / "result.json").unlink()
-    assert program.main(arguments) == 0, "all is done but the result"
+    (output / "result.json").write_text(json.dumps(result | {"runs": result["runs"][:1]}))
+    assert program.main(arguments) == 0, "all is done but the result, which is written behind every run"
     assert result_of(output)["runs"] == result["runs"]
     assert program.main([*arguments, "run.seed=1"]) == 2 and "is there already" in capsys.readouterr().err
     (output / "result.json").unlink()
