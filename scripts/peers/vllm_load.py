@@ -11,6 +11,7 @@ three tokens where the embedding counts up modulo 97; prints a JSON list with wh
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -57,6 +58,11 @@ def load(pair: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "mask_token_id": model.model.mask_token_id,
         "eps": model.model.norm.variance_epsilon,
     }
+    if hasattr(model.model, "candidate_selector"):
+        found["selector_top_k"] = model.model.candidate_selector.top_k
+        found["logits"] = [model.candidate_logits_processor.scale, model.candidate_logits_processor.soft_cap]
+        convolution = model.model.layers[0].mlp_conv
+        found["convolution"] = [convolution.taps, convolution.group_size, convolution.block_size]
     parameters = {name: parameter.contiguous() for name, parameter in model.named_parameters()}
     return found, parameters | {"rows": rows.contiguous()}
 
@@ -67,6 +73,7 @@ def main() -> None:
     parser.add_argument("pairs", type=Path, nargs="+")
     args = parser.parse_args()
     out, sys.stdout = sys.stdout, sys.stderr  # what it logs
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # as on a GPU: the other one refuses DFlash 2
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 

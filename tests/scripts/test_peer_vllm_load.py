@@ -28,6 +28,11 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 
+PARTS = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 16}
+SCALES = {"output_multiplier": 0.2, "final_logit_softcapping": 20.0, "input_embedding_scale": 1.5}
+MORE = ["windows", "DFlash 2", "DFlash 2, scaled"]
+
+
 def site() -> Path:
     if not (given := os.environ.get("DFLASH_PEERS_SITE")):
         pytest.skip("DFLASH_PEERS_SITE is not set: run `make test-peers`")
@@ -36,13 +41,20 @@ def site() -> Path:
 
 @pytest.fixture(scope="module")
 def drafters() -> dict[str, Drafter]:
-    """One for the tiny target of every architecture, and one whose layers see a window."""
+    """One for the tiny target of every architecture, one whose layers see a window, and some of DFlash 2."""
     found = {}
     for number, (name, each) in enumerate(ARCHITECTURES.items()):
         shape = drafter_shape(each.config().get_text_config(decoder=True), taps=3, layers=2)
         found[name] = Drafter.fresh(shape, number)
     windows = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 64}
-    return found | {"windows": Drafter.fresh(replace(found["Qwen3.5"].config, **windows), 99)}
+    plain = found["Qwen3.5"].config
+    found["windows"] = Drafter.fresh(replace(plain, **windows), 99)
+    for name, more in {"DFlash 2": {}, "DFlash 2, scaled": windows | SCALES}.items():
+        found[name] = Drafter.fresh(replace(plain, **PARTS, **more), 100)
+        with torch.no_grad():
+            for parameter in found[name].parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +87,13 @@ def loaded(
     }
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "windows"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
 def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     config, (found, tensors) = drafters[name].config, loaded[name]
-    assert found["class"] == "DFlashQwen3ForCausalLM"
+    assert found["class"] == ("DFlash2Qwen3ForCausalLM" if config.is_dflash2 else "DFlashQwen3ForCausalLM")
+    if config.is_dflash2:
+        assert found["convolution"] == [2, 4, 16] and found["selector_top_k"] == 16
+        assert found["logits"] == [config.output_multiplier, config.final_logit_softcapping]
     # it counts the inputs of layers
     assert found["captured"] == [layer + 1 for layer in config.target_layer_ids]
     assert found["causal"] == [False] * config.num_layers
@@ -86,11 +101,11 @@ def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str
     assert found["rotary"] == [[config.head_dim, config.rope_theta]] * config.num_layers
     assert (found["mask_token_id"], found["eps"]) == (config.mask_token_id, config.rms_norm_eps)
     width = config.hidden_size
-    raw = (torch.arange(3 * width) % 97).view(3, width).bfloat16()
+    raw = (torch.arange(3 * width) % 97).view(3, width).bfloat16() * config.input_embedding_scale
     assert torch.equal(tensors["rows"], raw), "a block's rows are those of the table, as they are"
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "windows"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
 def test_every_weight_is_where_it_belongs(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     ours = {key: value.detach().bfloat16() for key, value in drafters[name].named_parameters()}
     theirs: dict[str, Tensor] = loaded[name][1]
