@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from packaging.version import Version
 
 from dflash_toolkit.config import UnsupportedModel, UserError, option, to_mapping
-from dflash_toolkit.models.dflash.serving import READ, SERVED, block_scale, sglang_options, vllm_options
+from dflash_toolkit.models.dflash.serving import (
+    DFLASH2,
+    READ,
+    SERVED,
+    block_scale,
+    part_lacking,
+    sglang_options,
+    vllm_options,
+)
 from dflash_toolkit.network import unreachable
 from dflash_toolkit.threads import given_environment
 
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 
 OWN = "dflash"
 ENGINES = (OWN, "vllm", "sglang")
-SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}  # its types by the names of others
+SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": DFLASH2}  # its types by the names of others
 SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
 
 
@@ -124,7 +132,7 @@ VLLM = Engine(
     module=("vllm.entrypoints.cli.main", "serve"),
     always=(),
     speculation=vllm_options,
-    releases={"DFlashDraftModel": "0.20.0", SLIDING: "0.28.0", "DFlash2DraftModel": "0.28.0"},
+    releases={"DFlashDraftModel": "0.20.0", SLIDING: "0.28.0", DFLASH2: "0.28.0"},
     speculators=True,
     flags=COMMON
     | {
@@ -152,7 +160,7 @@ SGLANG = Engine(
     module=("sglang.launch_server", "--model-path"),
     always=("--enable-metrics",),  # off by default there, and we have /metrics
     speculation=sglang_options,
-    releases={"DFlashDraftModel": "0.5.11", SLIDING: "0.5.18", "DFlash2DraftModel": "0.5.19"},
+    releases={"DFlashDraftModel": "0.5.11", SLIDING: "0.5.18", DFLASH2: "0.5.19"},
     speculators=False,
     flags=COMMON
     | {
@@ -363,6 +371,11 @@ class Draft:
                 f"drafter {self.name}: {engine.name} does not read the speculators form; write it as DFlash: python -c "
                 f"\"from dflash_toolkit import *; save_drafter(load_drafter('{self.name}'), 'OUT')\""
             )
+        if self.architecture == DFLASH2 and (part := part_lacking(engine.name, self.raw.get("dflash_config") or {})):
+            raise UserError(
+                f"drafter {self.name}: it has no {part}, which {engine.name} computes no DFlash 2 drafter without; "
+                f"leave --engine out"
+            )
         for what in (self.architecture, *([SLIDING] if self._sliding else [])):
             if Version(version) < Version(least := engine.releases[what]):
                 raise UserError(
@@ -387,7 +400,7 @@ class Draft:
                 f"target {name}: {engine.name} {version} gives a DFlash drafter no hidden states of {architecture}; "
                 + " or ".join([*others, "leave --drafter out"])
             )
-        if engine is VLLM and self.architecture == "DFlash2DraftModel":
+        if engine is VLLM and self.architecture == DFLASH2:
             return  # which alone reads input_embedding_scale
         fed = block_scale(engine.name, architecture, target.get("hidden_size") or 1)
         nested = self.raw.get("dflash_config") or {}

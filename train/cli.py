@@ -151,7 +151,7 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
     print(f"\n{output}: drafter exported", file=sys.stderr)
     for line in _said(output, outcome):
         print(line, file=sys.stderr)
-    print(serving_commands(config.target, str(output), run.shape.block_size, record["architecture"]))
+    print(serving_commands(config.target, str(output), record["drafter"], record["architecture"]))
     if config.push_to_hub:
         _push(output, config.push_to_hub)
 

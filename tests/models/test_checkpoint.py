@@ -361,7 +361,7 @@ def test_a_drafter_that_does_not_record_the_depth_of_its_target_is_given_the_ben
 
 
 def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> None:
-    lines = serving_commands("Qwen/Qwen3-8B", "/out/my drafter", 16).splitlines()
+    lines = serving_commands("Qwen/Qwen3-8B", "/out/my drafter", {"block_size": 16}).splitlines()
     vllm, sglang = map(shlex.split, lines)
     assert vllm[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
     speculative = {"method": "dflash", "model": "/out/my drafter", "num_speculative_tokens": 15}
@@ -382,7 +382,20 @@ def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> Non
     ],
 )
 def test_no_serving_line_is_given_that_would_not_draft(architecture: str, engines: list[str]) -> None:
-    lines = serving_commands("target", "drafter", 16, architecture).splitlines()
+    lines = serving_commands("target", "drafter", {"block_size": 16}, architecture).splitlines()
+    assert [line.split()[0] for line in lines] == engines
+
+
+@pytest.mark.parametrize(
+    ("parts", "engines"),
+    [((2, 256), ["vllm", "python"]), ((0, 256), ["python"]), ((2, 0), ["#"])],
+    ids=["both", "selector", "convolution"],
+)
+def test_of_dflash_2_a_line_is_given_for_engines_that_compute_its_parts(
+    parts: tuple[int, int], engines: list[str]
+) -> None:
+    sizes = {"block_size": 16, "conv_kernel_size": parts[0], "selector_rank": parts[1]}
+    lines = serving_commands("target", "drafter", sizes, "Qwen3ForCausalLM").splitlines()
     assert [line.split()[0] for line in lines] == engines
 
 

@@ -34,7 +34,8 @@ DFLASH = {
     "dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 500, "block_size": 16},
 }  # fmt: skip
 SLIDING = DFLASH | {"layer_types": ["sliding_attention"]}
-DFLASH2 = DFLASH | {"architectures": ["DFlash2DraftModel"], "dflash_config": {"block_size": 8, "selector_rank": 256}}
+BOTH = {"block_size": 8, "conv_kernel_size": 2, "selector_rank": 256}
+DFLASH2 = DFLASH | {"architectures": ["DFlash2DraftModel"], "dflash_config": BOTH}
 SCALED = DFLASH | {"dflash_config": {"block_size": 16, "input_embedding_scale": 8.0}}
 SPECULATORS = {
     "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8, "mask_token_id": 500,
@@ -224,6 +225,8 @@ def test_a_release_before_the_first_that_knows_the_drafter_is_refused(
         ("vllm", DFLASH, ["--num-speculative-tokens", "16"], "is 16; the drafter drafts at most 15"),
         ("vllm", DFLASH, ["--tensor-parallel-size", "3"], "is 3, which does not divide the drafter's 8"),
         ("vllm", DFLASH, ["--tensor-parallel-size", "8"], "is 8, which does not divide the target's 12"),
+        ("vllm", DFLASH2 | {"dflash_config": {"selector_rank": 256}}, [], "it has no convolution, which vllm computes"),
+        ("sglang", DFLASH2 | {"dflash_config": {"conv_kernel_size": 2}}, [], "it has no selector, which sglang comp"),
         ("sglang", DFLASH, ["--port", "0"], "port is 0; sglang does not say"),
     ],
 )
@@ -268,7 +271,7 @@ def test_a_release_that_serves_no_drafter_with_a_target_is_named_before_it_start
         ("sglang", "Gemma4ForConditionalGeneration", DFLASH, "is 1, but sglang .* by 8 with .*; use --engine vllm or"),
         ("sglang", "Gemma4ForCausalLM", SCALED, None),
         ("vllm", "Gemma4ForCausalLM", SCALED, "is 8, but vllm .* by 1 with .*; use --engine sglang or"),
-        ("vllm", "Gemma4ForCausalLM", DFLASH2 | {"dflash_config": {"input_embedding_scale": 8.0}}, None),
+        ("vllm", "Gemma4ForCausalLM", DFLASH2 | {"dflash_config": BOTH | {"input_embedding_scale": 8.0}}, None),
         ("sglang", "Qwen3ForCausalLM", SCALED, "is 8, but sglang .* by 1 with"),
     ],
 )

@@ -49,7 +49,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         shape=shape,
         size=(folder / "model.safetensors").stat().st_size,
         measured=measured,
-        serving=serving_commands(target, name, shape["block_size"], record.get("architecture", "")),
+        serving=serving_commands(target, name, shape, record.get("architecture", "")),
         temperatures=sorted({sampler.get("temperature", 0.0) for sampler in record["samplers"]}),
         start=record.get("start", {}).get("drafter"),
         result=record["result"],

@@ -25,6 +25,7 @@ from ...checkpoint.reader import each_tensor, load_weights, locate, weight_files
 from ...config import UserError
 from ..rope import read_rope, tell_of_vllm
 from .network import PARTS, Drafter, DrafterConfig
+from .serving import DFLASH2
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -36,7 +37,6 @@ SCALES: dict[str, float | None] = {
 }
 # by whom they are written: z-lab and this project, NeMo Automodel, the speculators library
 PLAIN = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
-DFLASH2 = "DFlash2DraftModel"
 STALE_S = 3600.0  # no export takes so long
 DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's

@@ -3,6 +3,8 @@
 import json
 import math
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 # the releases that what follows was read in; of later ones nothing is said
 READ = {"vllm": "0.33.0", "sglang": "0.5.23"}
@@ -35,6 +37,18 @@ SERVED = {
     "Olmo3ForCausalLM": ("vllm",),
 }
 
+DFLASH2 = "DFlash2DraftModel"
+# the sizes of its parts that an engine does not do without
+PARTS_NEEDED = {"vllm": ("conv_kernel_size", "selector_rank"), "sglang": ("selector_rank",)}
+
+
+def part_lacking(engine: str, sizes: Mapping[str, Any]) -> str | None:
+    """Which part of a DFlash 2 drafter an engine would miss, by the sizes of a `dflash_config` or `DrafterConfig`."""
+    if not any(map(sizes.get, PARTS_NEEDED["vllm"])):
+        return None  # it is plain
+    missing = (key for key in PARTS_NEEDED[engine] if not sizes.get(key))
+    return {None: None, "conv_kernel_size": "convolution", "selector_rank": "selector"}[next(missing, None)]
+
 
 def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
     """What an engine puts on a plain drafter's rows of a target's embedding table."""
@@ -57,18 +71,23 @@ def sglang_options(drafter: str, block_size: int) -> list[str]:
     ]
 
 
-def serving_commands(target: str, drafter: str, block_size: int, architecture: str = "") -> str:
+def serving_commands(target: str, drafter: str, sizes: Mapping[str, Any], architecture: str = "") -> str:
     """The exact lines that serve this pair with vLLM and SGLang, but for one that is known not to draft as was trained.
 
     Args:
+        sizes: the drafter's `DrafterConfig` as a mapping, or at least its block's and those of its parts.
         architecture: the target's, by its config.json.
     """
+    block_size = sizes["block_size"]
     vllm = ["vllm", "serve", target, *vllm_options(drafter, block_size)]
     sglang = ["python", "-m", "sglang.launch_server", "--model-path", target, *sglang_options(drafter, block_size)]
     lines = {"vllm": shlex.join(vllm), "sglang": shlex.join(sglang)}
-    named = SERVED.get(architecture, tuple(lines))
-    found = [lines[engine] for engine in named if block_scale(engine, architecture, 2) == 1.0]
-    releases = " and ".join(f"{engine} {release}" for engine, release in READ.items())
-    return (
-        "\n".join(found) or f"# {releases} serve no drafter with {architecture}; dflash-eval --runtime reference does"
-    )
+    known = " and ".join(f"{engine} {release}" for engine, release in READ.items())
+    if not (named := SERVED.get(architecture, tuple(lines))):
+        return f"# {known} serve no drafter with {architecture}; dflash-eval --runtime reference does"
+    found = [
+        lines[engine]
+        for engine in named
+        if block_scale(engine, architecture, 2) == 1.0 and not part_lacking(engine, sizes)
+    ]
+    return "\n".join(found) or f"# {known} serve no DFlash 2 drafter without the other part; dflash-serve does"
