@@ -143,6 +143,7 @@ def decided(dice: random.Random, count: int, max_tokens: int = 48) -> list[tuple
         form = {"temperature": 0, "max_tokens": dice.randint(1, max_tokens)} | forms[i % len(forms)]
         if "structured_outputs" in form or "response_format" in form:
             form["max_tokens"] = 64
+        form["max_tokens"] = max(form["max_tokens"], form.get("min_tokens", 0))
         text = (shared + " " if dice.random() < 0.5 else "") + words(1, 60)
         if dice.random() < 0.3 and "logprobs" not in form:
             found.append((TEXT, {"prompt": text} | form))
