@@ -221,19 +221,26 @@ def endpoint_plain(table: Table) -> None:
 
 
 def soak(table: Table) -> None:
-    """Mixed requests to a server that is killed and stopped meanwhile."""
-    found = table.read("soak_cpu")
-    counts, held = found["counts"], found["figures"]
-    table.columns(" | ")
-    asked = ("whole", "streamed", "slow", "leaves", "several", "responses", "refused", "garbage")
-    table.add("requests", f"{found['requests']:,}")
-    table.add("of them", ", ".join(f"{counts[kind]:,} {kind}" for kind in asked))
-    table.add("sent while the server was away", f"{counts['lost to the disturbance']:,}")
-    table.add("answers compared with the one given alone, without drafts", f"{counts['compared']:,}")
-    table.add("of them different", counts.get("different", 0))
-    table.add("unexpected statuses, and requests or pages held at the end", found["failures"])
+    """Mixed requests to servers that are killed and stopped meanwhile."""
+    runs = [table.read(file) for file in ("soak_cpu", "soak_h100")]
+    kinds = ("whole", "streamed", "slow", "leaves", "several", "responses", "refused", "garbage")
+    table.columns(" | a CPU, a tiny random target | an H100, SmolLM2-135M")
+
+    def add(what: str, cell: Callable[[dict[str, Any]], object]) -> None:
+        table.add(what, *map(cell, runs))
+
+    add("requests", lambda run: f"{run['requests']:,}")
+    for kind in kinds:
+        add(f"of them {kind}", lambda run, kind=kind: f"{run['counts'][kind]:,}")
+    add("sent while the server was away", lambda run: f"{run['counts']['lost to the disturbance']:,}")
+    add("answers compared with the one given alone, without drafts", lambda run: f"{run['counts']['compared']:,}")
+    add("of them different", lambda run: run["counts"].get("different", 0))
+    add("unexpected statuses, and requests or pages held at the end", lambda run: run["failures"])
     for name, what in (("front_rss_mib", "HTTP and text"), ("engine_rss_mib", "the engine")):
-        table.add(f"memory of {what}, at 60 % and at the end", " and ".join(f"{held[t][name]} MiB" for t in held))
+        add(
+            f"memory of {what}, at 60 % and at the end, MiB",
+            lambda run, name=name: " and ".join(str(run["figures"][at][name]) for at in run["figures"]),
+        )
 
 
 def real_weights(table: Table) -> None:
@@ -455,14 +462,27 @@ def sharding(table: Table) -> None:
 
 def sharded_target(table: Table) -> None:
     table.columns("target on two GPUs | features, tokens/s | training, sequences/s | memory of each, GiB")
-    for row in table.read("sharded_target_h100", "qwen3-30b-a3b")["rows"]:
-        held = "in two slices" if row["processes_to_a_target"] > 1 else "whole on each"
-        rates = (
-            f"{row[key]:.{digits}f}" if key in row else row["error"]
-            for key, digits in (("tokens_per_second", 0), ("sequences_per_second", 2))
-        )
-        peak = max(value for key, value in row.items() if key.endswith("_peak_gib"))
-        table.add(f"Qwen3-30B-A3B, {held}", *rates, f"{peak:.1f}")
+    for shape, label in (("qwen3-30b-a3b", "Qwen3-30B-A3B"), ("qwen3.5-9b", "Qwen3.5-9B")):
+        for row in table.read("sharded_target_h100", shape)["rows"]:
+            held = "in two slices" if row["processes_to_a_target"] > 1 else "whole on each"
+            rates = (
+                f"{row[key]:.{digits}f}" if key in row else row["error"]
+                for key, digits in (("tokens_per_second", 0), ("sequences_per_second", 2))
+            )
+            peak = max(value for key, value in row.items() if key.endswith("_peak_gib"))
+            table.add(f"{label}, {held}", *rates, f"{peak:.1f}")
+
+
+def target_features(table: Table) -> None:
+    table.columns("tokens/s of the target | documents | packed | one by one | memory, GiB")
+    labels = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3.5-9b": "Qwen3.5-9B"}
+    for result in table.read("target_features_h100")["results"]:
+        label = labels[result["shape"]]
+        if result["shape"] == "qwen3.5-9b":
+            label += ", flash-linear-attention" if result["flash_linear_attention"] else ", without it"
+        for row in result["rows"]:
+            rates = (f"{row[f'{way}_tokens_per_second']:,}" for way in ("packed", "one_by_one"))
+            table.add(label, f"{row['documents']} of {row['tokens']} tokens", *rates, f"{row['peak_gib']:.1f}")
 
 
 def features(table: Table) -> None:
@@ -543,6 +563,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         training_step,
         sharding,
         sharded_target,
+        target_features,
         features,
         models,
     )
