@@ -205,10 +205,7 @@ def _check(config: DataConfig, target_config: Any) -> None:
         return
     resolve_dtype(config.dtype, resolve_device(config.device))
     if config.drafter is not None:
-        drafter = read_config(locate("drafter", config.drafter))
-        check_fits(drafter, target_config)
-        if config.runtime == "engine":
-            drafter.require_plain("the engine")
+        check_fits(read_config(locate("drafter", config.drafter)), target_config)
     if config.runtime == "vllm":
         import_vllm()
 

@@ -278,7 +278,6 @@ class EnginePair(Pair):
         draft_dtype: str = "auto",
     ) -> "EnginePair":
         """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
-        drafter.config.require_plain("the engine")
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
         else:

@@ -39,11 +39,20 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionSpec:
+    """Convolutions along the rows of a block, before every sub-layer and behind it."""
+
+    taps: int  # T
+    group_size: int  # g, channels that share what a row adds to a tap
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """x + mixer(norm(x)), then x + ffn(norm(x)); the norms are RMSNorms."""
 
     mixer: AttentionSpec
     ffn: MlpSpec
+    conv: ConvolutionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,9 @@ class Engine:
         sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs
         if len(sizes) == 1:
             return lambda requests: sizes[0]
-        drafter = runner.drafter.spec if runner.drafter else None
+        drafter = None
+        if (weights := runner.drafter) is not None:
+            drafter = weights.spec, weights.config.selector_rank, weights.config.selector_top_k
         key = [
             place_of(runner.device),
             torch.__version__,

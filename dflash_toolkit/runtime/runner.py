@@ -22,7 +22,7 @@ from .batch_state import BatchState
 from .capture import Captures, PinnedBuffers, to_device, upload
 from .parts import Between, Block, Part
 from .prompt_logprobs import packed, score
-from .proposer import Draft, Proposer
+from .proposer import Draft, Proposer, head_of
 from .request import Committed, Request
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack
@@ -100,7 +100,10 @@ class StepRunner:
 
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
         self.verifier = Verifier(target, stack(target), taps, forced)
-        self.proposer = Proposer(drafter, stack(drafter), target.embedding, target.head) if drafter else None
+        self.proposer = None
+        if drafter is not None:
+            head = head_of(drafter, target.head, ops)
+            self.proposer = Proposer(drafter, stack(drafter), target.embedding, head)
         self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
         self._masked = False  # whether a request ever had a grammar

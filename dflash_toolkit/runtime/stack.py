@@ -1,8 +1,9 @@
 """A stack of decoder layers over a paged cache: the target's, and with other weights the drafter's.
 
 A layer is a mixer and an FFN. Each ends in split-K partial sums, which the norm in front of the next one adds to the
-residual stream. The end of a mixer, the FFN behind it and the beginning of the next mixer may run as one kernel; that
-is no part of what a layer is, and depends on the weights and the device, not on who is in the batch.
+residual stream; a drafter may have a convolution before each and one behind it. The end of a mixer, the FFN behind it
+and the beginning of the next mixer may run as one kernel; that is no part of what a layer is, and depends on the
+weights and the device, not on who is in the batch.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.ops import Ops
 from ..models.spec import AttentionSpec, ModelSpec
-from .weights import AttentionWeights, LayerWeights, MlpWeights
+from .weights import AttentionWeights, ConvolutionWeights, LayerWeights, MlpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,39 @@ class Mlp:
         return self.ops.linear_split_k(self.ops.linear_swiglu(h, self.weights.gate_up), self.weights.down)
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What stands before a sub-layer and behind it: a convolution along the rows of each block, or nothing."""
+
+    weights: ConvolutionWeights | None
+    ops: Ops
+
+    def enter(self, h: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+        """What the sub-layer gets of normed rows h [M, D], and the coefficients [P, M, T (D / g)] of what it makes.
+
+        One GEMM of h makes the coefficients of both convolutions.
+        """
+        if self.weights is None:
+            return h, None
+        before, behind = self.ops.linear_split_k(h, self.weights.projection).chunk(2, dim=2)
+        return self.ops.block_conv(h, before, self.weights.base[0], block), behind
+
+    def leave(
+        self,
+        x: Tensor,
+        partial_sums: Tensor,
+        behind: Tensor | None,
+        block: int,
+        norm: Tensor,
+        eps: float,
+        tap: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [M, D] with the sub-layer's partial sums, and that normed."""
+        if self.weights is None or behind is None:
+            return self.ops.add_rms_norm(x, partial_sums, norm, eps, tap)
+        return self.ops.conv_add_rms_norm(x, partial_sums, behind, self.weights.base[1], block, norm, eps, tap)
+
+
 class Stack:
     """Layers, their cache and the operations they run on; holds no state of requests.
 
@@ -84,6 +118,8 @@ class Stack:
             for kind, weights, pages in zip(spec.layers, layers, cache, strict=True)
         ]
         self._ffns = [Mlp(weights.ffn, ops) for weights in layers]
+        self._around_mixers = [Sides(weights.mixer_conv, ops) for weights in layers]
+        self._around_ffns = [Sides(weights.ffn_conv, ops) for weights in layers]
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Run embeddings through every layer and write their keys and values into the pages.
@@ -95,23 +131,33 @@ class Stack:
         Returns:
             Normed hidden states [M, D].
         """
-        taps = taps or {}
+        taps, block = taps or {}, len(x) // len(rows.lengths)
         _, h = self.ops.add_rms_norm(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
-        projected: Tensor | None = self._mixers[0].project(h)
+        begun: tuple[Tensor, Tensor | None] | None = self._begin(0, h, block)
         for i, mixer in enumerate(self._mixers):
-            assert projected is not None
-            x, h, projected = self._finish(i, x, mixer.mix(projected, rows), taps.get(i))
+            assert begun is not None
+            projected, behind = begun
+            x, h, begun = self._finish(i, x, mixer.mix(projected, rows), behind, block, taps.get(i))
         return h
 
-    def _finish(self, i: int, x: Tensor, mixed: Tensor, tap: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """From what a layer's mixer made to its output [M, D], that normed, and what the next mixer begins with."""
+    def _begin(self, i: int, h: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+        """What mixer i begins with, and the coefficients of the convolution behind it."""
+        inside, behind = self._around_mixers[i].enter(h, block)
+        return self._mixers[i].project(inside), behind
+
+    def _finish(
+        self, i: int, x: Tensor, mixed: Tensor, behind: Tensor | None, block: int, tap: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None] | None]:
+        """From what a layer's mixer made to its output [M, D], that normed, and `_begin` of the next layer."""
         layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
         following = self.layers[i + 1] if i + 1 < len(self.layers) else None
         norm = following.input_norm if following else self.norm
         matrices = layer.fusible(following)
         if matrices and ops.fuses_post_attention(x, matrices):
             o, gate_up, down, qkv = matrices
-            return ops.fused_post_attention(x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap)
-        x, h = ops.add_rms_norm(x, self._mixers[i].output(mixed), layer.post_norm, eps)
-        x, h = ops.add_rms_norm(x, self._ffns[i](h), norm, eps, tap)
-        return x, h, self._mixers[i + 1].project(h) if following else None
+            x, h, projected = ops.fused_post_attention(x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap)
+            return x, h, None if projected is None else (projected, None)
+        x, h = self._around_mixers[i].leave(x, self._mixers[i].output(mixed), behind, block, layer.post_norm, eps)
+        inside, behind = self._around_ffns[i].enter(h, block)
+        x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), behind, block, norm, eps, tap)
+        return x, h, self._begin(i + 1, h, block) if following else None

@@ -18,7 +18,7 @@ from ..config import UnsupportedModel
 from ..kernels.ops import ops_for
 from ..kernels.weight import RowScaledFp8, Weight
 from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec
 
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
@@ -75,6 +75,22 @@ class MlpWeights:
 
 
 @dataclass(slots=True)
+class ConvolutionWeights:
+    """Of a `ConvolutionSpec`, around one sub-layer: the first half before it, the second behind it."""
+
+    base: Tensor  # [2, T, D]
+    projection: Weight  # [2 T (D / g), D], of the rows that enter
+
+    @classmethod
+    def empty(cls, spec: ConvolutionSpec, d: int, new: Callable[..., Tensor]) -> "ConvolutionWeights":
+        return cls(new(2, spec.taps, d), new(2 * spec.taps * (d // spec.group_size), d))
+
+    def parameter_views(self) -> dict[str, Tensor]:
+        assert isinstance(self.projection, Tensor), "quantized weights are not loaded"
+        return {"base_kernel": self.base, "kernel_projection.weight": self.projection}
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One decoder layer."""
 
@@ -82,11 +98,15 @@ class LayerWeights:
     mixer: AttentionWeights
     post_norm: Tensor  # [D]
     ffn: MlpWeights
+    mixer_conv: ConvolutionWeights | None = None
+    ffn_conv: ConvolutionWeights | None = None
 
     @classmethod
     def empty(cls, spec: LayerSpec, d: int, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
         new = functools.partial(torch.empty, device=device, dtype=dtype)
-        return cls(new(d), AttentionWeights.empty(spec.mixer, d, new), new(d), MlpWeights.empty(spec.ffn, d, new))
+        convs = (ConvolutionWeights.empty(spec.conv, d, new) for _ in range(2)) if spec.conv else ()
+        mixer, ffn = AttentionWeights.empty(spec.mixer, d, new), MlpWeights.empty(spec.ffn, d, new)
+        return cls(new(d), mixer, new(d), ffn, *convs)
 
     def quantized(self, *, first: bool) -> "LayerWeights":
         """The same layer with its matrices in fp8, but for the queries, keys and values of the `first`.
@@ -111,8 +131,8 @@ class LayerWeights:
 
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
         """What a fused post-attention multiplies by: the output projection, the FFN, the next layer's queries, keys and
-        values. None where a bias stands between."""
-        if self.mixer.o_bias is not None:
+        values. None where a bias or a convolution stands between."""
+        if self.mixer.o_bias is not None or self.ffn_conv is not None:
             return None
         return self.mixer.o, self.ffn.gate_up, self.ffn.down, following.mixer.qkv if following else None
 
@@ -121,7 +141,11 @@ class LayerWeights:
         mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
         # random weights are drawn in this order
         first = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
-        return first | {o: mixer[o]} | self.ffn.parameter_views() | mixer
+        found = first | {o: mixer[o]} | self.ffn.parameter_views() | mixer
+        for part, conv in (("attention_conv", self.mixer_conv), ("mlp_conv", self.ffn_conv)):
+            if conv is not None:
+                found |= {f"{part}.{name}": view for name, view in conv.parameter_views().items()}
+        return found
 
 
 @dataclass(slots=True)
@@ -199,6 +223,20 @@ class TargetWeights:
 
 
 @dataclass(slots=True)
+class SelectorWeights:
+    """What a drafter scores pairs of tokens by."""
+
+    projection: Tensor  # [r, D], of the final hidden states
+    predecessors: Tensor  # [V, r]
+    successors: Tensor  # [V, r]
+
+    def parameter_views(self) -> dict[str, Tensor]:
+        names = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
+        views = self.projection, self.predecessors, self.successors
+        return {f"candidate_selector.{name}": view for name, view in zip(names, views, strict=True)}
+
+
+@dataclass(slots=True)
 class DrafterWeights:
     """The whole drafter, and its keys' and values' projections once more, stacked for the context."""
 
@@ -208,6 +246,7 @@ class DrafterWeights:
     hidden_norm: Tensor  # [D]
     layers: list[LayerWeights]
     norm: Tensor  # [D]
+    selector: SelectorWeights | None  # None: every slot takes its own best
     context_kv: Tensor = field(init=False)  # [L 2 G H, D]
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
@@ -222,15 +261,11 @@ class DrafterWeights:
     def _from(cls, config: DrafterConfig, state: Mapping[str, Tensor]) -> "DrafterWeights":
         spec = config.spec()
         device, dtype = state["fc.weight"].device, state["fc.weight"].dtype
-        d = config.hidden_size
-        weights = cls(
-            spec,
-            config,
-            torch.empty(d, config.feature_size, device=device, dtype=dtype),
-            torch.empty(d, device=device, dtype=dtype),
-            [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers],
-            torch.empty(d, device=device, dtype=dtype),
-        )
+        d, r, v = config.hidden_size, config.selector_rank, config.vocab_size
+        new = functools.partial(torch.empty, device=device, dtype=dtype)
+        layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
+        selector = SelectorWeights(new(r, d), new(v, r), new(v, r)) if r else None
+        weights = cls(spec, config, new(d, config.feature_size), new(d), layers, new(d), selector)
         load_weights("drafter", weights.parameter_views(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
         return weights
@@ -240,7 +275,7 @@ class DrafterWeights:
         found = {"fc.weight": self.fc, "hidden_norm.weight": self.hidden_norm, "norm.weight": self.norm}
         for i, (kind, layer) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
             found |= {f"layers.{i}.{name}": view for name, view in layer.parameter_views(kind).items()}
-        return found
+        return found if self.selector is None else found | self.selector.parameter_views()
 
     def copy_from(self, drafter: Drafter) -> None:
         """Take the weights of a drafter of the same shape in place: captured steps go on with them."""

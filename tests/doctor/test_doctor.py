@@ -318,7 +318,7 @@ def test_a_dflash_2_drafter_is_not_examined(
 ) -> None:
     assert main(clinic.arguments(dflash2_dir)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: this is a DFlash 2 drafter, which dflash-doctor does not compute; dflash-eval --run")
+    assert line.startswith("error: this is a DFlash 2 drafter, which dflash-doctor does not compute; dflash-eval and d")
 
 
 # ---- the judgement --------------------------------------------------------------------------------------------

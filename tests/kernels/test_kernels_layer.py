@@ -124,7 +124,10 @@ def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
         o_bias = None if bias is None else bias.to(dtype)
         mixer = AttentionWeights(w["qkv"], None, None, None, w["o"], o_bias)
         layers = [LayerWeights(w["norm"], mixer, w["post_norm"], MlpWeights(w["gate_up"], w["down"]))] * 2
-        return Stack(spec, layers, w["norm"], x, torch.empty(2, 0), ops)._finish(0, x.to(dtype), a.to(dtype), tap)
+        stack = Stack(spec, layers, w["norm"], x, torch.empty(2, 0), ops)
+        total, normed, begun = stack._finish(0, x.to(dtype), a.to(dtype), None, 1, tap)
+        assert begun is not None
+        return total, normed, begun[0]
 
     found = behind(gpu, torch.float32, tap[:, 100:228])
     assert_close(found, behind(reference, torch.float32), behind(reference, torch.float64))

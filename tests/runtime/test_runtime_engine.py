@@ -76,6 +76,31 @@ def check(engine: Engine, models: tuple[Target, Drafter | None], prompts: list[l
         assert same(got, generate(*models, prompt, one))
 
 
+def check_drafts(engine: Engine, models: tuple[Target, Drafter], prompts: list[list[int]], *params: Any) -> None:
+    """As `check`, and every draft is that of `decode.propose` at its place, hardly one of which is accepted."""
+    expected, drafted = dict[Any, list[int]](), dict[Any, list[int]]()
+    alone, together, prompt = decode.propose, engine.runner.proposer.propose, list[int]()
+
+    def by_generate(*args: Any) -> list[int]:
+        expected[tuple(prompt), args[-1]] = alone(*args)
+        return expected[tuple(prompt), args[-1]]
+
+    def by_engine(last: Tensor, rows: Any, block: int) -> Draft:
+        draft = together(last, rows, block)
+        each = zip(engine.scheduler.running, rows.lengths.tolist(), draft.tokens.tolist(), strict=True)
+        drafted.update({(tuple(request.prompt_ids), place): tokens for request, place, tokens in each})
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose", by_generate)
+        patch.setattr(engine.runner.proposer, "propose", by_engine)
+        each = params * (len(prompts) // len(params))
+        answers = engine.generate(prompts, list(each))
+        for prompt, one, got in zip(prompts, each, answers, strict=True):
+            assert same(got, generate(*models, prompt, one))
+    assert len(expected) > 10 and {place: drafted[place] for place in expected} == expected
+
+
 # ---- the same as decode.py ---------------------------------------------------------------------------------
 
 
@@ -90,31 +115,13 @@ def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, None, True])
 @pytest.mark.parametrize("window", [2, 12, 200])
-def test_drafters_with_windows_draft_as_generate_does(
-    window: int, causal: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafts themselves, hardly one of which is accepted; prompts and answers are longer than most windows."""
+def test_drafters_with_windows_draft_as_generate_does(window: int, causal: bool | None) -> None:
+    """Prompts and answers are longer than most windows."""
     target, _ = pair()
     kinds = (*["sliding_attention"] * 4, "full_attention")
     drafter = make_drafter(target, layers=5, layer_types=kinds, sliding_window=window, is_causal=causal)
-    engine, expected, drafted = make_engine(target, drafter), list[list[int]](), list[list[int]]()
-    alone, together = decode.propose, engine.runner.proposer.propose
-
-    def by_generate(*args: Any) -> list[int]:
-        expected.append(alone(*args))
-        return expected[-1]
-
-    def by_engine(*args: Any) -> Draft:
-        draft = together(*args)
-        drafted.extend(draft.tokens.tolist())
-        return draft
-
-    monkeypatch.setattr(decode, "propose", by_generate)
-    monkeypatch.setattr(engine.runner.proposer, "propose", by_engine)
-    for prompt in prompts_of(1, 17, 40):
-        check(engine, (target, drafter), [prompt], SamplingParams(max_tokens=24))
-        assert len(expected) > 10 and drafted[: len(expected)] == expected
-        expected.clear(), drafted.clear()
+    params = SamplingParams(max_tokens=24)
+    check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 17, 40), params)
 
 
 def test_greedy_answers_are_those_of_hugging_face() -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_dflash2, make_target
+from conftest import make_target
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
-from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import context_limit
 from dflash_toolkit.runtime import EngineOptions, load_engine
@@ -71,15 +70,6 @@ def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert answer(path) == generate(Target.load(str(path), "cpu"), None, PROMPT, SHORT).tokens
-
-
-def test_a_dflash_2_drafter_is_refused_from_disk_and_from_memory(target_dir: Path, dflash2_dir: Path) -> None:
-    said = "this is a DFlash 2 drafter, which the engine does not compute; dflash-eval --runtime reference and dflash-"
-    with pytest.raises(UnsupportedModel, match=said):
-        load_engine(str(target_dir), str(dflash2_dir), "cpu", options=OPTIONS)
-    target = make_target()
-    with pytest.raises(UnsupportedModel, match=said):
-        load_engine(target, make_dflash2(target, selector_rank=0, selector_top_k=0), options=OPTIONS)
 
 
 def test_yarn_stretches_the_context_whatever_max_position_embeddings_says() -> None:

@@ -24,7 +24,7 @@ from ...kernels.mix import LogitScale
 from ..dflash2.convolution import DynamicConvolution
 from ..dflash2.selector import CandidateSelector
 from ..rope import RopeScaling
-from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
+from ..spec import ARCHITECTURES, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec
 
 # of DFlash 2; both of a pair are 0 where its part is not there
 PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -140,8 +140,7 @@ class DrafterConfig:
         """Raises UnsupportedModel for a DFlash 2 drafter, where `who` computes plain DFlash alone."""
         if self.is_dflash2:
             raise UnsupportedModel(
-                f"this is a DFlash 2 drafter, which {who} does not compute; dflash-eval --runtime reference and "
-                f"dflash-serve --engine vllm do"
+                f"this is a DFlash 2 drafter, which {who} does not compute; dflash-eval and dflash-serve do"
             )
 
     @property
@@ -154,8 +153,7 @@ class DrafterConfig:
         return len(self.target_layer_ids) * self.hidden_size
 
     def spec(self) -> ModelSpec:
-        """The layers, as an engine computes them; they are those of Qwen3. Raises UnsupportedModel for DFlash 2."""
-        self.require_plain("the engine")
+        """The layers, as an engine computes them; they are those of Qwen3, and may have convolutions around them."""
         mixers = [
             ARCHITECTURES["qwen3"].attention(
                 self.attention_bias,
@@ -167,10 +165,11 @@ class DrafterConfig:
             )
             for i in range(self.num_layers)
         ]
+        conv = ConvolutionSpec(self.conv_kernel_size, self.conv_group_size) if self.conv_kernel_size else None
         return ModelSpec(
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
-            layers=tuple(LayerSpec(mixer, MlpSpec(self.intermediate_size)) for mixer in mixers),
+            layers=tuple(LayerSpec(mixer, MlpSpec(self.intermediate_size), conv) for mixer in mixers),
             rms_norm_eps=self.rms_norm_eps,
             tied_head=True,
             context_limit=self.max_position_embeddings,

@@ -113,7 +113,7 @@ def test_a_start_that_does_not_fit_is_one_line(
 
 def test_no_run_starts_from_a_dflash_2_drafter(dflash2_dir: Path, dflash_train: Program) -> None:
     said = dflash_train.refuses("--init-from", dflash2_dir)
-    assert said.startswith("this is a DFlash 2 drafter, which dflash-train does not compute; dflash-eval --runtime ref")
+    assert said.startswith("this is a DFlash 2 drafter, which dflash-train does not compute; dflash-eval and dflash-")
 
 
 @pytest.mark.parametrize(
@@ -280,17 +280,6 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
     assert capsys.readouterr().err.endswith("the reference answers, one prompt at a time (of its kind)" + end)
     with pytest.raises(UnsupportedModel, match="of another kind"):
         backends.open_decoder(str(target_dir), runtime="engine", **asked)
-
-
-def test_beside_a_dflash_2_drafter_the_reference_answers_unless_the_engine_is_asked_for(
-    target_dir: Path, dflash2_dir: Path, dflash_data: Program, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = {"drafter": str(dflash2_dir), "device": "cpu", "batch": 2, "context": 64}
-    assert isinstance(backends.open_decoder(str(target_dir), **asked), backends.BatchedDecoder)
-    said = "and without the drafter, for the engine cannot: this is a DFlash 2 drafter, which the engine does not"
-    assert said in capsys.readouterr().err
-    refused = dflash_data.refuses("--drafter", dflash2_dir, "--runtime", "engine")
-    assert refused.startswith("this is a DFlash 2 drafter, which the engine does not compute; dflash-eval --runtime")
 
 
 def test_what_is_wrong_with_a_checkpoint_ends_it_and_a_format_that_the_engine_does_not_read_does_not(

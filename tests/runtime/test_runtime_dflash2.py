@@ -1,0 +1,106 @@
+"""DFlash 2 in the engine: its drafts are those of the reference, whatever else it decodes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_dflash2, make_drafter
+from test_runtime_engine import SAMPLINGS, check, check_drafts, make_engine, pair, prompts_of
+from torch import Tensor
+
+from dflash_toolkit import SamplingParams, load_drafter
+from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
+from dflash_toolkit.models.dflash2.selector import CandidateSelector
+from dflash_toolkit.runtime import EngineOptions, load_engine
+from dflash_toolkit.runtime.stack import Rows
+
+NO_CONVOLUTION = {"conv_kernel_size": 0, "conv_group_size": 0}
+NO_SELECTOR = {"selector_rank": 0, "selector_top_k": 0}
+PARTS = {"both": {}, "selector": NO_CONVOLUTION, "convolution": NO_SELECTOR}
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
+KINDS: dict[str, dict[str, Any]] = PARTS | {
+    "scaled": {"input_embedding_scale": 3.0, "output_multiplier": 0.2, "final_logit_softcapping": 2.0},
+    "sliding": SLIDING | {"is_causal": None},
+    "windows": SLIDING | {"is_causal": False},
+    "taps and few candidates": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_top_k": 3},
+}
+PARAMS = [SamplingParams(max_tokens=n) for n in (14, 1, 9, 20)]
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_ragged_batches_draft_as_the_reference_one_by_one(changes: dict[str, Any]) -> None:
+    target, _ = pair()
+    drafter = make_dflash2(target, **changes)
+    check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 5, 17, 33), *PARAMS)
+
+
+@pytest.mark.parametrize("block", [2, 5])
+def test_fewer_slots_than_were_trained_are_a_block_too(block: int) -> None:
+    target, _ = pair()
+    drafter = make_dflash2(target)
+    engine = make_engine(target, drafter, num_speculative_tokens=block - 1)
+    drafter.config = drafter.config.with_block_size(block)
+    check_drafts(engine, (target, drafter), prompts_of(3, 20), SamplingParams(max_tokens=14))
+
+
+def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter() -> None:
+    target, _ = pair()
+    params = [replace(one, max_tokens=12) for one in SAMPLINGS[:3]]
+    check(make_engine(target, make_dflash2(target)), (target, make_dflash2(target)), prompts_of(4, 19, 7), *params)
+
+
+def test_with_its_initial_weights_it_drafts_what_plain_dflash_does() -> None:
+    target, _ = pair()
+    drafter, plain = make_dflash2(target), make_drafter(target)
+    plain.load_state_dict({name: drafter.state_dict()[name] for name in plain.state_dict()})
+    for part in drafter.modules():
+        if isinstance(part, DynamicConvolution | CandidateSelector):
+            part.init_weights()
+    check_drafts(make_engine(target, drafter), (target, plain), prompts_of(12), SamplingParams(max_tokens=14))
+
+
+@pytest.mark.parametrize("changes", PARTS.values(), ids=PARTS)
+def test_other_requests_of_a_batch_change_no_bit_of_a_block(changes: dict[str, Any]) -> None:
+    target, _ = pair()
+    runner = make_engine(target, make_dflash2(target, **changes)).runner
+    stack, drafter, block = runner.proposer.stack, runner.drafter, 8
+    stack.cache.normal_()
+    pages = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    rows = Rows(torch.tensor([3, 5], dtype=torch.int32), pages, runner.page_size)
+    x = torch.randn(2 * block, 32)
+    other = torch.cat([torch.randn(block, 32), x[block:]])
+    last = torch.tensor([7, 9])
+
+    def second(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = stack.forward(x, rows)
+        return hidden[block:], runner.proposer._head.draft(hidden, last, block).tokens[1]
+
+    with torch.inference_mode():
+        for one, two in zip(second(x, last), second(other, torch.tensor([8, 9])), strict=True):
+            assert torch.equal(one, two)
+    assert drafter is not None and (drafter.selector is None) == (changes is NO_SELECTOR)
+
+
+def test_it_is_loaded_from_disk_and_follows_the_module(target_dir: Path, dflash2_dir: Path) -> None:
+    options = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
+    engine = load_engine(str(target_dir), str(dflash2_dir), "cpu", options=options)[0]
+    target, drafter = pair()[0], load_drafter(str(dflash2_dir)).float()
+    check_drafts(engine, (target, drafter), prompts_of(9), SamplingParams(max_tokens=14))
+    weights = engine.runner.drafter
+    names = dict(drafter.named_parameters())
+    assert weights is not None and set(weights.parameter_views()) == set(names)
+    for parameter in names.values():
+        parameter.mul_(0.7)
+    weights.copy_from(drafter)
+    check_drafts(engine, (target, drafter), prompts_of(11), SamplingParams(max_tokens=14))
+
+
+def test_a_head_in_fp8_leaves_the_answers_alone() -> None:
+    target, _ = pair()
+    models = target, make_dflash2(target)
+    engine = make_engine(*models, draft_dtype="fp8")
+    prompts, params = prompts_of(5, 18), SamplingParams(max_tokens=20)
+    expected = make_engine(target, None).generate(prompts, params)
+    assert [got.tokens for got in engine.generate(prompts, params)] == [got.tokens for got in expected]
