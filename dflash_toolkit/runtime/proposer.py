@@ -53,9 +53,9 @@ class SelectorHead:
     ops: Ops
 
     def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
+        state = self.ops.linear(hidden, self.pairs.projection)  # [B * block, r]
         unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)  # [B * block, C]
         self.scale.apply_(unary)  # keeps their order
-        state = self.ops.linear(hidden, self.pairs.projection)
         state, unary, candidates = (part.view(len(last), block, -1)[:, 1:] for part in (state, unary, candidates))
         return Draft(self.ops.walk(state, unary, candidates, self.pairs.predecessors, self.pairs.successors, last))
 

@@ -5,8 +5,9 @@
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
 Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
-work is not. With `--zero-acceptance N` nothing that is drafted for N requests of every batch is accepted; how long a
-token of theirs and of the others takes is told apart.
+work is not. Several `--drafter-kind` take turns with the same target, so that what a part of DFlash 2 costs is the
+difference between two rows. With `--zero-acceptance N` nothing that is drafted for N requests of every batch is
+accepted; how long a token of theirs and of the others takes is told apart.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,9 @@ from dflash_toolkit.runtime.weights import DrafterWeights, LayerWeights, TargetW
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 ACCEPT = 0.865
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}  # as in all published ones
+SELECTOR = {"selector_rank": 256, "selector_top_k": 16}
+DRAFTERS = {"dflash": {}, "dflash2": CONVOLUTION | SELECTOR, "convolution": CONVOLUTION, "selector": SELECTOR}
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 
@@ -133,12 +138,15 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
 
     def of_layers(layers: Sequence[LayerWeights]) -> int:
         matrices = ((w.mixer.qkv, w.mixer.o, w.ffn.gate_up, w.ffn.down) for w in layers)
-        return sum(t.nbytes for layer in matrices for t in layer)
+        convolutions = (conv for w in layers for conv in (w.mixer_conv, w.ffn_conv) if conv is not None)
+        dense = sum(t.nbytes for layer in matrices for t in layer)
+        return dense + sum(conv.base.nbytes + conv.projection.nbytes for conv in convolutions)
 
     total = of_layers(target.layers) + target.head.nbytes
     if drafter is not None and block > 1:  # an engine that never drafts writes no context
         total += drafter.fc.nbytes + drafter.context_kv.nbytes + of_layers(drafter.layers)
         total += (drafter.head if drafter.head is not None else target.head).nbytes
+        total += 0 if drafter.selector is None else drafter.selector.projection.nbytes  # and some rows of its codebooks
     return total
 
 
@@ -147,7 +155,8 @@ PARTS = {  # of a step, by what its kernels are called; norms are in the kernels
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
     "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
-END, CONTEXT, ARGMAX = "_accept_kernel", "_context_write_kernel", "reduce_kernel"  # ours and PyTorch's
+END, CONTEXT = "_accept_kernel", "_context_write_kernel"
+CHOSEN = ("reduce_kernel", "_walk_kernel")  # an argmax, ours and PyTorch's; a selector's walk
 
 
 def _part(name: str) -> str:
@@ -155,7 +164,7 @@ def _part(name: str) -> str:
 
 
 def _head_start(kernels: list[tuple[float, str]], argmax: int, before: int) -> int:
-    """The first kernel of the head that ends with an argmax, in a step that begins behind `before`."""
+    """The first kernel of the head that ends with that choice, in a step that begins behind `before`."""
     names = [name for _, name in kernels]
     parted = (i for i in range(argmax - 1, before, -1) if _part(names[i]) != "rest" and "splitKreduce" not in names[i])
     last = next(parted, before)  # of a part: a layer's norm, or the head's own GEMM
@@ -168,13 +177,14 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
     Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
     end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
     and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
-    A head is what comes behind the last layer, up to an argmax: our own kernels, or a GEMM and PyTorch's argmax of it.
+    A head is what comes behind the last layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax of it.
     """
     ends = [i for i, (_, name) in enumerate(kernels) if END in name]
     found: dict[str, float] = {}
     for before, end in itertools.pairwise(ends):
         step = range(before + 1, end + 1)
-        chosen = [i for i in step if ARGMAX in kernels[i][1] and "splitK" not in kernels[i][1]]
+        names = ((i, kernels[i][1]) for i in step)
+        chosen = [i for i, name in names if any(key in name for key in CHOSEN) and "splitK" not in name]
         written = next((i for i in step if CONTEXT in kernels[i][1]), before)
         heads = {j for i in chosen for j in range(_head_start(kernels, i, before), i + 1)}
         drafted = chosen[0] if len(chosen) > 1 else before
@@ -237,6 +247,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
+    parser.add_argument("--drafter-kind", nargs="+", choices=list(DRAFTERS), default=["dflash"])
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
@@ -268,7 +279,10 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     config = named_shape(args.shape)
     began = time.perf_counter()
     target = random_target(ModelSpec.of_target(config), device, dtype)
-    drafter = None if args.no_drafter else random_drafter(drafter_shape(config), device, dtype)
+    drafters: dict[str | None, DrafterWeights | None] = {None: None}
+    if not args.no_drafter:
+        shapes = {kind: replace(drafter_shape(config), **DRAFTERS[kind]) for kind in args.drafter_kind}
+        drafters = {kind: random_drafter(shape, device, dtype) for kind, shape in shapes.items()}
     torch.cuda.synchronize()
     result: dict[str, Any] = {
         **setting("bench/step.py"),
@@ -282,8 +296,8 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "weights_s": time.perf_counter() - began,
         "rows": [],
     }
-    for block in args.block:
-        for batch in args.batch:
+    for block, batch in itertools.product(args.block, args.batch):
+        for kind, drafter in drafters.items():
             began = time.perf_counter()
             options = EngineOptions(
                 max_num_seqs=batch,
@@ -298,7 +312,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
             start_s = time.perf_counter() - began
             for prompt in args.prompt:
-                row = {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
+                row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                 row |= measure(
                     engine,
                     prompt,
@@ -322,11 +336,11 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "parts_us"}
                 print(json.dumps(shown), flush=True)
                 print("    " + ", ".join(f"{name} {us:.0f} us" for name, us in row.get("parts_us", {}).items()))
+                if args.output:  # what there is so far
+                    write_json(args.output, result)
             del engine
             gc.collect()
             torch.cuda.empty_cache()
-    if args.output:
-        write_json(args.output, result)
 
 
 def graph_ms(engine: Engine, rows: int, block: int) -> float:

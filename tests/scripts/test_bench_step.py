@@ -36,6 +36,15 @@ def test_a_drafted_step_is_charged_kernel_by_kernel() -> None:
     assert sum(found.values()) == pytest.approx(sum(took for _, took in step))
 
 
+def test_a_selectors_head_ends_with_its_walk() -> None:
+    layer = [*LAYER[:3], ("_linear_kernel", 90.0), ("_conv_add_rms_norm_kernel", 2.0), ("_block_conv_kernel", 2.0)]
+    head = [("_linear_kernel", 3.0), ("_top_kernel", 25.0), ("_merge_top_kernel", 2.0), ("_walk_kernel", 5.0)]
+    step = [("embedding", 2.0), *layer * 2, *head, *LAYER * 3, *HEAD, ("_accept_kernel", 1.0), *CONTEXT]
+    assert bench_step.attribute(ends(step, 4)) == pytest.approx(
+        {"gemms": 300.0, "draft": 2 + 200 + 3, "head": 32 + 22, "attention": 18.0, "context": 4.0, "rest": 1.0}
+    )
+
+
 def test_a_plain_step_has_no_draft() -> None:
     step = [("embedding", 2.0), *LAYER, *HEAD, ("_accept_kernel", 1.0)]
     assert bench_step.attribute(ends(step, 3)) == pytest.approx(
