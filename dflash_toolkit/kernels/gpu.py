@@ -3,6 +3,7 @@
 | operation | up to MAX_ROWS rows | more |
 |---|---|---|
 | linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
+| the same, fp8 in blocks | Triton, with rows in fp8 | the same |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | post-attention of a dense layer | one persistent launch (Gluon, Hopper, bf16) | the operations above |
 | attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
@@ -24,7 +25,7 @@ from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
 from .reference import block_conv, conv_add_rms_norm, linear_top, walk
-from .triton import attention
+from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
@@ -33,7 +34,7 @@ from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
 from .triton.sample import sample
-from .weight import Weight, dense, parts
+from .weight import BlockScaledFp8, Weight, dense, parts
 
 __all__ = [
     "accept",
@@ -63,16 +64,22 @@ LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 25
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.linear(x, weight, bias)
     return gemm.linear(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)
 
 
 def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.linear_split_k(x, weight, bias)
     return gemm.linear_split_k(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.linear_swiglu(x, weight)
     return gemm.linear_swiglu(x, weight) if len(x) <= MAX_ROWS else gemm.swiglu(_by_cublas(x, weight))
 
 
@@ -85,6 +92,8 @@ def _by_cublas(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.linear(x, weight).argmax(-1)
     if multiplies(x, weight):
         most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
         tile = gemm.tile_of_quantized(min(len(x), most))
@@ -100,7 +109,7 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     """Whether the persistent kernel takes the stream x [M, D] and these matrices of a layer."""
-    return fits(x, weights)
+    return not any(isinstance(weight, BlockScaledFp8) for weight in weights) and fits(x, weights)
 
 
 def block_attention(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .mix import LossMix, RowTerms
-from .weight import RowScaledFp8, Weight, cast_fp8, dense, is_quantized
+from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Weight, cast_fp8, dense, is_quantized, quantize_groups
 
 
 def filtered_probabilities(
@@ -138,7 +138,20 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    if isinstance(weight, BlockScaledFp8):
+        total = _block_scaled(x, weight)
+        return (total if bias is None else total + bias.float()).to(x.dtype)
     return F.linear(x, dense(weight, x.dtype), bias)
+
+
+def _block_scaled(x: Tensor, weight: BlockScaledFp8) -> Tensor:
+    """The product in fp32, of rows quantized by 128 columns: what these add, exact, is scaled, and added in order."""
+    rows, scales = quantize_groups(x)
+    total = torch.zeros(len(x), len(weight), device=x.device)
+    columns = zip(rows.split(BLOCK, 1), weight.data.split(BLOCK, 1), scales.T, weight.row_scales().T, strict=True)
+    for a, b, scale_a, scale_b in columns:
+        total += (a.double() @ b.double().T).float() * (scale_a[:, None] * scale_b)
+    return total
 
 
 def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -146,18 +159,18 @@ def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Ten
 
     P depends on (N, K) only, never on M, so that results are batch-invariant.
     """
-    return F.linear(x, dense(weight, x.dtype), bias)[None]
+    return linear(x, weight, bias)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
-    product = F.linear(x, dense(weight, x.dtype))
+    product = linear(x, weight)
     return F.silu(product[:, 0::2]) * product[:, 1::2]
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    return F.linear(x, dense(weight, x.dtype)).argmax(-1)
+    return linear(x, weight).argmax(-1)
 
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""What a GEMM is given as its weight: values as they are, or FP8 with a scale a row (an own copy for drafting).
+"""What a GEMM is given as its weight: values as they are, FP8 with a scale a row (an own copy for drafting), or FP8
+with a scale a block (a checkpoint's own, whose GEMMs quantize their rows).
 
 `linear` and the other operations take any of them. A kernel asks `parts`; nothing else knows the forms apart.
 """
@@ -10,6 +11,8 @@ from torch import Tensor
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 ROWS = 8192  # quantized at a time
+BLOCK = 128  # rows and columns that have one scale in a block-scaled weight; columns of a row of activations
+LEAST = 1e-12  # what the largest value of a scaled group counts as, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class RowScaledFp8:
     @classmethod
     def of(cls, matrix: Tensor) -> "RowScaledFp8":
         """Quantize a matrix [N, K] so that the largest value of each row is the largest of the format."""
-        scale = matrix.abs().amax(1).float().clamp(min=1e-12) / FP8_MAX
+        scale = matrix.abs().amax(1).float().clamp(min=LEAST) / FP8_MAX
         data = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
         for rows, source, s in zip(data.split(ROWS), matrix.split(ROWS), scale.split(ROWS), strict=True):
             rows.copy_(source.float() / s[:, None])  # some at a time: a head in fp32 is gigabytes
@@ -40,21 +43,90 @@ class RowScaledFp8:
         return self.data.nbytes + self.scale.nbytes
 
 
-Weight = Tensor | RowScaledFp8  # [N, K]
+@dataclass(frozen=True, slots=True)
+class BlockScaledFp8:
+    """FP8 with one fp32 scale for every 128 rows and 128 columns (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+    Its GEMMs quantize their rows too, by `quantize_groups`, and scale what each block of columns adds in fp32. `ways`
+    matrices may have their rows in turn, as gates and ups do: row r is row r // ways of matrix r % ways, and so are
+    the rows of the scales.
+    """
+
+    data: Tensor  # float8_e4m3fn [N, K]
+    scale: Tensor  # fp32 [N / 128, K / 128]
+    ways: int = 1
+
+    @classmethod
+    def empty(cls, n: int, k: int, device: torch.device, ways: int = 1) -> "BlockScaledFp8":
+        """Of N and K that are multiples of 128, N of `ways` times that."""
+        data = torch.empty(n, k, device=device, dtype=torch.float8_e4m3fn)
+        return cls(data, torch.empty(n // BLOCK, k // BLOCK, device=device), ways)
+
+    @classmethod
+    def of(cls, matrix: Tensor, ways: int = 1) -> "BlockScaledFp8":
+        """Quantize a matrix [N, K] so that the largest value of each block is the largest of the format."""
+        found = cls.empty(len(matrix), matrix.shape[1], matrix.device, ways)
+        for i in range(ways):
+            part = matrix[i::ways].float()
+            tiles = part.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
+            scale = tiles.abs().amax((1, 3)).clamp(min=LEAST) / FP8_MAX
+            found.data[i::ways] = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(found.data.dtype)
+            found.scale[i::ways] = scale
+        return found
+
+    def row_scales(self) -> Tensor:
+        """The scales of every row, fp32 [N, K / 128]."""
+        return self.scale.unflatten(0, (-1, self.ways)).repeat_interleave(BLOCK, 0).flatten(0, 1)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The values in another format."""
+        return (self.data.float() * self.row_scales().repeat_interleave(BLOCK, 1)).to(dtype)
+
+    def split(self, rows: list[int]) -> "list[BlockScaledFp8]":
+        """So many rows each, multiples of 128, as views."""
+        scales = self.scale.split([n // BLOCK for n in rows])
+        return [BlockScaledFp8(*each) for each in zip(self.data.split(rows), scales, strict=True)]
+
+    def way(self, i: int) -> "BlockScaledFp8":
+        """One of the matrices whose rows stand in turn, as a view."""
+        return BlockScaledFp8(self.data[i :: self.ways], self.scale[i :: self.ways])
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+
+Weight = Tensor | RowScaledFp8 | BlockScaledFp8  # [N, K]
 
 
 def parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """What is in memory: the stored values [N, K] and their scales [N], or None."""
-    return (weight.data, weight.scale) if isinstance(weight, RowScaledFp8) else (weight, None)
+    """What is in memory: the stored values [N, K] and, of FP8, their scales."""
+    return (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.scale)
 
 
 def is_quantized(weight: Weight) -> bool:
+    """Whether it has a scale a row."""
     return isinstance(weight, RowScaledFp8)
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The values [N, K]; `dtype` is what a quantized weight gets."""
-    return weight.dense(dtype) if isinstance(weight, RowScaledFp8) else weight
+    return weight if isinstance(weight, Tensor) else weight.dense(dtype)
+
+
+def quantize_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] as GEMMs with a block-scaled weight take them, quantized as DeepGEMM and vLLM do.
+
+    Returns:
+        float8_e4m3fn [M, K], and fp32 scales [M, K / 128] that it is to be multiplied with: every 128 columns of a row
+        have one, by which the largest value of them is the largest of the format.
+    """
+    groups = rows.float().unflatten(1, (-1, BLOCK))
+    largest = groups.abs().amax(2, keepdim=True).clamp(min=LEAST)
+    return (groups * (FP8_MAX / largest)).flatten(1).to(torch.float8_e4m3fn), largest[..., 0] / FP8_MAX
 
 
 def cast_fp8(rows: Tensor) -> Tensor:

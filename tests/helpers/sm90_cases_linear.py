@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import best, fp8, linear
+from dflash_toolkit.kernels.triton import best, fp8, fp8_blocks, linear
 
 SHAPES = {"linear": (6144, 4096), "split_k": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
 
@@ -30,6 +30,29 @@ def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
     return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
 
 
+def blocks(kind: str, rows: int) -> Case:
+    n, k = SHAPES[kind]
+    tile = fp8_blocks.tile_for(n, k, rows, split=kind == "split_k")
+    in_loop = rows <= fp8_blocks.QUANTIZED_IN_LOOP
+    inputs = {"x_p": "*bf16" if in_loop else "*fp8e4nv", "x_scale_p": "*fp32", "w_p": "*fp8e4nv", "w_scale_p": "*fp32"}
+    outputs = {"bias_p": "*bf16", "out_p": "*fp32" if kind == "split_k" else "*bf16"}
+    constexprs = {
+        "T": min(rows, 128),
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": 128,
+        "WAYS": 1 + (kind == "swiglu"),
+        "QUANTIZE": in_loop,
+        "FP8_MAX": 448.0,
+        "LEAST": 1e-12,
+        "BIAS": kind == "linear",
+        "SWIGLU": kind == "swiglu",
+        "PDL": True,
+    }
+    sizes = dict.fromkeys(("M", "N", "K", "SPAN"), "i32")
+    signature = inputs | outputs | sizes
+    return Case(fp8_blocks._block_linear_kernel, signature, constexprs, tile.warps, tile.stages, ("M",))
+
+
 CASES = (
     {
         f"{kind} {rows}{' fp8' * scaled}": case(kind, rows, scaled)
@@ -39,6 +62,21 @@ CASES = (
     }
     | {f"argmax {rows} rounded": case("argmax", rows, True, True) for rows in (16, 32, 64, 128, 256)}
     | {
+        f"{kind} {rows} in blocks": blocks(kind, rows)
+        for kind, rows in [
+            ("linear", 16),
+            ("linear", 256),
+            *((k, m) for k in SHAPES if "s" in k for m in (16, 32, 64, 128)),
+        ]
+    }
+    | {"swiglu 256 in blocks": blocks("swiglu", 256)}
+    | {
+        "rows in fp8 by groups": Case(
+            fp8_blocks._group_round_kernel,
+            {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},
+            {"GROUPS": 8, "BLOCK_K": 128, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True},
+            ragged=("M",),
+        ),
         "swiglu of a prefill": Case(
             linear._swiglu_kernel,
             {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"},

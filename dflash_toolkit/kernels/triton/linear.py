@@ -7,8 +7,6 @@ then no logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,22 +15,11 @@ from torch import Tensor
 from ..launch import MAX_ROWS, padded, pdl, shared_memory
 from ..weight import Weight, is_quantized, parts
 from .best import reduce_best
+from .tile import MULTIPROCESSORS, Tile, store_tile
 
 SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
 ROOM_BYTES = 7 * 1024  # for what the compiler adds
-MULTIPROCESSORS = 132  # of an H200
 SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a GEMM is cut. Splits are part of the result's rounding; the rest is speed."""
-
-    block_n: int  # weight rows a program; at least 64, so that every tile uses the same matrix instruction
-    block_k: int
-    stages: int
-    warps: int
-    splits: int = 1
 
 
 def tile_for(
@@ -114,21 +101,7 @@ def _linear_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
-    if SWIGLU:
-        gate, up = tl.split(tl.permute(tl.reshape(b_acc, (BLOCK_N // 2, 2, T)), (0, 2, 1)))
-        # cast as separate GEMMs would cast them
-        gate = gate.to(out_p.dtype.element_ty).to(tl.float32)
-        up = up.to(out_p.dtype.element_ty).to(tl.float32)
-        b_out = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32) * up
-        o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        p_out = out_p + o_m[None, :] * (N // 2) + o_h[:, None]
-        tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_h < N // 2)[:, None])
-    else:
-        if BIAS:
-            b_bias = tl.load(bias_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
-            b_acc += tl.where(i_s == 0, b_bias, 0.0)[:, None]
-        p_out = out_p + i_s.to(tl.int64) * M * N + o_m[None, :].to(tl.int64) * N + o_n[:, None]
-        tl.store(p_out, b_acc.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_n < N)[:, None])
+    store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,0 +1,159 @@
+"""y = x W^T with W in fp8, scaled by blocks of 128 by 128, and the rows in fp8, scaled by groups of 128 columns.
+
+What 128 columns add is one sum of the matrix instructions; scaled, it is added in fp32, block after block. Tiles stand
+as in `linear.py`, and beside one another for more rows than one tile has: splits apart, which (N, K) alone fixes up to
+MAX_ROWS rows, every number of rows gives the same bits. Few rows are quantized by every program that loads them, as a
+launch of its own takes longer; more of them once, by the same rule.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import MAX_ROWS, padded, pdl
+from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8
+from .tile import MULTIPROCESSORS, Tile, store_tile
+
+QUANTIZED_IN_LOOP = 32  # rows up to which every program quantizes what it loads
+GROUPS = 8  # that a program of the other way quantizes
+
+
+@triton.jit
+def _quantize(b_x, axis: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr):
+    """Groups of 128 values along an axis in fp8, and their scales."""
+    b_x = b_x.to(tl.float32)
+    b_most = tl.maximum(tl.max(tl.abs(b_x), axis=axis), LEAST)
+    # divisions as torch has them: rows that are quantized elsewhere have the same bits
+    b_y = b_x * tl.expand_dims(tl.div_rn(FP8_MAX, b_most), axis)
+    return tl.clamp(b_y, -FP8_MAX, FP8_MAX).to(tl.float8e4nv), tl.div_rn(b_most, FP8_MAX)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _group_round_kernel(
+    x_p, data_p, scale_p, M, K,
+    GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows [M, K] in fp8, and a scale of every group [M, K / BLOCK_K]."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    mask = o_g < K // BLOCK_K
+    o_k = i_m * K + o_g[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_x = tl.load(x_p + o_k, mask=mask[:, None], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    b_y, b_scale = _quantize(b_x, 1, FP8_MAX, LEAST)
+    tl.store(data_p + o_k, b_y, mask=mask[:, None])
+    tl.store(scale_p + i_m * (K // BLOCK_K) + o_g, b_scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _block_linear_kernel(
+    x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr, QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN...
+
+    QUANTIZE: x has no scales yet. WAYS: see `BlockScaledFp8`.
+    """
+    i_m, i_n, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = i_m * T + tl.arange(0, T)
+    m_m = o_m < M
+    first = i_s * SPAN
+    last = tl.minimum(first + SPAN, K)
+    o_k = first + tl.arange(0, BLOCK_K)
+    blocks = K // BLOCK_K
+    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
+    p_x = x_p + o_m[None, :].to(tl.int64) * K + o_k[:, None]
+    p_x_scale = x_scale_p + o_m.to(tl.int64) * blocks + first // BLOCK_K
+    # all rows of a tile are in one block of scales, or two in turn
+    o_block = i_n * BLOCK_N // (BLOCK_K * WAYS) * WAYS + (tl.arange(0, BLOCK_N) % WAYS if WAYS > 1 else 0)
+    p_w_scale = w_scale_p + o_block * blocks + first // BLOCK_K
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
+    for _ in range(first, last, BLOCK_K):
+        b_w = tl.load(p_w, eviction_policy="evict_first")
+        b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        if QUANTIZE:
+            b_x, b_x_scale = _quantize(b_x, 0, FP8_MAX, LEAST)
+        else:
+            b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
+        b_w_scale = tl.load(p_w_scale)
+        b_scale = b_x_scale[None, :] * (b_w_scale[:, None] if WAYS > 1 else b_w_scale)
+        b_acc += tl.dot(b_w, b_x) * b_scale
+        p_w += BLOCK_K
+        p_x += BLOCK_K
+        p_x_scale += 1
+        p_w_scale += 1
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
+
+
+def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
+    """The tile for [rows, K] times [N, K]; `split`: the sums may be left apart, of up to MAX_ROWS rows."""
+    splits = 1
+    if split and rows <= MAX_ROWS:
+        # by (N, K) only: up to three programs for every multiprocessor, but no short split
+        while splits < 8 and 2 * splits * (n // 64) <= 3 * MULTIPROCESSORS and k >= 8 * splits * BLOCK:
+            splits *= 2
+    if rows > MAX_ROWS:
+        return Tile(128, BLOCK, 4, 8, splits)
+    return Tile(64, BLOCK, 4, 4, splits)
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight.quantize_groups` in one pass over memory."""
+    m, k = x.shape
+    data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(m, k // BLOCK, dtype=torch.float32, device=x.device)
+    _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
+        x, data, scale, m, k, GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x)
+    )
+    return data, scale
+
+
+def launch_linear(
+    x: Tensor, weight: BlockScaledFp8, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+) -> None:
+    """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    (m, k), n = x.shape, len(weight)
+    span = -(-k // (tile.splits * BLOCK)) * BLOCK
+    in_loop = m <= QUANTIZED_IN_LOOP
+    rows, scale = (x, weight.scale) if in_loop else quantize_groups(x)
+    side = padded(min(m, MAX_ROWS))
+    _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
+        rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
+        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, WAYS=weight.ways, QUANTIZE=in_loop, FP8_MAX=FP8_MAX, LEAST=LEAST,
+        BIAS=bias is not None, SWIGLU=swiglu, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
+    launch_linear(x, weight, bias, out, tile_for(len(weight), x.shape[1], len(x)))
+    return out[0]
+
+
+def linear_split_k(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+    """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
+    if len(x) > MAX_ROWS:
+        return linear(x, weight, bias)[None]
+    tile = tile_for(len(weight), x.shape[1], len(x), split=True)
+    out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
+    launch_linear(x, weight, bias, out, tile)
+    return out
+
+
+def linear_swiglu(x: Tensor, weight: BlockScaledFp8) -> Tensor:
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+    launch_linear(x, weight, None, out, tile_for(len(weight), x.shape[1], len(x)), swiglu=True)
+    return out
