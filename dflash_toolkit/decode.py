@@ -2,7 +2,8 @@
 
 Batch 1, written for reading. Greedy output is token-identical to the target's own `generate`; a sampled output is
 token-identical to plain sampling with the same seed, because the draw at a position depends on the seed and that
-position alone, never on how many tokens a step committed.
+position alone, never on how many tokens a step committed. Where the drafts are sampled too ("probabilistic") it is
+distributed as plain sampling, and no longer the same tokens.
 """
 
 import time
@@ -15,6 +16,9 @@ from torch import Tensor
 from .generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from .grammar import Grammars, Matcher, masks_of, words_of
 from .kernels.reference import (
+    ACCEPTANCE_STREAM,
+    DRAFT_STREAM,
+    accept_or_resample,
     accepted_prefix,
     choose,
     filtered_probabilities,
@@ -23,27 +27,37 @@ from .kernels.reference import (
     position_uniform,
     scored_tokens,
 )
-from .models.dflash.network import ContextKV, Drafter
+from .models.dflash.network import ContextKV, Drafter, SampledDraft
 from .models.target import Target
-from .sampling import GrammarError, SamplingParams, int64_seed
+from .sampling import DraftSampleMethod, GrammarError, SamplingParams, int64_seed
 
 
 def generate(
-    target: Target, drafter: Drafter | None, prompt_ids: list[int], params: SamplingParams | None = None
+    target: Target,
+    drafter: Drafter | None,
+    prompt_ids: list[int],
+    params: SamplingParams | None = None,
+    draft_sample_method: DraftSampleMethod = "greedy",
 ) -> Generation:
     """Decode one prompt to its end; see `stream`."""
-    return deque(stream(target, drafter, prompt_ids, params), maxlen=1)[0]
+    return deque(stream(target, drafter, prompt_ids, params, draft_sample_method), maxlen=1)[0]
 
 
 @torch.inference_mode()
 def stream(
-    target: Target, drafter: Drafter | None, prompt_ids: list[int], params: SamplingParams | None = None
+    target: Target,
+    drafter: Drafter | None,
+    prompt_ids: list[int],
+    params: SamplingParams | None = None,
+    draft_sample_method: DraftSampleMethod = "greedy",
 ) -> Iterator[Generation]:
     """Decode one prompt, yielding the same growing `Generation` after the prefill and after every step.
 
     Args:
         drafter: None decodes plainly, one token a step, by the same code.
         prompt_ids: at least one token, fewer than the target's context limit.
+        draft_sample_method: greedy drafts the most probable tokens; probabilistic samples them at the temperature of
+            `params`, of which 0 is greedy.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
@@ -87,7 +101,13 @@ def stream(
         last = generation.tokens[-1]
         remaining = limit - len(generation.tokens)
 
-        draft = propose(target, drafter, context, last, p) if drafter and remaining > 1 else []
+        draft, sampled_draft = list[int](), None
+        if drafter and remaining > 1:
+            if draft_sample_method == "probabilistic" and params.temperature > 0.0:
+                sampled_draft = propose_sampled(target, drafter, context, last, p, params)
+                draft = sampled_draft.tokens.tolist()
+            else:
+                draft = propose(target, drafter, context, last, p)
         draft = draft[: remaining - 1]  # the bonus token is always committed, so no more can be used
 
         block = torch.tensor([[last, *draft]], device=target.device)
@@ -96,7 +116,7 @@ def stream(
         out = target.forward(block, taps=taps, cache=cache, logits="all")
         assert out.logits is not None
         tokens = generation.tokens
-        choice = choices(out.logits[0], prompt_ids + tokens, tokens, draft, params, stop_ids, matcher)
+        choice = choices(out.logits[0], prompt_ids + tokens, tokens, draft, params, stop_ids, matcher, sampled_draft)
 
         # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
         accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
@@ -118,13 +138,30 @@ def stream(
 
 def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:
     """Draft S - 1 tokens after token `last` at `position` in one non-causal pass: `Drafter.choose` of slots 1..S-1."""
+    return drafter.choose(*_draft_states(target, drafter, context, last, position), last).tolist()
+
+
+def propose_sampled(
+    target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int, params: SamplingParams
+) -> SampledDraft:
+    """The same by `Drafter.sample`; a slot's random number depends on the seed and its position."""
+    hidden, logits = _draft_states(target, drafter, context, last, position)
+    positions = torch.arange(position + 1, position + 1 + len(hidden), device=hidden.device)
+    uniform = position_uniform(torch.full_like(positions, int64_seed(params.seed)), positions, DRAFT_STREAM)
+    return drafter.sample(hidden, logits, last, params.temperature, uniform)
+
+
+def _draft_states(
+    target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [S - 1, D] of slots 1..S-1, and what the target's head makes of them [S - 1, V]."""
     assert context is not None and context.length == position, "the drafter sees positions strictly before the anchor"
     size = drafter.config.block_size
     ids = torch.full((1, size), drafter.config.mask_token_id, device=target.device)
     ids[0, 0] = last
     positions = torch.arange(position, position + size, device=target.device)[None]
-    hidden = drafter(target.embed(ids).to(drafter.dtype), positions, context)
-    return drafter.choose(hidden[0, 1:], target.head(hidden[0, 1:].to(target.dtype)), last).tolist()
+    hidden = drafter(target.embed(ids).to(drafter.dtype), positions, context)[0, 1:]
+    return hidden, target.head(hidden.to(target.dtype))
 
 
 def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, count: int) -> ContextKV | None:
@@ -147,6 +184,7 @@ def choices(
     params: SamplingParams,
     stop_ids: Set[int] = frozenset(),
     matcher: Matcher | None = None,
+    sampled_draft: SampledDraft | None = None,
 ) -> Tensor:
     """The target's tokens [M] from logits [M, V], row i standing behind the context and `draft[:i]`.
 
@@ -155,6 +193,7 @@ def choices(
         answer: the part of it that was generated.
         stop_ids: end an answer, and so are no choice before it has the tokens it must.
         matcher: stands behind the answer.
+        sampled_draft: of which `draft` is the beginning, if it was sampled.
     """
     if params.edits_logits:
         logits = logits.float().clone()
@@ -168,17 +207,35 @@ def choices(
             logits, *(part.to(logits.device) for part in masks_of([matcher], [draft], words_of(logits.shape[1])))
         )
     positions = torch.arange(len(context), len(context) + len(logits), device=logits.device)
-    return sampled(logits, params, torch.full_like(positions, int64_seed(params.seed)), positions)
+    return sampled(logits, params, torch.full_like(positions, int64_seed(params.seed)), positions, sampled_draft)
 
 
-def sampled(logits: Tensor, params: SamplingParams, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Tokens [M] of logits [M, V], each drawn by its seed at its position; at temperature 0 the largest logits."""
+def sampled(
+    logits: Tensor, params: SamplingParams, seeds: Tensor, positions: Tensor, draft: SampledDraft | None = None
+) -> Tensor:
+    """Tokens [M] of logits [M, V], each drawn by its seed at its position; at temperature 0 the largest logits.
+
+    Args:
+        draft: sampled for the first M - 1 rows at least; each of these takes its draft or another token instead.
+    """
     if params.temperature == 0.0:
         return logits.argmax(-1)
-    probabilities = filtered_probabilities(
+    p = filtered_probabilities(
         logits, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
     )
-    return choose(probabilities, position_uniform(seeds, positions))
+    uniform = position_uniform(seeds, positions)
+    if draft is None:
+        return choose(p, uniform)
+    end = len(logits) - 1  # the last row has no draft: the bonus token is drawn from p
+    taken = accept_or_resample(
+        p[:end],
+        draft.tokens[:end],
+        draft.candidates[:end],
+        draft.q[:end],
+        uniform[:end],
+        position_uniform(seeds[:end], positions[:end], ACCEPTANCE_STREAM),
+    )
+    return torch.cat([taken, choose(p[end:], uniform[end:])])
 
 
 def _edited(logits: Tensor, context: list[int], answer: list[int], params: SamplingParams) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from .config import UserError
 
+# how drafts are picked: the most probable tokens, or at the request's temperature (vLLM's names)
+DraftSampleMethod = Literal["greedy", "probabilistic"]
 MAX_LOGPROBS = 20  # what OpenAI's API allows
 GRAMMARS = {
     "json": "JSON schema",

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, VOCAB, Clock, make_drafter, make_target
+from conftest import EOS, PAD, VOCAB, Clock, make_dflash2, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -17,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, stream
 from dflash_toolkit.decode import propose
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.kernels.reference import filtered_probabilities
-from dflash_toolkit.models.dflash.network import ContextKV
+from dflash_toolkit.kernels.reference import choose, filtered_probabilities
+from dflash_toolkit.models.dflash.network import ContextKV, SampledDraft
 from dflash_toolkit.sampling import Grammar
 
 PROMPT = list(b"Speculate, then verify.")
@@ -55,7 +56,7 @@ def answer(kind: str = "llama", count: int = 64) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def small_vocabulary_pair(size: int) -> tuple[Target, Drafter]:
+def small_vocabulary_pair(size: int, make: Callable[..., Drafter] = make_drafter) -> tuple[Target, Drafter]:
     """So few tokens that the distribution of whole answers can be enumerated."""
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -64,7 +65,7 @@ def small_vocabulary_pair(size: int) -> tuple[Target, Drafter]:
     )  # fmt: skip
     target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     shape = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": size, "mask_token_id": size - 1}
-    return target, make_drafter(target, taps=1, layers=1, block_size=3, **shape)
+    return target, make(target, taps=1, layers=1, block_size=3, **shape)
 
 
 @contextmanager
@@ -372,15 +373,71 @@ def check_answers(answers: list[Generation], joint: torch.Tensor, wrong: torch.T
     assert statistic > limit, "the statistic must tell another temperature apart"
 
 
-@pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
 @pytest.mark.slow
-def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(sampling: dict[str, float]) -> None:
+def test_sampled_tokens_follow_the_distribution_of_the_target() -> None:
     target, drafter = small_vocabulary_pair(8)
+    sampling = {"temperature": 1.0}
     joint = exact_answers(target, **sampling)
     params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
     with drafting(likely_draft(joint)):
         answers = [generate(target, drafter, SMALL_PROMPT, each) for each in params]
-    check_answers(answers, joint, exact_answers(target, temperature=2 * sampling["temperature"]))
+    check_answers(answers, joint, exact_answers(target, temperature=2.0))
+
+
+# ---- sampled drafts ------------------------------------------------------------------------------------
+
+
+def dflash2_of_few(target: Target, **shape: object) -> Drafter:
+    """Its drafts are of half of a small vocabulary, each given the one before it."""
+    return make_dflash2(target, selector_top_k=4, **shape)
+
+
+@pytest.mark.slow
+def test_answers_to_sampled_drafts_follow_the_filtered_distribution_of_the_target() -> None:
+    target, drafter = small_vocabulary_pair(8, dflash2_of_few)
+    sampling = {"temperature": 0.7, "top_p": 0.85, "top_k": 6}
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    answers = [generate(target, drafter, SMALL_PROMPT, each, "probabilistic") for each in params]
+    check_answers(answers, exact_answers(target, **sampling), exact_answers(target, temperature=1.4))
+
+
+@pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
+def test_drafts_sampled_from_the_targets_own_distribution_are_all_accepted(sampling: dict[str, float]) -> None:
+    """p / q is 1. A verifier that is told no q takes a draft with probability p alone, hardly one in two here."""
+    target, drafter = small_vocabulary_pair(8)
+
+    def of_the_target(*given: Any) -> SampledDraft:
+        tokens, rows = list(growing.tokens), []
+        for uniform in torch.rand(2, 1, dtype=torch.float64):
+            logits = target.forward(torch.tensor([SMALL_PROMPT + tokens]), logits="last").logits[0]
+            rows.append(filtered_probabilities(logits, **sampling))
+            tokens.append(int(choose(rows[-1], uniform)))
+        return SampledDraft(torch.tensor(tokens[-2:]), torch.arange(8).expand(2, -1), torch.cat(rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose_sampled", of_the_target)
+        for seed in range(5):
+            params = SamplingParams(max_tokens=11, seed=seed, ignore_eos=True, **sampling)
+            answer = stream(target, drafter, SMALL_PROMPT, params, "probabilistic")
+            growing = next(answer)
+            *_, growing = answer
+            assert [(step.drafted, step.accepted) for step in growing.steps] == [(2, 2)] * 3 + [(0, 0)]
+
+
+def test_sampled_drafts_are_those_of_the_seed_and_the_position_at_the_temperature() -> None:
+    target, drafter = pair()
+    again = {"temperature": 0.9, "top_k": 40, "max_tokens": 20}
+
+    def answer(seed: int, method: Any = "probabilistic", helper: Drafter | None = drafter, **other: Any) -> Generation:
+        return generate(target, helper, PROMPT, SamplingParams(seed=seed, **again | other), method)
+
+    first = answer(3)
+    check_books(first)
+    assert (first.tokens, first.steps) == (answer(3).tokens, answer(3).steps)
+    assert first.tokens != answer(4).tokens and first.steps != answer(3, "greedy").steps
+    assert answer(3, helper=None).tokens == answer(3, "greedy").tokens, "without drafts there is one rule"
+    ways = [answer(3, method, temperature=0.0) for method in ("greedy", "probabilistic")]
+    assert ways[0].steps == ways[1].steps, "so there is at temperature 0"
 
 
 def test_a_penalty_or_a_bias_alone_makes_logits_depend_on_more_than_the_context() -> None:

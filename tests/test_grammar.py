@@ -111,6 +111,7 @@ def test_an_answer_is_what_the_grammar_says_with_drafts_and_without(case: str, w
     plain = generate(target, None, PROMPT, params_of(grammar, **way))
     assert holds(text_of(plain))
     assert generate(target, drafter, PROMPT, params_of(grammar, **way)).tokens == plain.tokens
+    assert holds(text_of(generate(target, drafter, PROMPT, params_of(grammar, **way), "probabilistic")))
     for wrong in (set(), {2, 3, 7}):
         with drafting(knows(tuple(plain.tokens), wrong)):
             helped = generate(target, drafter, PROMPT, params_of(grammar, **way))

@@ -96,6 +96,51 @@ def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold[:, None], right=True)[:, 0].clamp_(max=probabilities.shape[-1] - 1)
 
 
+def draw(scores: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample a draft of every row from q, the softmax of its candidates' scores over the temperature.
+
+    Args:
+        scores: fp32 [M, C].
+        temperature: fp32 [M]; 0 takes the largest score, the first of tied ones, as a point mass.
+        uniform: fp64 [M], as in `choose`.
+
+    Returns:
+        Places int64 [M] among the candidates, and q, fp32 [M, C].
+    """
+    greedy = (temperature == 0.0)[:, None]
+    best = scores.argmax(-1, keepdim=True)
+    q = (scores / torch.where(greedy, 1.0, temperature[:, None])).softmax(-1)
+    q = torch.where(greedy, torch.zeros_like(q).scatter(1, best, 1.0), q)
+    return choose(q, uniform), q
+
+
+def accept_or_resample(
+    p: Tensor, draft: Tensor, candidates: Tensor, q: Tensor, uniform: Tensor, acceptance: Tensor
+) -> Tensor:
+    """The target's tokens where drafts were sampled: speculative sampling (Leviathan et al. 2023, Algorithm 1).
+
+    A draft d is taken with probability min(1, p(d) / q(d)); else the token is drawn from max(p - q, 0), in which no
+    rejected draft is left. Either way it is distributed as p, if d is as q.
+
+    Args:
+        p: fp32 [M, V], the target's filtered distribution.
+        draft: int64 [M]; -1 where nothing was drafted, and q is zero: there the token is drawn from p.
+        candidates: int64 [M, C], what q is of, each token once.
+        q: fp32 [M, C].
+        uniform: fp64 [M] in [0, 1), of the draw.
+        acceptance: fp64 [M] in [0, 1), independent of it.
+
+    Returns:
+        int64 [M]; the draft itself where it is accepted, and another token where not.
+    """
+    rest = p.scatter_add(1, candidates, -q).clamp_(min=0.0)
+    nothing = ~(rest > 0.0).any(-1)  # p is q, up to rounding: there is nothing else to draw
+    of_p = p.gather(1, draft.clamp(min=0)[:, None])[:, 0].double()
+    of_q = torch.where(candidates == draft[:, None], q, 0.0).sum(-1).double()
+    taken = (draft >= 0) & ((acceptance * of_q < of_p) | nothing)
+    return torch.where(taken, draft, choose(rest, uniform))
+
+
 def scored_tokens(logits: Tensor, tokens: Tensor, best: int) -> Tensor:
     """Log-probabilities of given tokens, and what else the target expected in their places.
 
@@ -121,7 +166,8 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
     This one rule serves greedy and sampled verification (contract, "One decoding step"): `choice[i]` is the token
     the target takes at that position, the argmax or a draw from its distribution p. Then a drafted d is accepted
     with probability p(d), and after a rejection the choice is distributed as p with d removed: exactly speculative
-    sampling with a point mass as proposal (Leviathan et al. 2023, Algorithm 1 with q = 1 at d).
+    sampling with a point mass as proposal (Leviathan et al. 2023, Algorithm 1 with q = 1 at d). Where drafts were
+    sampled, `accept_or_resample` makes the choices.
 
     Args:
         draft: [M, S - 1] proposed tokens.
@@ -552,23 +598,29 @@ def row_loss_(
             logits.copy_(x)
 
 
-def position_uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A uniform draw in [0, 1) that depends on (seed, position) only: the SplitMix64 finaliser over both.
+TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM = range(3)  # draws at one position that are independent
+
+
+def position_uniform(seed: Tensor, position: Tensor, stream: int = TARGET_STREAM) -> Tensor:
+    """A uniform draw in [0, 1) that depends on (seed, position, stream) only: the SplitMix64 finaliser over them.
 
     Args:
         seed, position: int64, of the same shape.
+        stream: what it is for: the target's own token, a draft, or whether that is accepted.
 
     Returns:
         float64 of that shape.
     """
 
     def signed(constant: int) -> int:  # int64 multiplication wraps, as the algorithm wants
+        constant &= (1 << 64) - 1
         return constant - (1 << 64) if constant >> 63 else constant
 
     def shifted(z: Tensor, bits: int) -> Tensor:  # >> on int64 copies the sign
         return (z >> bits) & ((1 << (64 - bits)) - 1)
 
-    z = seed * signed(0x9E3779B97F4A7C15) + position * signed(0xD1342543DE82EF95) + 0x632BE59BD9B4E019
+    z = seed * signed(0x9E3779B97F4A7C15) + position * signed(0xD1342543DE82EF95)
+    z = z + signed(0x632BE59BD9B4E019 + stream * 0xD6E8FEB86659FD93)
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ shifted(z, bits)) * signed(factor)
     return shifted(z ^ shifted(z, 31), 11).double() / (1 << 53)

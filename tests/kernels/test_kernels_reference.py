@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from transformers.generation.logits_process import (
 from dflash_toolkit.kernels.loss import frozen_head_loss
 from dflash_toolkit.kernels.mix import LogitScale
 from dflash_toolkit.kernels.reference import (
+    accept_or_resample,
     accepted_prefix,
     add_rms_norm,
     block_conv,
     choose,
     conv_add_rms_norm,
+    draw,
     filtered_probabilities,
     linear_top,
     penalized,
@@ -290,6 +293,82 @@ def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_tok
     assert accepted.sum() == 400
     rejected = choice[~accepted, 0].bincount(minlength=4) / (~accepted).sum()
     torch.testing.assert_close(rejected, torch.tensor([0.1, 0.0, 0.3, 0.2]) / 0.6)
+
+
+CELLS = 840  # a multiple of 1..8, so that every share of 8 parts ends at the edge of a cell
+
+
+def shares(parts: st.SearchStrategy[int]) -> st.SearchStrategy[list[int]]:
+    """Distributions over 5 tokens in eighths, most of them with tokens of probability zero."""
+    return st.lists(parts, min_size=8, max_size=8).map(lambda found: [found.count(token) for token in range(5)])
+
+
+def outcomes(p: list[int], q: list[int], order: list[int], taken: int | None) -> list[int]:
+    """What comes of draft `taken`, None for none, at every cell of one random number beside the least of the other.
+
+    The first `CELLS` are over the number that accepts, the others over the one that draws, where nothing is accepted.
+    """
+    middle = (torch.arange(CELLS, dtype=torch.float64) + 0.5) / CELLS
+    none = torch.full_like(middle, 1.0 - 2.0**-53)
+    rows = 2 * CELLS
+    candidates = torch.tensor([order] * rows)
+    mass = torch.tensor([q]).expand(rows, -1).gather(1, candidates) / 8
+    return accept_or_resample(
+        torch.tensor([p]).expand(rows, -1) / 8,
+        torch.full((rows,), -1 if taken is None else taken),
+        candidates,
+        torch.zeros_like(mass) if taken is None else mass,
+        torch.cat([middle, middle]),
+        torch.cat([middle, none]),
+    ).tolist()
+
+
+@given(p=shares(st.integers(0, 4)), q=shares(st.integers(1, 3)), order=st.permutations([1, 2, 3]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_accepted_drafts_and_what_replaces_the_others_are_together_the_targets_distribution(
+    p: list[int], q: list[int], order: list[int]
+) -> None:
+    """In fractions, of all that can come of each draft: the sum over drafts is p, and the overlap of p and q accepted.
+
+    A rule that is told no q, or one that draws from p with the draft taken out, accepts another share or sums to
+    another distribution.
+    """
+    total, accepted = [Fraction(0)] * 5, Fraction(0)
+    for d in order:
+        if not q[d]:
+            continue
+        found = outcomes(p, q, order, d)
+        share = Fraction(q[d], 8) * Fraction(found[:CELLS].count(d), CELLS)
+        accepted += share
+        total[d] += share
+        rejected = found[CELLS:]
+        if p[d] < q[d]:
+            assert d not in rejected
+            for token in rejected:
+                total[token] += (Fraction(q[d], 8) - share) * Fraction(1, CELLS)
+        else:
+            assert set(found) == {d}, "what is at least as probable as it was drafted is never rejected"
+    assert total == [Fraction(part, 8) for part in p]
+    assert accepted == sum(Fraction(min(pair), 8) for pair in zip(p, q, strict=True))
+    bonus = outcomes(p, q, order, None)
+    assert [Fraction(bonus.count(token), 2 * CELLS) for token in range(5)] == total, "without a draft it is p itself"
+
+
+def test_a_draft_is_taken_where_rounding_alone_rejects_it_and_nothing_else_is_left() -> None:
+    p, q = torch.tensor([[0.0, 1.0 - 2.0**-24, 0.0]]), torch.ones(1, 1)
+    least = torch.full((1,), 1.0 - 2.0**-53, dtype=torch.float64)
+    assert accept_or_resample(p, torch.tensor([1]), torch.tensor([[1]]), q, least, least).tolist() == [1]
+
+
+def test_a_draft_is_sampled_from_the_softmax_over_its_temperature_or_is_the_best_at_none() -> None:
+    scores = torch.tensor([[2.0, 1.0, 2.0, -1.0]])
+    draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for temperature in (0.5, 1.0, 3.0):
+        places, q = draw(scores.expand(1000, -1), torch.full((1000,), temperature), draws)
+        torch.testing.assert_close(q[0], (scores[0] / temperature).softmax(-1))
+        torch.testing.assert_close(places.bincount(minlength=4) / 1000, q[0], rtol=0, atol=1e-3)
+    places, q = draw(scores.expand(1000, -1), torch.zeros(1000), draws)
+    assert not places.any() and torch.equal(q, torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(1000, -1))
 
 
 # ---- DFlash 2 -------------------------------------------------------------------------------------------

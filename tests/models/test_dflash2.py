@@ -203,6 +203,36 @@ def test_only_the_best_are_candidates_and_of_equal_ones_the_lowest_ids(target: T
         assert drafter.choose(hidden, torch.zeros(7, VOCAB), 5).tolist() == [0] * 7
 
 
+@pytest.mark.parametrize("changes", [{"output_multiplier": 0.3}, NO_SELECTOR, NO_SELECTOR | NO_CONVOLUTION], ids=str)
+def test_a_sampled_draft_is_drawn_from_the_scores_beside_the_token_that_was_drawn_before(
+    target: Target, changes: Changes
+) -> None:
+    drafter, temperature = make_dflash2(target, **changes), 1.7
+    config, selector = drafter.config, drafter.candidate_selector
+    differ = 0
+    for anchor in range(8):
+        generator = torch.Generator().manual_seed(anchor)
+        hidden, logits = (torch.randn(7, n, generator=generator) for n in (32, VOCAB))
+        uniform = torch.rand(7, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            draft = drafter.sample(hidden, logits, anchor, temperature, uniform)
+        last = anchor
+        for k, row in enumerate(logits.double()):
+            best = sorted(range(VOCAB), key=lambda token: (-float(row[token]), token))[:16]
+            scores = config.output_multiplier * row[best]
+            if selector is not None:
+                state = selector.hidden_projection.weight.double() @ hidden[k].double()
+                query = selector.predecessor_codebook[last].double() * state
+                scores = scores + selector.successor_codebook[best].double() @ query
+            q = (scores / temperature).softmax(-1)
+            torch.testing.assert_close(draft.q[k].double(), q, rtol=1e-4, atol=1e-6)
+            assert draft.candidates[k].tolist() == best
+            last = best[int((q.cumsum(0) <= uniform[k]).sum())]
+            assert int(draft.tokens[k]) == last
+        differ += draft.tokens.tolist() != drafter.choose(hidden, logits, anchor).tolist()
+    assert differ == 8
+
+
 # ---- decoding --------------------------------------------------------------------------------------------------
 
 

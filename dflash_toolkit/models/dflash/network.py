@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import UnsupportedModel
 from ...kernels.mix import LogitScale
+from ...kernels.reference import draw
 from ..dflash2.convolution import DynamicConvolution
 from ..dflash2.selector import CandidateSelector
 from ..rope import RopeScaling
@@ -28,6 +29,7 @@ from ..spec import ARCHITECTURES, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec
 
 # of DFlash 2; both of a pair are 0 where its part is not there
 PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DRAFT_CANDIDATES = 16  # best tokens of a slot that its draft is sampled from, where no selector has a number of its own
 LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
 
 
@@ -216,6 +218,15 @@ class ContextKV:
             [torch.cat(pair, dim=2) for pair in zip(self.values, other.values, strict=True)],
             torch.cat([self.positions, other.positions], dim=1),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledDraft:
+    """Tokens of K slots, and what each was sampled from given those before it."""
+
+    tokens: Tensor  # int64 [K]
+    candidates: Tensor  # int64 [K, C]
+    q: Tensor  # fp32 [K, C], zero for every other token
 
 
 class RMSNorm(nn.Module):
@@ -445,11 +456,42 @@ class Drafter(nn.Module):
         """
         if self.candidate_selector is None:
             return logits.argmax(-1)
-        best = logits.sort(dim=-1, descending=True, stable=True)  # of equal ones the lowest id first
-        unary, candidates = (part[:, : self.config.selector_top_k] for part in best)
-        unary = unary.float().contiguous()
-        LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(unary)
+        unary, candidates = self.candidates(logits)
         return self.candidate_selector.walk(hidden, unary, candidates, anchor)
+
+    def sample(self, hidden: Tensor, logits: Tensor, anchor: int, temperature: float, uniform: Tensor) -> SampledDraft:
+        """As `choose`, but every slot's token is sampled from the softmax of its candidates' scores over `temperature`.
+
+        With a selector the scores are those beside the token sampled at the slot before.
+
+        Args:
+            temperature: > 0, the request's; its filters are the target's alone.
+            uniform: fp64 [S - 1] in [0, 1), of each slot.
+        """
+        unary, candidates = self.candidates(logits)
+        rows: list[Tensor] = []  # of q
+
+        def pick(k: int, scores: Tensor) -> Tensor:
+            place, q = draw(scores[None], scores.new_full((1,), temperature), uniform[k, None])
+            rows.append(q[0])
+            return place[0]
+
+        if self.candidate_selector is None:
+            tokens = torch.stack([candidates[k, pick(k, scores)] for k, scores in enumerate(unary)])
+        else:
+            tokens = self.candidate_selector.walk(hidden, unary, candidates, anchor, pick)
+        return SampledDraft(tokens, candidates, torch.stack(rows))
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Each slot's best tokens [S - 1, C], largest logit first, of equal ones the lowest id, behind their logits.
+
+        These are fp32 [S - 1, C], as they stand behind the head.
+        """
+        count = self.config.selector_top_k or DRAFT_CANDIDATES
+        best = logits.sort(dim=-1, descending=True, stable=True)
+        unary = best.values[:, :count].float().contiguous()
+        LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(unary)
+        return unary, best.indices[:, :count]
 
     def scaled(self, block: Tensor) -> Tensor:
         """A block's rows of the embedding table as the first layer gets them."""

@@ -1,5 +1,7 @@
 """A selector that chains the slots of a block: which of a slot's best tokens goes with the one chosen before it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,22 +20,30 @@ class CandidateSelector(nn.Module):
         """No pair is preferred: with it a drafter proposes what the one without a selector does."""
         self.successor_codebook.zero_()
 
-    def walk(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchor: int) -> Tensor:
-        """The tokens [K] of K slots, chosen one behind the other, each the best beside the one before it.
+    def walk(
+        self,
+        hidden: Tensor,
+        unary: Tensor,
+        candidates: Tensor,
+        anchor: int,
+        pick: Callable[[int, Tensor], Tensor] = lambda _, scores: scores.argmax(),
+    ) -> Tensor:
+        """The tokens [K] of K slots, chosen one behind the other, each by its scores beside the one before it.
 
         A candidate b behind token a scores unary(b) + <P[a] * (W h), Q[b]>, in fp32.
 
         Args:
             hidden: [K, D], final and normed.
             unary: logits of the candidates as they stand behind the head, fp32 [K, C].
-            candidates: token ids [K, C]; of equal scores the first wins.
+            candidates: token ids [K, C].
             anchor: the token before the first slot.
+            pick: the place of the token that slot k takes, of k and its scores [C]: the best, of equal ones the first.
         """
         state = self.hidden_projection(hidden).float()  # [K, r]
         successors = self.successor_codebook[candidates].float()  # [K, C, r]
         chosen, last = [], torch.tensor(anchor, device=candidates.device)
         for k in range(len(candidates)):
             query = self.predecessor_codebook[last].float() * state[k]
-            last = candidates[k, (unary[k] + successors[k] @ query).argmax()]
+            last = candidates[k, pick(k, unary[k] + successors[k] @ query)]
             chosen.append(last)
         return torch.stack(chosen)
