@@ -9,9 +9,9 @@ from pathlib import Path
 import transformers
 
 from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.config import given_values, run_command
+from dflash_toolkit.config import given_values, run_command, to_mapping
 from dflash_toolkit.files import finite, locked, read_json, write_json
-from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
@@ -151,7 +151,7 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
     print(f"\n{output}: drafter exported", file=sys.stderr)
     for line in _said(output, outcome):
         print(line, file=sys.stderr)
-    print(serving_commands(config.target, str(output), record["drafter"], record["architecture"]))
+    print(serving_commands(config.target, str(output), to_mapping(read_config(output)), record["architecture"]))
     if config.push_to_hub:
         _push(output, config.push_to_hub)
 

@@ -229,6 +229,12 @@ class RunOptions:
         "auto is the engine on a GPU, where it computes the target, and the reference elsewhere",
         choices=RUNTIMES,
     )
+    export_selector: str = option(
+        "better",
+        "a DFlash 2 drafter's selector: better refuses to export one with which held-out prompts are accepted worse "
+        "than without it; always exports it as it is; never leaves it out",
+        choices=("better", "always", "never"),
+    )
     wandb: str | None = option(None, "Weights & Biases project to log to")
     speculators: bool = option(False, "also export the speculators form, to OUTPUT/speculators")
 

@@ -22,6 +22,7 @@ class Export:
     role: str  # exported; best or last, which stand beside it
     step: int
     evaluation: Evaluation | None  # None without held-out prompts
+    without_selector: Evaluation | None = None  # of a drafter that is exported with one
 
 
 @dataclass(frozen=True, slots=True)

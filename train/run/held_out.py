@@ -186,10 +186,22 @@ class HeldOut:
             return known
         return self._measured(drafter, self._prompts, known.step if known else 0, None)
 
+    def without_selector(self, drafter: Drafter, step: int) -> Evaluation:
+        """Decode all prompts, every slot taking its own best token. Raises UserError."""
+        return self._measured(drafter, self._prompts, step, None, selector=False)
+
     def _measured(
-        self, drafter: Drafter, prompts: list[HeldOutPrompt], step: int, beside: Progress | None
+        self,
+        drafter: Drafter,
+        prompts: list[HeldOutPrompt],
+        step: int,
+        beside: Progress | None,
+        *,
+        selector: bool = True,
     ) -> Evaluation:
         served = self._served(drafter)
+        if not selector and served.candidate_selector:
+            served.candidate_selector.init_weights()  # it prefers no pair; the engine's shape stays
         with Progress("held out", len(prompts), unit="tok", beside=beside) as bar:
             return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
 

@@ -1,10 +1,11 @@
 """Measures a run: the acceptance length of its drafters on held-out prompts, which is best, and what is exported."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.network import Drafter
 
@@ -31,7 +32,8 @@ class Measuring:
     Every process calls the methods that take a `Report`.
 
     Raises:
-        UserError: the engine was asked for, and cannot compute the target.
+        UserError: the engine was asked for, and cannot compute the target; from `conclude`, a selector that makes
+            drafts worse, unless it is to be exported.
     """
 
     def __init__(self, run: Run, point: ResumePoint | None, processes: Processes) -> None:
@@ -62,8 +64,12 @@ class Measuring:
         """Export the end, or an earlier drafter that is better beyond the error of the difference, measured on all
         prompts; and the other one beside it, where the best that was measured is not the end."""
         chosen = self._processes.rank_zero(self._choose, trained, step)
-        evaluation = self._processes.first_group(self._decode_all, chosen, trained) if self._run.held_out else None
-        return self._processes.rank_zero(self._export, chosen, evaluation, step, report) or (None, None)
+        evaluation = alone = None
+        if self._run.held_out:
+            evaluation = self._processes.first_group(self._decode_all, chosen, trained)
+            if self._run.drafter.config.selector_rank:
+                alone = self._processes.first_group(self._decode_without_selector, chosen, trained)
+        return self._processes.rank_zero(self._export, chosen, evaluation, alone, step, report) or (None, None)
 
     def to_state(self) -> dict[str, Any]:
         """Fields of a `ResumePoint`."""
@@ -80,6 +86,11 @@ class Measuring:
         assert self._held_out is not None
         known = chosen.evaluation if chosen else None
         return self._held_out.all(chosen.drafter if chosen else trained, known)
+
+    def _decode_without_selector(self, chosen: "_Chosen | None", trained: Drafter) -> Evaluation:
+        assert self._held_out is not None
+        known = chosen.evaluation if chosen else None
+        return self._held_out.without_selector(chosen.drafter if chosen else trained, known.step if known else 0)
 
     # ---- of the first process ---------------------------------------------------------------------------------
 
@@ -106,14 +117,27 @@ class Measuring:
         return chosen
 
     def _export(
-        self, chosen: "_Chosen", evaluation: Evaluation | None, step: int, report: Report
+        self, chosen: "_Chosen", evaluation: Evaluation | None, alone: Evaluation | None, step: int, report: Report
     ) -> tuple[Export, Export | None]:
         if evaluation:
             report.summarise(acceptance_length=evaluation.tau, acceptance_length_error=evaluation.standard_error)
-        exported = Export("exported", evaluation.step if evaluation else step, evaluation)
-        self._run.export(chosen.drafter, exported)
+        wanted = self._run.config.run.export_selector
+        if wanted == "better" and evaluation and alone and alone.clearly_better_than(evaluation):
+            raise UserError(
+                f"the selector makes drafts worse, {evaluation.tau:.3f} tokens a step and {alone.tau:.3f} without it "
+                f"on {alone.prompts} held-out prompts, so nothing is exported: train longer, or repeat the command "
+                f"with run.export_selector=never to leave it out (always exports it as it is)"
+            )
+        left_out = wanted == "never" and self._run.drafter.config.selector_rank > 0
+        if left_out:
+            evaluation, alone = alone, None
+        exported = Export("exported", evaluation.step if evaluation else step, evaluation, alone)
+        self._run.export(chosen.drafter.without_selector() if left_out else chosen.drafter, exported)
         if chosen.other:
-            self._run.export(*chosen.other)
+            drafter, made = chosen.other
+            # what was measured of it was with the selector
+            other = (drafter.without_selector(), replace(made, evaluation=None)) if left_out else (drafter, made)
+            self._run.export(*other)
         return exported, chosen.other and chosen.other[1]
 
     def _forget_others(self) -> None:

@@ -30,7 +30,7 @@ from .state import first_difference, read_plan
 FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "recompute",
-              "head_rows")  # fmt: skip
+              "head_rows", "export_selector")  # fmt: skip
 OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
 ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
 
@@ -127,6 +127,8 @@ def measured(made: Export) -> dict[str, Any]:
         values = made.evaluation.values()
         found |= {name: _rounded(value) for name, value in values.items() if name.startswith("acceptance_length")}
         found["measured_on"] = {"prompts": made.evaluation.prompts, "tokens": sum(made.evaluation.tokens)}
+    if made.without_selector:
+        found["acceptance_length_without_selector"] = _rounded(made.without_selector.tau)
     return found
 
 

@@ -9,9 +9,10 @@ import jinja2
 import yaml
 from huggingface_hub import HfApi
 
-from dflash_toolkit.config import UserError
+from dflash_toolkit.config import UserError, to_mapping
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import write_text
+from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 
 from .provenance import config_of
@@ -41,7 +42,7 @@ def write_cards(output: Path, record: dict[str, Any], name: str | None = None) -
 def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: str) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    target, shape = record["target"], record["drafter"]
+    target, shape = record["target"], to_mapping(read_config(folder))  # its selector may have been left out
     return environment.get_template("card.md.jinja").render(
         metadata=yaml.safe_dump(_metadata(config_of(record)), sort_keys=False),
         name=name,

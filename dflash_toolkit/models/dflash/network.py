@@ -387,6 +387,12 @@ class Drafter(nn.Module):
         drafter.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(seed))
         return drafter
 
+    def without_selector(self) -> "Drafter":
+        """The drafter whose slots take their own best tokens, with the same weights."""
+        config = replace(self.config, selector_rank=0, selector_top_k=0)
+        kept = {name: weight for name, weight in self.named_parameters() if not name.startswith("candidate_selector.")}
+        return Drafter.of_tensors(config, kept)
+
     @property
     def device(self) -> torch.device:
         return self.fc.weight.device

@@ -17,7 +17,7 @@ from conftest import Clock, make_drafter, make_target
 from programs import Program
 from test_train_loop import rows
 
-from dflash_toolkit import Drafter, Target, UserError, load_drafter
+from dflash_toolkit import Drafter, UserError, load_drafter
 from train import loop
 from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from train.features.source import open_features
@@ -82,11 +82,11 @@ def before_steps(patch: pytest.MonkeyPatch, act: Callable[[int], object]) -> Non
 
 
 def trained(
-    folder: Path, asked: TrainConfig, held_out: list[HeldOutPrompt] | None = None, target: Target | None = None
+    folder: Path, asked: TrainConfig, held_out: list[HeldOutPrompt] | None = None, **shape: int
 ) -> tuple[Outcome, Exports]:
     folder.mkdir(exist_ok=True)
-    target, exports = target or make_target(), Exports()
-    drafter = make_drafter(target, block_size=4, layers=1, taps=2).train()
+    target, exports = make_target(), Exports()
+    drafter = make_drafter(target, block_size=4, layers=1, taps=2, **shape).train()
     return loop.train(Run(asked, target, drafter, rows(16), held_out or [], folder, {}, exports)), exports
 
 
@@ -146,6 +146,36 @@ def test_without_held_out_prompts_the_end_is_exported_and_no_figure_is_made_up(t
     outcome, exports = trained(tmp_path, config())
     assert exports.steps() == {"exported": 8} and exports["exported"][0].evaluation is None
     assert outcome.beside is None and not outcome.earlier and not list(tmp_path.glob("best*"))
+
+
+SELECTOR = {"selector_rank": 4, "selector_top_k": 8}
+
+
+@pytest.mark.parametrize(("alone", "refused"), [(MORE, True), (EVEN, False), (LUCKY, False)], ids=str)
+def test_a_selector_that_is_worse_than_none_beyond_the_error_is_not_exported_unless_asked(
+    alone: tuple[int, ...], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluated(tokens: tuple[int, ...], step: int) -> Evaluation:
+        return Evaluation(step, tuple("abab"), tokens, (STEPS,) * 4)
+
+    monkeypatch.setattr(HeldOut, "__call__", lambda self, drafter, step=0, beside=None: evaluated(EVEN, step))
+    monkeypatch.setattr(HeldOut, "without_selector", lambda self, drafter, step: evaluated(alone, step))
+
+    def run(**options: str) -> Exports:
+        asked = replace(config(), run=replace(config().run, **options))
+        return trained(tmp_path, asked, HELD_OUT, **SELECTOR)[1]
+
+    if refused:
+        with pytest.raises(UserError, match=r"3.000 tokens a step and 3.550 without it on 4 held-out prompts, so noth"):
+            run()
+        made, weights = run(export_selector="always")["exported"]  # the same run goes on
+    else:
+        made, weights = run()["exported"]
+    assert made.evaluation and made.without_selector and made.without_selector.tokens == alone
+    assert "candidate_selector.successor_codebook" in weights
+    made, weights = run(export_selector="never")["exported"]
+    assert made.evaluation and made.evaluation.tokens == alone and made.without_selector is None
+    assert not any("selector" in name for name in weights)
 
 
 # ---- the clock -------------------------------------------------------------------------------------------------

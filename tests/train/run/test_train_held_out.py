@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_dflash2, make_drafter, make_target
 from programs import Program
 from test_train_loop import lines_without_speed
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, load_drafter
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
@@ -56,6 +56,24 @@ def test_more_prompts_than_go_together_and_answers_cut_by_the_context() -> None:
     few = some(drafter, step=7)
     assert few.sources == ("a", "b", "a", "b") and few.steps == a.steps[:4]
     assert some.all(drafter, few) == replace(a, step=7)
+
+
+def test_what_a_selector_is_compared_with_is_the_drafter_without_it(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, drafted = make_dflash2(target, block_size=4), list[list[int]]()
+    propose = decode.propose
+    monkeypatch.setattr(decode, "propose", lambda *given: (drafted.append(propose(*given)), drafted[-1])[1])
+
+    def drafts(of: Drafter, selector: bool) -> list[list[int]]:
+        drafted.clear()
+        held_out = HeldOut(target, of.config, PROMPTS, options("reference"))
+        assert (held_out(of, 3) if selector else held_out.without_selector(of, 3)).step == 3
+        return list(drafted)
+
+    alone = drafts(drafter, selector=False)
+    assert alone == drafts(drafter.without_selector(), selector=True)
+    assert alone != drafts(drafter, selector=True), "a selector that changes nothing shows nothing"
 
 
 def test_every_file_has_its_turn_among_the_prompts_that_are_measured() -> None:
