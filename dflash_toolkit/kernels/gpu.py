@@ -5,6 +5,7 @@
 | linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
 | the same, fp8 in blocks | Triton, with rows in fp8 | the same |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
+| top logits of a head | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
 | post-attention of a dense layer | one persistent launch (Gluon, Hopper, bf16) | the operations above |
 | attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
 
@@ -24,16 +25,17 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
-from .reference import block_conv, conv_add_rms_norm, linear_top, walk
 from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
+from .triton.convolution import block_conv, conv_add_rms_norm
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
 from .triton.sample import sample
+from .triton.walk import walk
 from .weight import BlockScaledFp8, Weight, dense, parts
 
 __all__ = [
@@ -105,6 +107,24 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     if len(x) > TILED_HEAD and scale is None and fits(x, [weight]):
         return launch_head(x, data)
     return gemm.linear_argmax(x, weight)
+
+
+def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count]."""
+    if isinstance(weight, BlockScaledFp8):  # which heads seldom are: with logits in memory
+        ordered = fp8_blocks.linear(x, weight).sort(dim=-1, descending=True, stable=True)
+        return ordered.values[:, :count].float(), ordered.indices[:, :count]
+    found = [_top(part, weight, count) for part in x.split(MAX_ROWS)]
+    if len(found) == 1:
+        return found[0]
+    values, ids = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
+    if multiplies(x, weight):
+        return gemm.launch_top(quantize_rows(x), weight, count, x.dtype, gemm.tile_of_quantized(len(x)))
+    return gemm.linear_top(x, weight, count)
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:

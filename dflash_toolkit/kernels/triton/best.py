@@ -1,4 +1,4 @@
-"""The best of what the programs of a head found."""
+"""The best, or the few best, of what the programs of a head found."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -7,6 +7,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
+
+
+@triton.jit
+def ordered(b_x):
+    """int32 in the order of floats; there is one zero. A negative value has its mantissa's bits turned."""
+    b_x = b_x.to(tl.float32)
+    b_bits = tl.where(b_x == 0, 0.0, b_x).to(tl.int32, bitcast=True)
+    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@triton.jit
+def key_of(b_order, o_n):
+    """int64 that sorts by value and, of equal ones, the lower column as the larger."""
+    return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - o_n).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["M", "tiles"])
@@ -30,3 +44,48 @@ def reduce_best(best: Tensor, index: Tensor) -> Tensor:
     out = torch.empty(m, dtype=torch.int64, device=best.device)
     _reduce_kernel[(m,)](best, index, out, m, tiles, BLOCK=next_power_of_two(tiles), **pdl(best))
     return out
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def _merge_top_kernel(
+    keys_p, values_p, ids_p, M, tiles,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The COUNT largest keys of a row are in the COUNT tiles with the largest first ones."""
+    i_m = tl.program_id(0)
+    o_t, o_c = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    lowest = tl.full([], -(2**63), dtype=tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_first = tl.load(keys_p + o_t.to(tl.int64) * COUNT * M + i_m, mask=o_t < tiles, other=lowest)
+    b_tile = tl.full([SLOTS], -1, dtype=tl.int32)
+    for i in range(COUNT):
+        top = tl.max(b_first, axis=0)
+        tile = ((0x7FFFFFFF - (top & 0x7FFFFFFF)) // BLOCK_N).to(tl.int32)
+        b_tile = tl.where((o_c == i) & (top != lowest), tile, b_tile)
+        b_first = tl.where(b_first == top, lowest, b_first)
+    p_key = keys_p + (b_tile.to(tl.int64)[:, None] * COUNT + o_c[None, :]) * M + i_m
+    b_key = tl.load(p_key, mask=(b_tile >= 0)[:, None] & (o_c < COUNT)[None, :], other=lowest)
+    b_found = tl.full([SLOTS], -(2**63), dtype=tl.int64)
+    for i in range(COUNT):
+        top = tl.max(tl.max(b_key, axis=1), axis=0)
+        b_found = tl.where(o_c == i, top, b_found)
+        b_key = tl.where(b_key == top, lowest, b_key)
+    b_order = (b_found >> 32).to(tl.int32)
+    b_value = tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order).to(tl.float32, bitcast=True)
+    tl.store(values_p + i_m * COUNT + o_c, b_value, mask=o_c < COUNT)
+    tl.store(ids_p + i_m * COUNT + o_c, 0x7FFFFFFF - (b_found & 0x7FFFFFFF), mask=o_c < COUNT)
+
+
+def merge_top(keys: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Values fp32 and columns int64 [M, count] of keys [tiles, count, M], of tiles of so many columns."""
+    tiles, count, m = keys.shape
+    values = torch.empty(m, count, dtype=torch.float32, device=keys.device)
+    ids = torch.empty(m, count, dtype=torch.int64, device=keys.device)
+    _merge_top_kernel[(m,)](
+        keys, values, ids, m, tiles,
+        BLOCK=next_power_of_two(tiles), BLOCK_N=columns, COUNT=count, SLOTS=next_power_of_two(count), num_warps=8,
+        **pdl(keys),
+    )  # fmt: skip
+    return values, ids

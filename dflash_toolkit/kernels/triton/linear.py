@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..launch import MAX_ROWS, padded, pdl, shared_memory
 from ..weight import Weight, is_quantized, parts
-from .best import reduce_best
+from .best import key_of, merge_top, ordered, reduce_best
 from .tile import MULTIPROCESSORS, Tile, store_tile
 
 SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
 ROOM_BYTES = 7 * 1024  # for what the compiler adds
+LOGITS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
 
 
@@ -135,6 +136,52 @@ def _argmax_kernel(
     tl.store(index_p + i_n * M + o_m, b_index, mask=m_m)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _top_kernel(
+    x_p, w_p, scale_p, row_scale_p, keys_p, M, N, K,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr,
+    LOGIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The COUNT largest logits among BLOCK_N columns, as keys and the largest first: keys [tiles, COUNT, M].
+
+    LOGIT: what they are rounded to. Of 16 bits, a value and its column in the tile are one integer of 32.
+    """
+    i_n = tl.program_id(0)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, T)
+    m_m = o_m < M
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    widen: tl.constexpr = SCALED and not ROUNDED
+    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SCALED:
+        b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
+    if ROUNDED:
+        b_acc *= tl.load(row_scale_p + o_m, mask=m_m, other=0.0)[None, :]
+    b_order = ordered(b_acc.to(LOGIT))
+    wide: tl.constexpr = LOGIT.is_fp32()
+    if wide:
+        b_key = key_of(b_order, o_n[:, None])
+        lowest = tl.full([], -(2**63), dtype=tl.int64)
+    else:
+        b_key = (b_order & -BLOCK_N) | (BLOCK_N - 1 - tl.arange(0, BLOCK_N))[:, None]
+        lowest = tl.full([], -(2**31), dtype=tl.int32)
+    b_key = tl.where((o_n < N)[:, None], b_key, lowest)
+    for i in range(COUNT):
+        b_top = tl.max(b_key, axis=0)
+        b_key = tl.where(b_key == b_top[None, :], lowest, b_key)
+        b_found = b_top
+        if not wide:
+            # the bits that the column took are zeros of the value, of a negative one's order ones
+            b_value = tl.where(b_top < 0, b_top | (BLOCK_N - 1), b_top & -BLOCK_N)
+            b_found = key_of(b_value, (i_n + 1) * BLOCK_N - 1 - (b_top & (BLOCK_N - 1)))
+            b_found = tl.where(b_top == lowest, -(2**63), b_found)
+        tl.store(keys_p + (i_n * COUNT + i).to(tl.int64) * M + o_m, b_found, mask=m_m)
+
+
 @triton.jit
 def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [M, width] of x [M, 2 * width] with gates and ups alternating; for GEMMs of cuBLAS."""
@@ -230,3 +277,23 @@ def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
         num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
     return reduce_best(best, index)
+
+
+def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of every row, fp32 [M, count], and their columns, int64; see the reference."""
+    return launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight))
+
+
+def launch_top(x: Weight, weight: Weight, count: int, dtype: torch.dtype, tile: Tile) -> tuple[Tensor, Tensor]:
+    """`linear_top` with a given tile and dtype of the logits; rows in fp8 go with weights in fp8."""
+    (rows, row_scale), (data, scale) = parts(x), parts(weight)
+    (m, k), n = rows.shape, len(weight)
+    tiles = -(-n // tile.block_n)
+    keys = torch.empty(tiles, count, m, dtype=torch.int64, device=rows.device)
+    _top_kernel[(tiles,)](
+        rows, data, data if scale is None else scale, data if row_scale is None else row_scale, keys, m, n, k,
+        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count, EVEN_N=n % tile.block_n == 0,
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_quantized(x), LOGIT=LOGITS[dtype],
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
+    )  # fmt: skip
+    return merge_top(keys, tile.block_n)

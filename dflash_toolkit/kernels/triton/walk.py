@@ -1,0 +1,77 @@
+"""The walk of DFlash 2's selector through the slots of a block, in Triton: one program a request."""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import next_power_of_two, pdl
+
+
+@triton.jit
+def _slot(
+    state_p, unary_p, candidates_p, predecessors_p, successors_p, k, K, C, R, C_BLOCK: tl.constexpr,
+    R_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What slot k is chosen by and from; none of it depends on a choice, so it is loaded a slot ahead."""
+    o_c, o_r = tl.arange(0, C_BLOCK), tl.arange(0, R_BLOCK)
+    m_c, m_r = (o_c < C) & (k < K), o_r < R
+    b_ids = tl.load(candidates_p + k * C + o_c, mask=m_c, other=0)
+    b_unary = tl.load(unary_p + k * C + o_c, mask=m_c, other=-float("inf"))
+    b_state = tl.load(state_p + k * R + o_r, mask=m_r & (k < K), other=0.0).to(tl.float32)
+    o_book = b_ids[:, None] * R + o_r[None, :]
+    m_book = m_c[:, None] & m_r[None, :]
+    b_successors = tl.load(successors_p + o_book, mask=m_book, other=0.0)
+    b_predecessors = tl.load(predecessors_p + o_book, mask=m_book, other=0.0)
+    return b_ids, b_unary, b_state, b_successors, b_predecessors
+
+
+@triton.jit(do_not_specialize=["K", "C"])
+def _walk_kernel(
+    state_p, unary_p, candidates_p, predecessors_p, successors_p, anchors_p, out_p, K, C, R,
+    stride_state, stride_unary, stride_candidates, C_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_b = tl.program_id(0).to(tl.int64)
+    state_p += i_b * stride_state
+    unary_p += i_b * stride_unary
+    candidates_p += i_b * stride_candidates
+    o_c, o_r = tl.arange(0, C_BLOCK), tl.arange(0, R_BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    anchor = tl.load(anchors_p + i_b)
+    b_last = tl.load(predecessors_p + anchor * R + o_r, mask=o_r < R, other=0.0).to(tl.float32)
+    b_ids, b_unary, b_state, b_successors, b_predecessors = _slot(
+        state_p, unary_p, candidates_p, predecessors_p, successors_p, 0, K, C, R, C_BLOCK, R_BLOCK
+    )
+    for k in range(K):
+        n_ids, n_unary, n_state, n_successors, n_predecessors = _slot(
+            state_p, unary_p, candidates_p, predecessors_p, successors_p, k + 1, K, C, R, C_BLOCK, R_BLOCK
+        )
+        b_query = b_last * b_state
+        b_score = b_unary + tl.sum(b_successors.to(tl.float32) * b_query[None, :], axis=1)
+        b_score = tl.where(o_c < C, b_score, -float("inf"))
+        best = tl.max(b_score, axis=0)
+        # rows that stand for no request may hold NaN; they get a candidate all the same
+        chosen = tl.min(tl.where((b_score == best) & (o_c < C), o_c, C_BLOCK), axis=0)
+        chosen = tl.where(chosen == C_BLOCK, 0, chosen)
+        tl.store(out_p + i_b * K + k, tl.sum(tl.where(o_c == chosen, b_ids, 0), axis=0))
+        b_last = tl.sum(tl.where((o_c == chosen)[:, None], b_predecessors.to(tl.float32), 0.0), axis=0)
+        b_ids, b_unary, b_state = n_ids, n_unary, n_state
+        b_successors, b_predecessors = n_successors, n_predecessors
+
+
+def walk(
+    state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
+) -> Tensor:
+    """The tokens int64 [B, K] of K slots, each the best of its candidates beside the one before; see the reference."""
+    batch, slots, count = candidates.shape
+    rank = state.shape[2]
+    out = torch.empty(batch, slots, dtype=torch.int64, device=state.device)
+    _walk_kernel[(batch,)](
+        state, unary, candidates, predecessors, successors, anchors, out, slots, count, rank,
+        state.stride(0), unary.stride(0), candidates.stride(0),
+        C_BLOCK=next_power_of_two(count), R_BLOCK=next_power_of_two(rank), **pdl(state),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,61 @@
+"""The kernels of a DFlash 2 drafter for Qwen3-8B: convolutions, the head's top 16 and the walk."""
+
+from sm90 import Case
+
+from dflash_toolkit.kernels.triton import best, convolution, linear, walk
+
+SIZES = dict.fromkeys(
+    ("M", "D", "groups", "S", "parts", "dynamic_parts", "stride_dynamic", "stride_part", "stride_tap"), "i32"
+)
+ODD = ("M", "S", "parts", "dynamic_parts", "stride_tap")
+
+
+def conv_case(kernel: object, warps: int, *, wide: str = "*fp32", **constexprs: object) -> Case:
+    narrow = ("base_p", "w_p", "out_p", "sum_p", "h_p", "tap_p")
+    pointers = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(("x_p", "part_p", "dynamic_p"), wide)
+    pointers |= dict.fromkeys(("d_out_p", "d_x_p", "d_dynamic_p"), "*bf16") | {"d_base_p": "*fp32", "eps": "fp32"}
+    if "part_p" in kernel.arg_names or "d_out_p" in kernel.arg_names:
+        pointers["x_p"] = "*bf16"
+    given = {name: kind for name, kind in (pointers | SIZES).items() if name in kernel.arg_names}
+    ragged = tuple(name for name in ODD if name in given)
+    return Case(kernel, given, {"TAPS": 2, "GROUP": 16, "WIDTH": 16} | constexprs, warps, ragged=ragged)
+
+
+def top_case(rows: int, kind: str) -> Case:
+    scaled, rounded = kind != "bf16", kind == "rounded"
+    tile = linear.tile_of_quantized(rows) if rounded else linear.tile_for("argmax", 151936, 4096, rows, scaled)
+    constexprs = {
+        "T": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "COUNT": 16, "EVEN_N": True, "EVEN_K": True,
+        "SCALED": scaled, "ROUNDED": rounded, "LOGIT": linear.tl.bfloat16, "PDL": True,
+    }  # fmt: skip
+    pointers = {"x_p": "*fp8e4nv" if rounded else "*bf16", "w_p": "*fp8e4nv" if scaled else "*bf16"}
+    pointers |= {"scale_p": "*fp32", "row_scale_p": "*fp32", "keys_p": "*i64"} | dict.fromkeys("MNK", "i32")
+    return Case(linear._top_kernel, pointers, constexprs, tile.warps, tile.stages, ("M",))
+
+
+CASES = {
+    f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 32, 64, 128) for kind in ("bf16", "rounded")
+} | {
+    "top of 16 widened": top_case(16, "widened"),
+    "merge of the tops": Case(
+        best._merge_top_kernel,
+        {"keys_p": "*i64", "values_p": "*fp32", "ids_p": "*i64", "M": "i32", "tiles": "i32"},
+        {"BLOCK": 2048, "BLOCK_N": 128, "COUNT": 16, "SLOTS": 16, "PDL": True},
+        8,
+        ragged=("M", "tiles"),
+    ),
+    "walk": Case(
+        walk._walk_kernel,
+        dict.fromkeys(("state_p", "predecessors_p", "successors_p"), "*bf16")
+        | {"unary_p": "*fp32", "candidates_p": "*i64", "anchors_p": "*i64", "out_p": "*i64"}
+        | dict.fromkeys(("K", "C", "R", "stride_state", "stride_unary", "stride_candidates"), "i32"),
+        {"C_BLOCK": 16, "R_BLOCK": 256, "PDL": True},
+        ragged=("K", "C"),
+    ),
+    "convolution": conv_case(convolution._block_conv_kernel, 2, ROWS=1, GROUPS=32, PDL=True),
+    "convolution of many rows": conv_case(convolution._block_conv_kernel, 4, wide="*bf16", ROWS=8, GROUPS=32, PDL=True),
+    "convolution, add and norm": conv_case(convolution._conv_add_rms_norm_kernel, 8, GROUPS=256, TAP=True, PDL=True),
+    "backward of the convolution": conv_case(
+        convolution._block_conv_backward_kernel, 4, wide="*bf16", ROWS=64, GROUPS=4
+    ),
+}

@@ -1,0 +1,298 @@
+"""The kernels of DFlash 2 against float64 and their definitions, on the interpreter where there is no GPU."""
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from test_kernels_linear import guarded, operands
+from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn
+
+from dflash_toolkit.kernels import convolve as training
+from dflash_toolkit.kernels import gpu, reference
+from dflash_toolkit.kernels.triton import convolution, linear, norm
+from dflash_toolkit.kernels.triton.walk import walk
+from dflash_toolkit.kernels.weight import RowScaledFp8
+
+EPS = 1e-6
+
+# ---- the convolution ---------------------------------------------------------------------------------
+# blocks, rows of a block, channels, channels of a group, taps
+SHAPES = [(3, 5, 40, 8, 2), (1, 7, 36, 3, 3), (2, 2, 1040, 16, 1), (3, 16, 64, 16, 2), (9, 1, 24, 1, 2)]
+LARGE = [(90, 16, 896, 16, 2), (8, 16, 4096, 16, 2), (5, 8, 5120, 16, 2)] if DEVICE == "cuda" else []
+
+
+def inputs_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, D] and base between NaN; dynamic as the middle of a wider matrix of NaN."""
+    blocks, size, d, group, taps = shape
+    width = taps * d // group
+    wide = torch.full((blocks * size, width + 6), math.nan, dtype=dtype, device=DEVICE)
+    wide[:, 3:-3] = torch.randn(blocks * size, width)
+    return guarded(torch.randn(blocks * size, d).to(dtype)), wide[:, 3:-3], guarded(torch.randn(taps, d).to(dtype))
+
+
+def exact_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
+    """The contract's sum in float64, row by row; differentiable."""
+    x, dynamic, base = x.double(), dynamic.double(), base.double()
+    taps, d = base.shape
+    rows = []
+    for t in range(len(x)):
+        own = dynamic[t].view(taps, -1)
+        kernel = base + own.repeat_interleave(d // own.shape[1], dim=1)
+        rows.append(sum(kernel[tau] * x[t - tau] for tau in range(min(taps, t % block + 1))))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in [*SHAPES, *LARGE]]))
+def test_the_convolution_stays_inside_its_block(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs, block = inputs_of(shape, dtype), shape[1]
+    found = convolution.block_conv(*inputs, block)
+    assert_as_exact_as_torch(found, reference.block_conv(*inputs, block), exact_conv(*inputs, block))
+    if shape[0] > 1:  # a block alone has the same bits
+        x, dynamic, base = inputs
+        assert torch.equal(convolution.block_conv(x[block:], dynamic[block:], base, block), found[block:])
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in [*SHAPES[:2], *LARGE]]))
+def test_partial_sums_pass_the_convolution_into_the_stream_and_its_norm(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, dynamic, base = inputs_of(shape, dtype)
+    (m, d), block = x.shape, shape[1]
+    sums = guarded(torch.randn(3, m, d))
+    wide = torch.full((2, m, dynamic.shape[1] + 5), math.nan, device=DEVICE)
+    wide[:, :, :-5] = torch.stack([dynamic.float() + 1, torch.full(dynamic.shape, -1.0, device=DEVICE)])
+    own, weight = wide[:, :, :-5], guarded(torch.randn(d).to(dtype))
+    y = convolution.block_conv(sums, own, base, block)
+    assert_as_exact_as_torch(
+        y,
+        reference.block_conv(sums, own, base, block),
+        exact_conv(sums.double().sum(0), own.double().sum(0), base, block),
+    )
+    tap = torch.full((m, d + 3), math.nan, dtype=dtype, device=DEVICE)
+    found = convolution.conv_add_rms_norm(x, sums, own, base, block, weight, EPS, tap[:, :-3])
+    total, normed = norm.add_rms_norm(x, y[None], weight, EPS)
+    assert torch.equal(found[0], total) and torch.equal(tap[:, :-3], total) and tap[:, -3:].isnan().all()
+    torch.testing.assert_close(found[1], normed, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    alone = convolution.conv_add_rms_norm(
+        x[-block:], sums[:, -block:].contiguous(), own[:, -block:], base, block, weight, EPS
+    )
+    assert all(torch.equal(a, b[-block:]) for a, b in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in [*SHAPES, *LARGE]]))
+def test_gradients_of_the_convolution_are_those_of_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs, block = inputs_of(shape, dtype), shape[1]
+    d_out = guarded(torch.randn(inputs[0].shape).to(dtype))
+    found = convolution.block_conv_backward(d_out, *inputs, block)
+    leaves = [t.double().requires_grad_() for t in inputs]
+    exact_conv(*leaves, block).backward(d_out.double())
+    theirs = [t.detach().clone().requires_grad_() for t in inputs]
+    reference.block_conv(*theirs, block).backward(d_out)
+    for ours, torchs, exact in zip(found, theirs, leaves, strict=True):
+        assert torchs.grad is not None and exact.grad is not None
+        assert_as_exact_as_torch(ours, torchs.grad, exact.grad)
+
+
+def sequences(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x [2, 12, D], coefficients as the projection leaves them and base, as leaves."""
+    parts = torch.randn(2, 12, 48), torch.randn(2, 12, 2, 2, 3), torch.randn(2, 48)
+    return [parts[0].to(DEVICE, dtype).requires_grad_(), *(t.to(DEVICE).requires_grad_() for t in parts[1:])]
+
+
+def test_sequences_of_blocks_are_convolved_as_rows_are() -> None:
+    x, dynamic, base = sequences(torch.float16)
+    found = training.convolve(x, dynamic[:, :, 1], base, 4)
+    assert found.dtype == torch.float16
+    rows = x.detach().flatten(0, 1), dynamic.detach()[:, :, 1].flatten(2).flatten(0, 1), base.detach()
+    torch.testing.assert_close(found.flatten(0, 1), reference.block_conv(*rows, 4).half(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_operator_of_training_has_its_gradient_and_its_shapes_registered() -> None:
+    x, dynamic, base = sequences()
+    rows = x.flatten(0, 1), dynamic[:, :, 0].flatten(2).flatten(0, 1), base
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others compile for seconds
+    torch.library.opcheck(training._convolve, (*rows, 4), test_utils=checks)
+    torch.library.opcheck(training._convolve_backward, (*(t.detach() for t in (rows[0], *rows)), 4), test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_on_a_gpu_gets_the_same_gradients_compiled_and_recomputed(recompute: bool) -> None:
+    leaves = sequences()
+
+    def layer(x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
+        y = training.convolve(x * 2, dynamic[:, :, 0], base, 4)
+        return training.convolve(y.sin(), dynamic[:, :, 1], base, 4)
+
+    def run(function: Any) -> list[Tensor]:
+        out = checkpoint(function, *leaves, use_reentrant=False) if recompute else function(*leaves)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    definition = [t.detach().cpu().requires_grad_() for t in leaves]
+    out = layer(*definition)
+    expected = [out, *torch.autograd.grad(out.square().sum(), definition)]
+    eager = run(layer)
+    for found in (eager, run(torch.compile(layer))):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(eager, run(layer), strict=True))
+
+
+@pytest.mark.gpu
+def test_the_base_s_gradient_over_many_rows_is_summed_in_one_order() -> None:
+    inputs, block = inputs_of((4096, 16, 896, 16, 2), torch.bfloat16), 16
+    d_out = torch.randn_like(inputs[0])
+    first, *others = (convolution.block_conv_backward(d_out, *inputs, block) for _ in range(3))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    x = inputs[0].double().unflatten(0, (-1, block))
+    x[:, -1] = 0
+    exact = torch.stack([d_out.double() * inputs[0].double(), d_out.double() * x.roll(1, 1).flatten(0, 1)]).sum(1)
+    torch.testing.assert_close(first[2].double(), exact, rtol=2.0**-7, atol=0.1)
+
+
+# ---- the top logits -----------------------------------------------------------------------------------
+
+
+def check_top(x: Tensor, weight: Tensor, found: tuple[Tensor, Tensor], count: int) -> None:
+    """Distinct columns, the largest first, with the logits that they have; no better column is left out."""
+    values, ids = found
+    assert (values.dtype, ids.dtype, values.shape) == (torch.float32, torch.int64, (len(x), count))
+    logits = x.double() @ weight.double().T
+    worst = (reference.linear(x, weight).double() - logits).abs().max()
+    slack = 2 * worst + 2 * torch.finfo(x.dtype).eps * logits.abs().max()
+    assert all(len(set(row)) == count for row in ids.tolist())
+    assert ((logits.gather(1, ids) - values).abs() <= slack).all()
+    assert ((logits.topk(count).values - values).abs() <= slack).all()
+    assert (values[:, 1:] <= values[:, :-1]).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "count", "m", "dtype"),
+    in_turn([(300, 300, 16, 3), (300, 48, 1, 17), (20, 24, 16, 5), (40, 24, 40, 1), (1100, 16, 5, 20), (16, 16, 16, 2)])
+    + [(16384, 512, 16, m, dtype) for m in (1, 16, 128) for dtype in (torch.bfloat16,) if DEVICE == "cuda"],
+)
+def test_the_top_logits_are_the_largest(n: int, k: int, count: int, m: int, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(m, n, k, dtype)
+    found = linear.linear_top(x, weight, count)
+    check_top(x, weight, found, count)
+    assert torch.equal(found[1][:, 0], linear.linear_argmax(x, weight))
+    assert all(torch.equal(a, b[-1:]) for a, b in zip(linear.linear_top(x[-1:], weight, count), found, strict=True))
+
+
+@pytest.mark.parametrize(("sign", "m", "dtype"), in_turn([(1, 3), (-1, 17)]))
+def test_of_tied_logits_the_lowest_columns_come_first(sign: int, m: int, dtype: torch.dtype) -> None:
+    # small integers: the logits are exact, so that many columns tie, within a tile and across tiles
+    x = guarded(torch.randint(1, 3, (m, 40)).to(dtype))
+    weight = guarded(sign * torch.randint(1, 3, (30, 40)).to(dtype).repeat(11, 1))
+    weight[100:103] = 0  # of both signs, which are one value
+    weight[101] = -weight[101]
+    values, ids = linear.linear_top(x, weight, 32)
+    logits = (x.double() @ weight.double().T).tolist()
+    assert ids.tolist() == [sorted(range(330), key=lambda n: (-row[n], n))[:32] for row in logits]
+    assert values.tolist() == [sorted(row, reverse=True)[:32] for row in logits]
+
+
+def test_ties_of_the_top_are_those_of_logits_in_the_models_dtype() -> None:
+    # 2048 + 1 is no fp16 number: as a stored logit it ties with 2048, and the lower column comes first
+    x = guarded(torch.ones(2, 32, dtype=torch.float16))
+    weight = guarded(torch.zeros(200, 32, dtype=torch.float16))
+    weight[20, :2] = 1024
+    weight[150, :3] = torch.tensor([1024, 1024, 1])
+    for found, expected in zip(linear.linear_top(x, weight, 4), reference.linear_top(x, weight, 4), strict=True):
+        assert torch.equal(found, expected)
+    assert found.tolist() == [[20, 150, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_that_stand_for_no_request_get_columns_all_the_same(dtype: torch.dtype) -> None:
+    x, weight, _ = operands(3, 140, 32, dtype)
+    expected = linear.linear_top(x, weight, 16)
+    x[1] = math.nan
+    values, ids = linear.linear_top(x, weight, 16)
+    assert ((ids >= 0) & (ids < 140)).all()
+    for row in (0, 2):
+        assert torch.equal(ids[row], expected[1][row]) and torch.equal(values[row], expected[0][row])
+
+
+def test_many_rows_are_taken_some_at_a_time_and_no_row_depends_on_others() -> None:
+    x, weight, _ = operands(37, 150, 32, torch.float32)
+    nothing = AssertionError("which would have logits in memory")
+    with patch.object(gpu, "_by_cublas", side_effect=nothing), patch.object(gpu, "MAX_ROWS", 16):
+        whole = gpu.linear_top(x, weight, 4)
+        check_top(x, weight, whole, 4)
+        for rows in (slice(2), slice(20), slice(33, 37)):
+            part = gpu.linear_top(x[rows], weight, 4)
+            assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
+
+
+def test_the_top_of_a_head_in_fp8_has_the_values_of_its_logits() -> None:
+    # with 7 as its largest every row is in the format exactly, so that nothing is rounded but the logits
+    numbers, head = torch.randint(-7, 8, (2, 300, 96)).float()
+    numbers[:, 0], head[:, 1] = 7, 7
+    x = (numbers[:20] * 2.0 ** torch.randint(-3, 4, (20, 1))).to(DEVICE, torch.bfloat16)
+    weight = RowScaledFp8.of(head.to(DEVICE))
+    found = gpu.linear_top(x, weight, 16)
+    logits = x.double() @ weight.dense(torch.float64).T
+    best = logits.topk(16).values
+    assert all(len(set(row)) == 16 for row in found[1].tolist())
+    torch.testing.assert_close(found[0].double(), logits.gather(1, found[1]), rtol=2.0**-6, atol=0)
+    torch.testing.assert_close(found[0].double(), best, rtol=2.0**-6, atol=0)
+    assert all(torch.equal(a, b[3:4]) for a, b in zip(gpu.linear_top(x[3:4], weight, 16), found, strict=True))
+    values, _ = gpu.linear_top(x.float(), weight, 16)  # rows in fp32 are not quantized
+    torch.testing.assert_close(values.double(), best, rtol=1e-5, atol=0)
+
+
+# ---- the walk -------------------------------------------------------------------------------------------
+
+
+def slots_of(batch: int, slots: int, count: int, rank: int, dtype: torch.dtype, vocab: int = 60) -> list[Tensor]:
+    """A walk's arguments; slots are those behind the first of longer blocks, which are NaN or no token."""
+    state = torch.full((batch, slots + 1, rank), math.nan)
+    unary = torch.full((batch, slots + 1, count), math.nan)
+    candidates = torch.full((batch, slots + 1, count), -1)
+    state[:, 1:], unary[:, 1:] = torch.randn(batch, slots, rank), torch.randn(batch, slots, count)
+    candidates[:, 1:] = torch.rand(batch, slots, vocab).argsort(-1)[..., :count]
+    books = [guarded(torch.randn(vocab, rank).to(dtype)) for _ in range(2)]
+    parts = state.to(DEVICE, dtype), unary.to(DEVICE), candidates.to(DEVICE)
+    return [*(part[:, 1:] for part in parts), *books, torch.randint(0, vocab, (batch,), device=DEVICE)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "slots", "count", "rank", "dtype"),
+    in_turn([(1, 7, 16, 256), (5, 3, 16, 24), (2, 1, 1, 8), (3, 15, 5, 1), (9, 4, 7, 40)]),
+)
+def test_a_walk_goes_to_the_best_candidate_beside_the_one_before(
+    batch: int, slots: int, count: int, rank: int, dtype: torch.dtype
+) -> None:
+    state, unary, candidates, predecessors, successors, anchors = given = slots_of(batch, slots, count, rank, dtype)
+    found = walk(*given)
+    assert (found.dtype, found.shape) == (torch.int64, (batch, slots))
+    last = anchors
+    for k in range(slots):  # each step along the path that was taken, in float64
+        query = predecessors[last].double() * state[:, k].double()
+        terms = successors[candidates[:, k]].double() * query[:, None]
+        scores = unary[:, k].double() + terms.sum(-1)
+        slack = 4 * torch.finfo(torch.float32).eps * (unary[:, k].double().abs() + terms.abs().sum(-1)).amax(-1)
+        at = (candidates[:, k] == found[:, k, None]).double()
+        assert (at.sum(-1) == 1).all()
+        assert (scores.amax(-1) - (scores * at).sum(-1) <= slack).all()
+        last = found[:, k]
+    assert torch.equal(walk(*(part[-1:] for part in given[:3]), *given[3:5], anchors[-1:]), found[-1:])
+
+
+def test_of_equal_scores_the_first_candidate_is_taken_and_without_any_too() -> None:
+    state, unary, candidates, predecessors, successors, anchors = slots_of(3, 4, 6, 8, torch.float32)
+    unary[:, :, :2] = -1
+    unary[:, :, 2:] = 5
+    assert torch.equal(walk(state, unary, candidates, predecessors, 0 * successors, anchors), candidates[:, :, 2])
+    unary[1], state[1] = math.nan, math.nan
+    found = walk(state, unary, candidates, predecessors, 0 * successors, anchors)
+    assert torch.equal(found[1], candidates[1, :, 0])
+    assert torch.equal(found[[0, 2]], candidates[[0, 2], :, 2])
