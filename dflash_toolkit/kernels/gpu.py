@@ -21,6 +21,8 @@ from torch import Tensor
 
 from . import flash
 from .hopper import attention as hopper_attention
+from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
+from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
@@ -45,7 +47,9 @@ __all__ = [
     "block_conv",
     "context_write",
     "conv_add_rms_norm",
+    "fused_conv_post_attention",
     "fused_post_attention",
+    "fuses_conv_post_attention",
     "fuses_post_attention",
     "linear",
     "linear_argmax",

@@ -78,6 +78,30 @@ class Ops(Protocol):
         tap: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
+    def fuses_conv_post_attention(
+        self, x: Tensor, weights: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
+    ) -> bool:
+        """Whether `fused_conv_post_attention` takes the stream x [M, D], these matrices and convolutions."""
+        ...
+
+    def fused_conv_post_attention(
+        self,
+        x: Tensor,
+        a: Tensor,
+        behind: Tensor,
+        base: Tensor,
+        o: Weight,
+        post_norm: Tensor,
+        ffn: tuple[Tensor, Weight],
+        gate_up: Weight,
+        down: Weight,
+        norm: Tensor,
+        following: tuple[Tensor, Weight] | None,
+        qkv: Weight | None,
+        eps: float,
+        block: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
     def rope_write(
         self,
         partial_sums: Tensor,

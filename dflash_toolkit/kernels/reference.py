@@ -364,14 +364,64 @@ def fused_post_attention(
         [P, M, (N + 2 * G) * H] for `rope_write`, or None.
     """
 
-    def operand(rows: Tensor, weight: Weight) -> Tensor:
-        return cast_fp8(rows).to(rows.dtype) if is_quantized(weight) else rows
-
     a = RowScaledFp8.of(a).dense(a.dtype) if is_quantized(o) else a
     x, h = add_rms_norm(x, linear_split_k(a, o), post_norm, eps)
-    active = linear_swiglu(operand(h, gate_up), gate_up)
-    x, h = add_rms_norm(x, linear_split_k(operand(active, down), down), norm, eps, tap)
-    return x, h, None if qkv is None else linear_split_k(operand(h, qkv), qkv)
+    active = linear_swiglu(_operand(h, gate_up), gate_up)
+    x, h = add_rms_norm(x, linear_split_k(_operand(active, down), down), norm, eps, tap)
+    return x, h, None if qkv is None else linear_split_k(_operand(h, qkv), qkv)
+
+
+def _operand(rows: Tensor, weight: Weight) -> Tensor:
+    return cast_fp8(rows).to(rows.dtype) if is_quantized(weight) else rows
+
+
+def fuses_conv_post_attention(
+    x: Tensor, weights: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
+) -> bool:
+    """Whether there is a `fused_conv_post_attention` for the stream x [M, D] and these: here for all."""
+    return True
+
+
+def fused_conv_post_attention(
+    x: Tensor,
+    a: Tensor,
+    behind: Tensor,
+    base: Tensor,
+    o: Weight,
+    post_norm: Tensor,
+    ffn: tuple[Tensor, Weight],
+    gate_up: Weight,
+    down: Weight,
+    norm: Tensor,
+    following: tuple[Tensor, Weight] | None,
+    qkv: Weight | None,
+    eps: float,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`fused_post_attention` of a layer whose sub-layers have convolutions around them, see `block_conv`.
+
+    Args:
+        behind: partial sums [P, M, T * (D / g)], the coefficients of the convolution behind o.
+        base: [T, D], of that convolution.
+        ffn: of the convolutions around the FFN the base [2, T, D] and the projection [2 * T * (D / g), D], whose rows
+            are the coefficients before it, then those behind it.
+        following: those around the next layer's attention; None behind the last.
+
+    Returns:
+        The layer's output and its norm, both [M, D], and of the next layer the qkv without its bias and `behind`, or
+        None and None.
+    """
+    a = RowScaledFp8.of(a).dense(a.dtype) if is_quantized(o) else a
+    x, h = conv_add_rms_norm(x, linear_split_k(a, o), behind, base, block, post_norm, eps)
+    before, behind = linear_split_k(_operand(h, ffn[1]), ffn[1]).chunk(2, dim=2)
+    inside = _operand(block_conv(h, before, ffn[0][0], block), gate_up)
+    active = _operand(linear_swiglu(inside, gate_up), down)
+    x, h = conv_add_rms_norm(x, linear_split_k(active, down), behind, ffn[0][1], block, norm, eps)
+    if following is None or qkv is None:
+        return x, h, None, None
+    before, behind = linear_split_k(_operand(h, following[1]), following[1]).chunk(2, dim=2)
+    inside = _operand(block_conv(h, before, following[0][0], block), qkv)
+    return x, h, linear_split_k(inside, qkv), behind
 
 
 def rope_write(

@@ -152,11 +152,20 @@ class Stack:
         layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
         following = self.layers[i + 1] if i + 1 < len(self.layers) else None
         norm = following.input_norm if following else self.norm
-        matrices = layer.fusible(following)
-        if matrices and ops.fuses_post_attention(x, matrices):
+        if layer.fuses(following, x, ops) and (matrices := layer.fusible(following)):
             o, gate_up, down, qkv = matrices
-            x, h, projected = ops.fused_post_attention(x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap)
-            return x, h, None if projected is None else (projected, None)
+            projected: Tensor | None
+            if layer.mixer_conv is None or layer.ffn_conv is None or behind is None:
+                x, h, projected = ops.fused_post_attention(
+                    x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap
+                )
+            else:
+                around = following.mixer_conv if following else None
+                x, h, projected, behind = ops.fused_conv_post_attention(
+                    x, mixed, behind, layer.mixer_conv.base[1], o, layer.post_norm, layer.ffn_conv, gate_up, down,
+                    norm, around, qkv, eps, block,
+                )  # fmt: skip
+            return x, h, None if projected is None else (projected, behind)
         x, h = self._around_mixers[i].leave(x, self._mixers[i].output(mixed), behind, block, layer.post_norm, eps)
         inside, behind = self._around_ffns[i].enter(h, block)
         x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), behind, block, norm, eps, tap)

@@ -8,14 +8,14 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, weight_files
 from ..config import UnsupportedModel
-from ..kernels.ops import ops_for
+from ..kernels.ops import Ops, ops_for
 from ..kernels.weight import RowScaledFp8, Weight
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec
@@ -74,8 +74,7 @@ class MlpWeights:
         return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": self.down}
 
 
-@dataclass(slots=True)
-class ConvolutionWeights:
+class ConvolutionWeights(NamedTuple):
     """Of a `ConvolutionSpec`, around one sub-layer: the first half before it, the second behind it."""
 
     base: Tensor  # [2, T, D]
@@ -113,28 +112,49 @@ class LayerWeights:
 
         Those have a launch of their own, which knows bf16 only. Rows behind a norm are cast as they come; so its
         weights are brought to the order of one, by a power of two which the scales of the matrix give back.
+        Convolutions of such rows leave their order, and their coefficients are a matrix behind the norm, too.
         """
 
-        def behind(norm: Tensor, matrix: Weight) -> tuple[Tensor, RowScaledFp8]:
-            assert isinstance(matrix, Tensor), "quantized once"
+        def behind(
+            norm: Tensor, matrix: Weight, conv: ConvolutionWeights | None
+        ) -> tuple[Tensor, RowScaledFp8, ConvolutionWeights | None]:
             size = norm.float().pow(2).mean().sqrt().clamp(min=1e-6).log2().round().exp2()
-            narrow = RowScaledFp8.of(matrix)
-            return (norm / size).to(norm.dtype), replace(narrow, scale=narrow.scale * size)
+
+            def narrow(matrix: Weight) -> RowScaledFp8:
+                assert isinstance(matrix, Tensor), "quantized once"
+                found = RowScaledFp8.of(matrix)
+                return replace(found, scale=found.scale * size)
+
+            around = None if conv is None else conv._replace(projection=narrow(conv.projection))
+            return (norm / size).to(norm.dtype), narrow(matrix), around
 
         mixer, ffn = self.mixer, self.ffn
         assert isinstance(mixer.o, Tensor) and isinstance(ffn.down, Tensor)
-        post_norm, gate_up = behind(self.post_norm, ffn.gate_up)
+        post_norm, gate_up, ffn_conv = behind(self.post_norm, ffn.gate_up, self.ffn_conv)
         o = RowScaledFp8.of(mixer.o)
         down = RowScaledFp8.of(ffn.down)
-        input_norm, qkv = (self.input_norm, mixer.qkv) if first else behind(self.input_norm, mixer.qkv)
-        return LayerWeights(input_norm, replace(mixer, qkv=qkv, o=o), post_norm, MlpWeights(gate_up, down))
+        input_norm, qkv, mixer_conv = self.input_norm, mixer.qkv, self.mixer_conv
+        if not first:
+            input_norm, qkv, mixer_conv = behind(input_norm, qkv, mixer_conv)
+        mixer, ffn = replace(mixer, qkv=qkv, o=o), MlpWeights(gate_up, down)
+        return LayerWeights(input_norm, mixer, post_norm, ffn, mixer_conv, ffn_conv)
 
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
         """What a fused post-attention multiplies by: the output projection, the FFN, the next layer's queries, keys and
-        values. None where a bias or a convolution stands between."""
-        if self.mixer.o_bias is not None or self.ffn_conv is not None:
+        values. None where a bias stands between."""
+        if self.mixer.o_bias is not None:
             return None
         return self.mixer.o, self.ffn.gate_up, self.ffn.down, following.mixer.qkv if following else None
+
+    def fuses(self, following: "LayerWeights | None", x: Tensor, ops: Ops) -> bool:
+        """Whether what stands behind the attention of rows x [M, D] is one operation."""
+        matrices = self.fusible(following)
+        if matrices is None:
+            return False
+        if self.ffn_conv is None:
+            return ops.fuses_post_attention(x, matrices)
+        convolutions = self.ffn_conv, following.mixer_conv if following else None
+        return ops.fuses_conv_post_attention(x, matrices, convolutions)
 
     def parameter_views(self, spec: LayerSpec) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into."""
@@ -302,7 +322,6 @@ class DrafterWeights:
         found = copy.copy(self)
         found.head = RowScaledFp8.of(head)
         ops, rows = ops_for(self.norm.device), self.norm[None]
-        matrices = [layer.fusible(layer) for layer in self.layers]
-        if self.spec.hidden_size >= WIDE_IN_FP8 and all(m and ops.fuses_post_attention(rows, m) for m in matrices):
+        if self.spec.hidden_size >= WIDE_IN_FP8 and all(layer.fuses(layer, rows, ops) for layer in self.layers):
             found.layers = [layer.quantized(first=i == 0) for i, layer in enumerate(self.layers)]
         return found

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = PARTS | {
     "scaled": {"input_embedding_scale": 3.0, "output_multiplier": 0.2, "final_logit_softcapping": 2.0},
     "sliding": SLIDING | {"is_causal": None},
     "windows": SLIDING | {"is_causal": False},
+    "biases": {"attention_bias": True},
     "taps and few candidates": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_top_k": 3},
 }
 PARAMS = [SamplingParams(max_tokens=n) for n in (14, 1, 9, 20)]
