@@ -6,7 +6,7 @@
 | the same, fp8 in blocks | Triton, with rows in fp8 | the same |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
-| post-attention of a dense layer | one persistent launch (Gluon, Hopper, bf16) | the operations above |
+| post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
 | attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
 
 A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's

@@ -159,7 +159,7 @@ class Stack:
                 x, h, projected = ops.fused_post_attention(
                     x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap
                 )
-            else:
+            else:  # a drafter's, which nobody taps
                 around = following.mixer_conv if following else None
                 x, h, projected, behind = ops.fused_conv_post_attention(
                     x, mixed, behind, layer.mixer_conv.base[1], o, layer.post_norm, layer.ffn_conv, gate_up, down,

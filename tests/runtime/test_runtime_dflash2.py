@@ -11,9 +11,10 @@ from test_runtime_engine import SAMPLINGS, check, check_drafts, make_engine, pai
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams, load_drafter
+from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
-from dflash_toolkit.runtime import EngineOptions, load_engine
+from dflash_toolkit.runtime import EngineOptions, load_engine, weights
 from dflash_toolkit.runtime.stack import Rows
 
 NO_CONVOLUTION = {"conv_kernel_size": 0, "conv_group_size": 0}
@@ -98,10 +99,29 @@ def test_it_is_loaded_from_disk_and_follows_the_module(target_dir: Path, dflash2
     check_drafts(engine, (target, drafter), prompts_of(11), SamplingParams(max_tokens=14))
 
 
-def test_a_head_in_fp8_leaves_the_answers_alone() -> None:
+@pytest.mark.parametrize("size", [0.3, 90.0])
+def test_layers_in_fp8_compute_nearly_the_same_and_the_answers_stay(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever size the norms have, whose rows are cast as they come."""
+    monkeypatch.setattr(weights, "WIDE_IN_FP8", 0)
     target, _ = pair()
-    models = target, make_dflash2(target)
-    engine = make_engine(*models, draft_dtype="fp8")
+    drafter = make_dflash2(target)
+    for layer in drafter.layers:
+        layer.input_layernorm.weight.data *= size
+        layer.post_attention_layernorm.weight.data *= size
+        for name, parameter in layer.named_parameters():
+            if name.split(".")[-2] in ("kernel_projection", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+                parameter.data /= size
+    full, narrow = (make_engine(target, drafter, draft_dtype=kind) for kind in ("full", "fp8"))
+    rows = Rows(torch.tensor([0], dtype=torch.int32), torch.arange(1, 5, dtype=torch.int32)[None], 4)
+    x = torch.randn(8, 32)
+    with torch.inference_mode():
+        exact, found = (engine.runner.proposer.stack.forward(x, rows) for engine in (full, narrow))
+    assert 0.001 < float((found - exact).norm() / exact.norm()) < 0.2
+    first, second = narrow.runner.drafter.layers
+    kept = [conv.projection for conv in (first.ffn_conv, second.mixer_conv, second.ffn_conv)]
+    assert all(isinstance(matrix, RowScaledFp8) for matrix in kept) and isinstance(first.mixer_conv.projection, Tensor)
     prompts, params = prompts_of(5, 18), SamplingParams(max_tokens=20)
     expected = make_engine(target, None).generate(prompts, params)
-    assert [got.tokens for got in engine.generate(prompts, params)] == [got.tokens for got in expected]
+    assert [got.tokens for got in narrow.generate(prompts, params)] == [got.tokens for got in expected]

@@ -25,7 +25,7 @@ from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
-from dflash_toolkit.runtime.proposer import Draft, Proposer
+from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
@@ -38,8 +38,9 @@ VOCAB, LIMIT = 4096, 1024
 
 
 @cache
-def pair(kind: str = "qwen3") -> tuple[Target, Drafter]:
+def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
     """A random bf16 target of a few million weights whose answers are varied, and a random drafter."""
+    parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16} if dflash2 else {}
     torch.manual_seed(3)
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
@@ -57,9 +58,13 @@ def pair(kind: str = "qwen3") -> tuple[Target, Drafter]:
             hidden_size=config.hidden_size, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64,
             intermediate_size=1024, vocab_size=VOCAB, num_target_layers=6,
             target_layer_ids=default_target_layer_ids(6, 3), mask_token_id=VOCAB - 1, block_size=16, rope_theta=1e4,
+            **parts,
         )
     )  # fmt: skip
-    drafter.init_weights(torch.Generator().manual_seed(5), std=0.05)
+    drafter.init_weights(generator := torch.Generator().manual_seed(5), std=0.05)
+    for name, parameter in drafter.named_parameters():
+        if "_conv." in name or "selector" in name:  # which do nothing at first
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return target, drafter.to("cuda", torch.bfloat16).eval()
 
 
@@ -128,9 +133,10 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
+@pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
-def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str) -> None:
-    target, drafter = pair()
+def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str, dflash2: bool) -> None:
+    target, drafter = pair(dflash2=dflash2)
     prompts = prompts_of(40, seed=2)
     params = [SamplingParams(max_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
@@ -145,10 +151,13 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_d
     assert max(regrets) <= 0.2, "the others are near ties too"
 
 
+@pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("block", [2, 8, 16])  # of 16 requests: 32 and 128 rows in one kernel a layer, 256 in more
-def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_in_fp8_are_nearly_those_of_full_precision(
+    block: int, dflash2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dflash_toolkit.runtime.weights.WIDE_IN_FP8", 0)
-    target, drafter = pair()
+    target, drafter = pair(dflash2=dflash2)
     engine = make_engine(target, drafter, max_num_seqs=16, num_speculative_tokens=block - 1, draft_dtype="fp8")
     for prompt in prompts_of(16, seed=4):
         engine.submit(prompt, SamplingParams(max_tokens=300, ignore_eos=True))
@@ -163,8 +172,38 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(block: int, monkeypatc
         loaded = DrafterWeights.of_module(drafter)
         old = proposer.stack
         stack = Stack(loaded.spec, loaded.layers, loaded.norm, old.rope, old.cache, old.ops)
-        full = Proposer(loaded, stack, runner.target.embedding, runner.target.head).propose(last, rows, block).tokens
+        head = head_of(loaded, runner.target.head, old.ops)
+        full = Proposer(loaded, stack, runner.target.embedding, head).propose(last, rows, block).tokens
     assert (quantized == full).float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
+
+
+@pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_drafts_of_dflash_2_do_not_depend_on_the_requests_beside(
+    kind: str, draft_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_toolkit.runtime.weights.WIDE_IN_FP8", 0 if kind == "qwen3" else 2560)
+    target, drafter = pair(kind, dflash2=True)
+    engine = make_engine(target, drafter, draft_dtype=draft_dtype)
+    runner, proposer = engine.runner, engine.runner.proposer
+    layers = proposer.stack.layers
+    x = torch.randn(8 * 16, target.config.hidden_size, device="cuda").bfloat16()
+    assert all(layer.fuses(after, x, runner.ops) for layer, after in zip(layers, [*layers[1:], None], strict=True))
+    for prompt in prompts_of(8, seed=4):
+        engine.submit(prompt, SamplingParams(max_tokens=300, ignore_eos=True))
+    for _ in range(30):
+        engine.step()
+    assert runner.state.active.all()
+    rows, last = runner.state.rows(8), runner.state.last_token
+    with torch.inference_mode():
+        for block in (16, 7):
+            together = proposer.propose(last, rows, block).tokens
+            hidden = proposer.stack.forward(x[: 8 * block], rows)
+            for i in range(8):
+                own = replace(rows, lengths=rows.lengths[i : i + 1], page_table=rows.page_table[i : i + 1])
+                assert torch.equal(proposer.propose(last[i : i + 1], own, block).tokens[0], together[i])
+                at = slice(i * block, (i + 1) * block)
+                assert torch.equal(proposer.stack.forward(x[at], own), hidden[at])
 
 
 def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
