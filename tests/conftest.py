@@ -41,6 +41,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from dflash_toolkit import Drafter, Target
@@ -58,6 +59,10 @@ TEMPLATE = (
 CONFIGS = {
     "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
     "mistral": functools.partial(MistralConfig, sliding_window=None),
+    "qwen3_moe": functools.partial(  # the second layer is dense
+        Qwen3MoeConfig, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Nothing here imports torch: files are looked for, and read ahead, while that is imported.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,15 @@ def weight_files(folder: Path, kinds: Sequence[str] = ("model.safetensors",)) ->
         if files := sorted(folder.glob(f"*{Path(whole).suffix}")):
             return files
     return []
+
+
+def tensor_names(files: Sequence[Path]) -> list[str]:
+    """Of all tensors in safetensors files; those of a damaged file, which `each_tensor` names, are left out."""
+    names: list[str] = []
+    for file in files:
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="pt") as tensors:
+            names += tensors.keys()
+    return names
 
 
 def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable[[str], Tensor]"], None]) -> None:

@@ -284,7 +284,8 @@ class EnginePair(Pair):
             name, config, tokenizer = target.name, target.config, target.tokenizer
         with _way_out():
             parts = load_parts(target, drafter, device, dtype)
-        facts = _facts(name, config, tokenizer, parts.target.parameter_views().items(), drafter)
+        tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
+        facts = _facts(name, config, tokenizer, tensors.items(), drafter)
         return cls(parts, tokenizer, facts, draft_dtype)
 
     def make_room(self, tokens: int) -> None:

@@ -7,6 +7,7 @@
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
+| experts | Triton: up to 64 rows all with every expert, more gathered by expert | the same, partial sums rounded |
 | attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
 
 A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's
@@ -31,6 +32,7 @@ from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
+from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm
@@ -47,6 +49,7 @@ __all__ = [
     "block_conv",
     "context_write",
     "conv_add_rms_norm",
+    "experts_mlp",
     "fused_conv_post_attention",
     "fused_post_attention",
     "fuses_conv_post_attention",
@@ -60,6 +63,7 @@ __all__ = [
     "rope_write",
     "row_loss_",
     "sample",
+    "top_experts",
     "walk",
 ]
 

@@ -102,6 +102,12 @@ class Ops(Protocol):
         block: int,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
+    def top_experts(
+        self, partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def experts_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
+
     def rope_write(
         self,
         partial_sums: Tensor,

@@ -424,6 +424,55 @@ def fused_conv_post_attention(
     return x, h, linear_split_k(inside, qkv), behind
 
 
+def top_experts(
+    partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
+) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of every row and what they are weighted with, as transformers routes.
+
+    Args:
+        partial_sums: of the router's logits, [P, M, E], E + 1 with a `shared` expert's gate behind them.
+        dtype: that the logits, and at the end the weights, are rounded to; the softmax between is in fp32.
+        top_k: experts of a row, at most E.
+        normalized: the weights of a row's `top_k` are divided by their sum.
+        shared: expert E is the last of every row, weighted with the sigmoid of its gate.
+
+    Returns:
+        Weights fp32 [M, top_k + shared] and experts int32 of that shape, the likeliest first, of equal ones the lowest.
+        The experts of a row are distinct and valid whatever its logits are.
+    """
+    logits = partial_sums.float().sum(0).to(dtype)
+    count = logits.shape[1] - shared
+    weights, experts = logits[:, :count].float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :top_k], experts[:, :top_k]
+    if normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights.to(dtype).float()
+    if shared:
+        weights = torch.cat([weights, logits[:, count:].sigmoid().float()], dim=1)
+        experts = torch.cat([experts, torch.full_like(experts[:, :1], count)], dim=1)
+    return weights, experts.int()
+
+
+def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """What the experts of each row make of it, times their weights.
+
+    Args:
+        x: [M, D].
+        gate_up: [E, 2 * I, D], the gates of an expert, then its ups.
+        down: [E, D, I].
+        weights, experts: [M, k], see `top_experts`.
+
+    Returns:
+        Partial sums [k, M, D], in the order of each row's experts, for `add_rms_norm`.
+    """
+    found = x.new_empty(experts.shape[1], *x.shape)
+    for expert in experts.unique().tolist():
+        rows, ranks = (experts == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+        found[ranks, rows] = F.linear(F.silu(gate) * up, down[expert]) * weights[rows, ranks, None].to(x.dtype)
+    return found
+
+
 def rope_write(
     partial_sums: Tensor,
     bias: Tensor | None,

@@ -38,6 +38,25 @@ class MlpSpec:
     intermediate_size: int  # I
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeSpec:
+    """A mixture of experts: the sum over each row's `top_k` likeliest experts, every one an MLP times the row's weight.
+
+    The weights are a softmax of the router's logits over all experts.
+    """
+
+    num_experts: int  # E
+    top_k: int
+    intermediate_size: int  # I of an expert
+    normalized: bool  # the weights of a row's own experts add up to 1
+    shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
+
+    @property
+    def experts(self) -> int:
+        """In memory."""
+        return self.num_experts + self.shared
+
+
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
     """Convolutions along the rows of a block, before every sub-layer and behind it."""
@@ -51,7 +70,7 @@ class LayerSpec:
     """x + mixer(norm(x)), then x + ffn(norm(x)); the norms are RMSNorms."""
 
     mixer: AttentionSpec
-    ffn: MlpSpec
+    ffn: MlpSpec | MoeSpec
     conv: ConvolutionSpec | None = None
 
 
@@ -62,10 +81,22 @@ class Architecture:
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: as `attention_bias` of the configuration says
     o_bias: bool | None = None
+    experts: bool = False  # in layers that `decoder_sparse_step` and `mlp_only_layers` do not leave out
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
         return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, **sizes)
+
+    def ffn(self, config: Any, layer: int) -> MlpSpec | MoeSpec:
+        dense = not self.experts or layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
+        if dense or not config.num_experts:
+            return MlpSpec(config.intermediate_size)
+        return MoeSpec(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            normalized=config.norm_topk_prob,
+        )
 
 
 # what the engine computes, by `model_type`
@@ -74,6 +105,7 @@ ARCHITECTURES = {
     "mistral": Architecture(qkv_bias=False, o_bias=False),
     "qwen2": Architecture(qkv_bias=True, o_bias=False),
     "qwen3": Architecture(qk_norm=True),
+    "qwen3_moe": Architecture(qk_norm=True, experts=True),
 }
 
 
@@ -100,6 +132,11 @@ class ModelSpec:
     def kv_values_per_token(self) -> int:
         """Numbers that the cache keeps of a token, keys and values of all layers."""
         return sum(2 * layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in self.layers)
+
+    @property
+    def routes(self) -> bool:
+        """Whether the weights that a step reads depend on its tokens."""
+        return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
 
     @classmethod
     def of_target(cls, config: "PreTrainedConfig") -> "ModelSpec":
@@ -135,7 +172,8 @@ class ModelSpec:
             frequencies, factor = tuple(plain.double().tolist()), 1.0
         else:
             frequencies, factor = scaled_frequencies(c)
-        mixer = ARCHITECTURES[c.model_type].attention(
+        architecture = ARCHITECTURES[c.model_type]
+        mixer = architecture.attention(
             bool(getattr(c, "attention_bias", False)),
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
@@ -144,7 +182,7 @@ class ModelSpec:
         return cls(
             hidden_size=c.hidden_size,
             vocab_size=c.vocab_size,
-            layers=(LayerSpec(mixer, MlpSpec(c.intermediate_size)),) * c.num_hidden_layers,
+            layers=tuple(LayerSpec(mixer, architecture.ffn(c, layer)) for layer in range(c.num_hidden_layers)),
             rms_norm_eps=c.rms_norm_eps,
             tied_head=bool(c.tie_word_embeddings),
             context_limit=context_limit(c),

@@ -1,5 +1,7 @@
 """How long a block to draft: what measured step times and each request's recent acceptance promise."""
 
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 
 from .request import Request
@@ -73,10 +75,13 @@ def expected_tokens(rate: float, block: int) -> float:
 
 
 def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -> Times:
-    """Seconds of every (bucket, block), on an empty batch; captures the graphs on the way."""
+    """Seconds of every (bucket, block), on an empty batch; captures the graphs on the way, unless experts are chosen by
+    the tokens, which are random ones then."""
     on_gpu = runner.device.type == "cuda"
-    steps = {(bucket, size): runner.launcher(bucket, size) for bucket in buckets_up_to(max_num_seqs) for size in sizes}
-    for step in steps.values():
-        step()
-    samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
-    return measured_times(steps, lambda step: seconds_of(step, runner.device), samples, again_s)
+    shapes = itertools.product(buckets_up_to(max_num_seqs), sizes)
+    with runner.any_tokens() if runner.target.spec.routes else contextlib.nullcontext():
+        steps = {(bucket, size): runner.launcher(bucket, size) for bucket, size in shapes}
+        for step in steps.values():
+            step()
+        samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
+        return measured_times(steps, lambda step: seconds_of(step, runner.device), samples, again_s)

@@ -7,10 +7,11 @@ one before and reads its results from pinned memory when it likes. Shapes are fi
 padding of a prompt's chunk write to the null block.
 """
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,7 @@ class StepRunner:
         self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
         self._masked = False  # whether a request ever had a grammar
+        self._random: Tensor | None = None  # int64 [R, S - 1], verified instead of what is drafted
         self._numbers = torch.arange(max_num_seqs, device=self.device)
         width = target.spec.hidden_size
         vocab = target.spec.vocab_size
@@ -267,6 +269,22 @@ class StepRunner:
         if self.device.type == "cuda":
             return self.graph(Part("step", rows, block))[0].replay
         return lambda: self.run_eagerly(rows, block)
+
+    @contextlib.contextmanager
+    def any_tokens(self) -> Iterator[None]:
+        """Within, steps of an empty batch begin with random tokens and verify random ones, whatever is drafted: equal
+        rows would all go to the same experts. Graphs of such steps are dropped at the end."""
+        dice = torch.Generator(self.device).manual_seed(0)
+        shape, vocab = (self.max_num_seqs, self.max_block), self.target.spec.vocab_size
+        tokens = torch.randint(vocab, shape, generator=dice, device=self.device)
+        graphs, self._graphs = self._graphs, {}
+        self._random = tokens[:, 1:]
+        self.state.last_token.copy_(tokens[:, 0])
+        try:
+            yield
+        finally:
+            self.state.last_token.zero_()
+            self._graphs, self._random = graphs, None
 
     @torch.inference_mode()
     def run_eagerly(self, rows: int, block: int, mode: Mode = Mode.GREEDY) -> None:
@@ -430,7 +448,8 @@ class StepRunner:
     def _draft(self, rows: Rows, block: int) -> Draft:
         last = self.state.last_token[: len(rows.lengths)]
         if self.proposer and block > 1:
-            return self.proposer.propose(last, rows, block)
+            draft = self.proposer.propose(last, rows, block)
+            return draft if self._random is None else Draft(self._random[: len(last), : block - 1])
         return Draft(last.new_empty(len(last), 0))
 
     def _read_block(self, draft: Draft, rows: Rows) -> Block:

@@ -79,7 +79,6 @@ SHAPES: dict[str, PreTrainedConfig] = {
         },
         tie_word_embeddings=False,
     ),
-    # which the engine does not compute
     "qwen3-30b-a3b": Qwen3MoeConfig(  # type: ignore[call-arg]  # its layers read head_dim, its class declares none
         vocab_size=151936,
         hidden_size=2048,
@@ -97,6 +96,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=False,
     ),
+    # which the engine does not compute
     "qwen3.5-9b": Qwen3_5TextConfig(
         vocab_size=248320,
         hidden_size=4096,
@@ -131,7 +131,7 @@ def named_shape(name: str) -> PreTrainedConfig:
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
     """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
     weights = TargetWeights.empty(spec, device, dtype)
-    _randomise(weights.parameter_views().items(), device, seed)
+    _randomise(weights.parameter_views(stacked=True).items(), device, seed)
     return weights
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.ops import Ops
 from ..models.spec import AttentionSpec, ModelSpec
-from .weights import AttentionWeights, ConvolutionWeights, LayerWeights, MlpWeights
+from .weights import AttentionWeights, ConvolutionWeights, LayerWeights, MlpWeights, MoeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,21 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Moe:
+    """An FFN of experts, of which every row takes its own."""
+
+    weights: MoeWeights
+    ops: Ops
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Partial sums [k, M, D] of normed rows h [M, D]: one of every expert of a row."""
+        spec, w, ops = self.weights.spec, self.weights, self.ops
+        logits = ops.linear_split_k(h, w.router)
+        routing = ops.top_experts(logits, h.dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared)
+        return ops.experts_mlp(h, w.gate_up, w.down, *routing)
+
+
+@dataclass(frozen=True, slots=True)
 class Sides:
     """What stands before a sub-layer and behind it: a convolution along the rows of each block, or nothing."""
 
@@ -117,7 +132,8 @@ class Stack:
             Attention(kind.mixer, weights.mixer, spec.rms_norm_eps, rope, pages, ops)
             for kind, weights, pages in zip(spec.layers, layers, cache, strict=True)
         ]
-        self._ffns = [Mlp(weights.ffn, ops) for weights in layers]
+        ffns = (weights.ffn for weights in layers)
+        self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
         self._around_mixers = [Sides(weights.mixer_conv, ops) for weights in layers]
         self._around_ffns = [Sides(weights.ffn_conv, ops) for weights in layers]
 

@@ -1,4 +1,4 @@
-"""Weights in the form the step reads them: fused projections, one decoder layer for Llama, Qwen2, Qwen3 and drafters.
+"""Weights in the form the step reads them: fused projections, one decoder layer for all targets and drafters.
 
 Tensors go from safetensors straight to their place in the fused matrix on the device; nothing is built twice.
 """
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, weight_files
+from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
 from ..kernels.ops import Ops, ops_for
 from ..kernels.weight import RowScaledFp8, Weight
 from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec
+from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
+STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one tensor
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
 
@@ -74,6 +75,41 @@ class MlpWeights:
         return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": self.down}
 
 
+@dataclass(slots=True)
+class MoeWeights:
+    """Of a `MoeSpec`; a shared expert is the last one, and its gate the last row of the router."""
+
+    spec: MoeSpec
+    router: Tensor  # [E, D]
+    gate_up: Tensor  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
+    down: Tensor  # [E, D, I]
+
+    @classmethod
+    def empty(cls, spec: MoeSpec, d: int, new: Callable[..., Tensor]) -> "MoeWeights":
+        count, i = spec.experts, spec.intermediate_size
+        return cls(spec, router=new(count, d), gate_up=new(count, 2 * i, d), down=new(count, d, i))
+
+    def parameter_views(self, stacked: bool) -> dict[str, Tensor]:
+        """`stacked`: all experts are one tensor, as in modules; else each has its own, as in most checkpoints."""
+        count, i = self.spec.num_experts, self.spec.intermediate_size
+        found = {"mlp.gate.weight": self.router[:count]}
+        if stacked:
+            found |= {"mlp.experts.gate_up_proj": self.gate_up[:count], "mlp.experts.down_proj": self.down[:count]}
+        experts = {} if stacked else {f"experts.{expert}": expert for expert in range(count)}
+        if self.spec.shared:
+            found["mlp.shared_expert_gate.weight"] = self.router[count:]
+            experts["shared_expert"] = count
+        for name, at in experts.items():
+            gate, up = self.gate_up[at].split(i)
+            for part, view in (("gate", gate), ("up", up), ("down", self.down[at])):
+                found[f"mlp.{name}.{part}_proj.weight"] = view
+        return found
+
+
+def _ffn_weights(spec: MlpSpec | MoeSpec, d: int, new: Callable[..., Tensor]) -> MlpWeights | MoeWeights:
+    return MoeWeights.empty(spec, d, new) if isinstance(spec, MoeSpec) else MlpWeights.empty(spec, d, new)
+
+
 class ConvolutionWeights(NamedTuple):
     """Of a `ConvolutionSpec`, around one sub-layer: the first half before it, the second behind it."""
 
@@ -96,7 +132,7 @@ class LayerWeights:
     input_norm: Tensor  # [D]
     mixer: AttentionWeights
     post_norm: Tensor  # [D]
-    ffn: MlpWeights
+    ffn: MlpWeights | MoeWeights
     mixer_conv: ConvolutionWeights | None = None
     ffn_conv: ConvolutionWeights | None = None
 
@@ -104,7 +140,7 @@ class LayerWeights:
     def empty(cls, spec: LayerSpec, d: int, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
         new = functools.partial(torch.empty, device=device, dtype=dtype)
         convs = (ConvolutionWeights.empty(spec.conv, d, new) for _ in range(2)) if spec.conv else ()
-        mixer, ffn = AttentionWeights.empty(spec.mixer, d, new), MlpWeights.empty(spec.ffn, d, new)
+        mixer, ffn = AttentionWeights.empty(spec.mixer, d, new), _ffn_weights(spec.ffn, d, new)
         return cls(new(d), mixer, new(d), ffn, *convs)
 
     def quantized(self, *, first: bool) -> "LayerWeights":
@@ -129,7 +165,7 @@ class LayerWeights:
             return (norm / size).to(norm.dtype), narrow(matrix), around
 
         mixer, ffn = self.mixer, self.ffn
-        assert isinstance(mixer.o, Tensor) and isinstance(ffn.down, Tensor)
+        assert isinstance(mixer.o, Tensor) and isinstance(ffn, MlpWeights) and isinstance(ffn.down, Tensor)
         post_norm, gate_up, ffn_conv = behind(self.post_norm, ffn.gate_up, self.ffn_conv)
         o = RowScaledFp8.of(mixer.o)
         down = RowScaledFp8.of(ffn.down)
@@ -141,8 +177,8 @@ class LayerWeights:
 
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
         """What a fused post-attention multiplies by: the output projection, the FFN, the next layer's queries, keys and
-        values. None where a bias stands between."""
-        if self.mixer.o_bias is not None:
+        values. None where a bias stands between, or the FFN is of experts."""
+        if self.mixer.o_bias is not None or isinstance(self.ffn, MoeWeights):
             return None
         return self.mixer.o, self.ffn.gate_up, self.ffn.down, following.mixer.qkv if following else None
 
@@ -156,12 +192,13 @@ class LayerWeights:
         convolutions = self.ffn_conv, following.mixer_conv if following else None
         return ops.fuses_conv_post_attention(x, matrices, convolutions)
 
-    def parameter_views(self, spec: LayerSpec) -> dict[str, Tensor]:
-        """Checkpoint name inside the layer -> the view that the tensor is copied into."""
+    def parameter_views(self, spec: LayerSpec, stacked: bool = False) -> dict[str, Tensor]:
+        """Checkpoint name inside the layer -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
+        ffn = self.ffn.parameter_views(stacked) if isinstance(self.ffn, MoeWeights) else self.ffn.parameter_views()
         mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
         # random weights are drawn in this order
         first = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
-        found = first | {o: mixer[o]} | self.ffn.parameter_views() | mixer
+        found = first | {o: mixer[o]} | ffn | mixer
         for part, conv in (("attention_conv", self.mixer_conv), ("mlp_conv", self.ffn_conv)):
             if conv is not None:
                 found |= {f"{part}.{name}": view for name, view in conv.parameter_views().items()}
@@ -186,13 +223,13 @@ class TargetWeights:
         layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
         return cls(spec, embedding, layers, torch.empty(d, device=device, dtype=dtype), head)
 
-    def parameter_views(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the view that the tensor is copied into."""
+    def parameter_views(self, stacked: bool = False) -> dict[str, Tensor]:
+        """Checkpoint name -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
         found = {EMBEDDING: self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tied_head:
             found[HEAD] = self.head
         for i, (kind, layer) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
-            found |= {f"model.layers.{i}.{name}": view for name, view in layer.parameter_views(kind).items()}
+            found |= {f"model.layers.{i}.{name}": view for name, view in layer.parameter_views(kind, stacked).items()}
         return found
 
     @classmethod
@@ -207,7 +244,8 @@ class TargetWeights:
         if not files:
             raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory; no other format is read")
         weights = cls.empty(spec, device, dtype)
-        load_files(f"target {folder}", weights.parameter_views(), files)
+        stacked = any(name.endswith(STACKED) for name in tensor_names(files))
+        load_files(f"target {folder}", weights.parameter_views(stacked), files)
         return weights
 
     @classmethod
@@ -216,7 +254,7 @@ class TargetWeights:
         state = model.state_dict()
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
-        load_weights("target", weights.parameter_views(), state)
+        load_weights("target", weights.parameter_views(stacked=True), state)
         return weights
 
     @classmethod
@@ -234,7 +272,7 @@ class TargetWeights:
         for i, kind in enumerate(spec.layers):
             layer = LayerWeights.empty(kind, spec.hidden_size, embedding.device, embedding.dtype)
             prefix = f"model.layers.{i}."
-            views = {prefix + name: view for name, view in layer.parameter_views(kind).items()}
+            views = {prefix + name: view for name, view in layer.parameter_views(kind, True).items()}
             load_weights("target", views, {name: state[name] for name in state if name.startswith(prefix)})
             for name, view in views.items():
                 state[name].data = view

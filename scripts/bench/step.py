@@ -5,12 +5,14 @@
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
 Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
-work is not. Several `--drafter-kind` take turns with the same target, so that what a part of DFlash 2 costs is the
-difference between two rows. With `--zero-acceptance N` nothing that is drafted for N requests of every batch is
-accepted; how long a token of theirs and of the others takes is told apart.
+work is not. Where tokens choose experts, every row verifies random ones of its own: what a random drafter drafts is
+much the same everywhere. Several `--drafter-kind` take turns with the same target, so that what a part of DFlash 2
+costs is the difference between two rows. With `--zero-acceptance N` nothing that is drafted for N requests of every
+batch is accepted; how long a token of theirs and of the others takes is told apart.
 """
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -35,7 +37,7 @@ from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
-from dflash_toolkit.runtime.weights import DrafterWeights, LayerWeights, TargetWeights
+from dflash_toolkit.runtime.weights import DrafterWeights, LayerWeights, MoeWeights, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 ACCEPT = 0.865
@@ -134,13 +136,18 @@ def measure(
 
 
 def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
-    """Weights that one step must read."""
+    """Weights that one step must read; of experts as many as its rows have if all are as likely."""
+
+    def of_layer(w: LayerWeights) -> int:
+        ffn = w.ffn.gate_up.nbytes + w.ffn.down.nbytes
+        if isinstance(w.ffn, MoeWeights):
+            likely = 1 - (1 - w.ffn.spec.top_k / w.ffn.spec.num_experts) ** (batch * block)
+            ffn = round(ffn * likely) + w.ffn.router.nbytes
+        return ffn + w.mixer.qkv.nbytes + w.mixer.o.nbytes
 
     def of_layers(layers: Sequence[LayerWeights]) -> int:
-        matrices = ((w.mixer.qkv, w.mixer.o, w.ffn.gate_up, w.ffn.down) for w in layers)
         convolutions = (conv for w in layers for conv in (w.mixer_conv, w.ffn_conv) if conv is not None)
-        dense = sum(t.nbytes for layer in matrices for t in layer)
-        return dense + sum(conv.base.nbytes + conv.projection.nbytes for conv in convolutions)
+        return sum(of_layer(w) for w in layers) + sum(c.base.nbytes + c.projection.nbytes for c in convolutions)
 
     total = of_layers(target.layers) + target.head.nbytes
     if drafter is not None and block > 1:  # an engine that never drafts writes no context
@@ -152,6 +159,7 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
 
 GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
 PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the GEMMs
+    "experts": ("_experts_kernel", "_group_rows_kernel"),
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
     "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
@@ -215,7 +223,7 @@ def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str
 
 
 def fill(engine: Engine, rows: int, context: int) -> None:
-    """Pretend that every row has a context of its own, for timing; nothing is active, so nothing advances."""
+    """Pretend that every row has a context and a token of its own, for timing; none is active, so nothing advances."""
     runner = engine.runner
     pages = runner.pages_per_request
     room = engine.runner.verifier.stack.cache.shape[2] // runner.page_size - 1
@@ -223,6 +231,7 @@ def fill(engine: Engine, rows: int, context: int) -> None:
         table = 1 + torch.arange(rows * pages, device=runner.device, dtype=torch.int32) % room
         runner.state.page_table[:rows].copy_(table.view(rows, pages))
         runner.state.lengths[:rows] = context
+        runner.state.last_token[:rows].random_(engine.vocabulary)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, SyntheticAcceptance]:
@@ -274,6 +283,29 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
         parser.error(str(error))
 
 
+def measured(
+    args: argparse.Namespace, engine: Engine, target: TargetWeights, batch: int, block: int, prompt: int
+) -> dict[str, Any]:
+    """What one batch takes, and where the time goes."""
+    counts = (prompt, batch, args.short, args.long, args.repeats)
+    row = measure(engine, *counts, args.first, args.zero_acceptance, args.logprobs)
+    if block:
+        roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
+        row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}
+    if args.breakdown and block:
+        fill(engine, batch, prompt)
+        row["graph_ms"] = graph_ms(engine, batch, block)
+        row["mbu_graph"] = row["roofline_ms"] / row["graph_ms"]
+        row["parts_us"] = breakdown(engine, batch, block)
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "parts_us"}
+    print(json.dumps(shown), flush=True)
+    print("    " + ", ".join(f"{name} {us:.0f} us" for name, us in row.get("parts_us", {}).items()))
+
+
 def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     device, dtype = use_device("cuda"), torch.bfloat16
     config = named_shape(args.shape)
@@ -311,33 +343,13 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
             if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
                 engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
             start_s = time.perf_counter() - began
-            for prompt in args.prompt:
-                row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
-                row |= measure(
-                    engine,
-                    prompt,
-                    batch,
-                    args.short,
-                    args.long,
-                    args.repeats,
-                    args.first,
-                    args.zero_acceptance,
-                    args.logprobs,
-                )
-                if block:
-                    roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
-                    row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}
-                if args.breakdown and block:
-                    fill(engine, batch, prompt)
-                    row["graph_ms"] = graph_ms(engine, batch, block)
-                    row["mbu_graph"] = row["roofline_ms"] / row["graph_ms"]
-                    row["parts_us"] = breakdown(engine, batch, block)
-                result["rows"].append(row)
-                shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "parts_us"}
-                print(json.dumps(shown), flush=True)
-                print("    " + ", ".join(f"{name} {us:.0f} us" for name, us in row.get("parts_us", {}).items()))
-                if args.output:  # what there is so far
-                    write_json(args.output, result)
+            with engine.runner.any_tokens() if target.spec.routes else contextlib.nullcontext():
+                for prompt in args.prompt:
+                    row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
+                    result["rows"].append(row | measured(args, engine, target, batch, block, prompt))
+                    if args.output:  # what is there, should the next one fail
+                        write_json(args.output, result)
+                    show(result["rows"][-1])
             del engine
             gc.collect()
             torch.cuda.empty_cache()

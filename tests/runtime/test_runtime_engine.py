@@ -104,7 +104,7 @@ def check_drafts(engine: Engine, models: tuple[Target, Drafter], prompts: list[l
 # ---- the same as decode.py ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
 def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
     engine, params = make_engine(*pair(kind)), [SamplingParams(max_tokens=n) for n in (37, 1, 20, 9, 30, 2)]
     check(engine, pair(kind), prompts_of(1, 5, 17, 33, 40, 8), *params)
@@ -124,8 +124,9 @@ def test_drafters_with_windows_draft_as_generate_does(window: int, causal: bool 
     check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 17, 40), params)
 
 
-def test_greedy_answers_are_those_of_hugging_face() -> None:
-    target, drafter = pair("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_greedy_answers_are_those_of_hugging_face(kind: str) -> None:
+    target, drafter = pair(kind)
     prompts = prompts_of(3, 21, 9)
     answers = make_engine(target, drafter).generate(prompts, SamplingParams(max_tokens=60))
     assert [got.tokens for got in answers] == [hf_greedy(target, prompt, 60) for prompt in prompts]
@@ -143,9 +144,9 @@ def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(para
 
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=40), *SAMPLINGS[:4], SAMPLINGS[5]])
-@pytest.mark.parametrize("every", [3, 5, 1000])
-def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParams, every: int) -> None:
-    target, drafter = pair()
+@pytest.mark.parametrize(("every", "kind"), [(3, "llama"), (5, "qwen3_moe"), (1000, "llama")])
+def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParams, every: int, kind: str) -> None:
+    target, drafter = pair(kind)
     prompts = prompts_of(4, 19, 7, 26)
     plain = make_engine(target, None).generate(prompts, params)
     engine = make_engine(target, drafter)
@@ -209,13 +210,14 @@ def test_a_drafter_with_biases_or_scaled_blocks_drafts_as_the_reference_does(sca
 # ---- pages -------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_hit_brings_target_and_draft_pages() -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_prefix_hit_brings_target_and_draft_pages(kind: str) -> None:
     (prefix, *tails) = prompts_of(24, 5, 9, 1)
-    engine, params = make_engine(*pair()), SamplingParams(max_tokens=12)
+    engine, params = make_engine(*pair(kind)), SamplingParams(max_tokens=12)
     for tail in tails:
-        check(engine, pair(), [prefix + tail], params)  # steps too: the drafter sees the same
+        check(engine, pair(kind), [prefix + tail], params)  # steps too: the drafter sees the same
     assert engine.stats.cached_prompt_tokens == 2 * 24
-    check(engine, pair(), [prefix], params)
+    check(engine, pair(kind), [prefix], params)
     assert engine.stats.cached_prompt_tokens == 2 * 24 + 20, "the last token must be computed, so its page is not taken"
 
 
@@ -226,8 +228,9 @@ def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
     assert engine.stats.cached_prompt_tokens == 24  # of 24 written tokens, in pages of 4
 
 
-def test_short_of_pages_requests_are_computed_again_and_lose_nothing() -> None:
-    target, drafter = pair()
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_short_of_pages_requests_are_computed_again_and_lose_nothing(kind: str) -> None:
+    target, drafter = pair(kind)
     prompts = prompts_of(30, 25, 40, 12, 33)
     params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
     engine = make_engine(target, drafter, kv_cache_tokens=140)

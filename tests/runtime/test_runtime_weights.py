@@ -78,7 +78,7 @@ def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> N
     assert spec.rope_factor == theirs.attention_scaling and (spec.rope_factor != 1.0) == (kind == "yarn")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
 def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
     target = make_target(kind, tied=False)
     target.model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -88,7 +88,7 @@ def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
     copied = TargetWeights.of_module(target.model, spec)
     for name, view in loaded.parameter_views().items():
         assert torch.equal(view, copied.parameter_views()[name]), name
-    assert (loaded.layers[0].mixer.q_norm is not None) == (kind == "qwen3")
+    assert (loaded.layers[0].mixer.q_norm is not None) == kind.startswith("qwen3")
     assert (loaded.layers[0].mixer.qkv_bias is not None) == (kind == "qwen2")
 
 

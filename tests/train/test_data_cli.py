@@ -57,7 +57,7 @@ def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
 def test_a_target_that_the_engine_does_not_compute_is_answered_for_several_prompts_at_a_time(
     dflash_data: Program, tmp_path: Path
 ) -> None:
-    target = tiny("Qwen3-MoE")
+    target = tiny("GLM-4-MoE")
     folder = tmp_path / "moe"
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
@@ -67,7 +67,7 @@ def test_a_target_that_the_engine_does_not_compute_is_answered_for_several_promp
     for (i, _), tokens in dflash_data.answers().items():
         prompt = asked(target, f"ask {i} of it")
         assert tokens == prompt + greedy(target, prompt)
-    assert "architecture 'qwen3_moe'" in dflash_data.refuses(*more, "--runtime", "engine", output="e.jsonl")
+    assert "architecture 'glm4_moe'" in dflash_data.refuses(*more, "--runtime", "engine", output="e.jsonl")
 
 
 def test_every_sample_has_a_seed_of_its_own_and_the_same_on_every_backend(

@@ -15,11 +15,8 @@ from torch import Tensor
 from ..launch import MAX_ROWS, padded, pdl, shared_memory
 from ..weight import Weight, is_quantized, parts
 from .best import key_of, merge_top, ordered, reduce_best
-from .tile import MULTIPROCESSORS, Tile, store_tile
+from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
-SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
-ROOM_BYTES = 7 * 1024  # for what the compiler adds
-LOGITS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
 
 
@@ -54,33 +51,6 @@ def tile_of_quantized(rows: int) -> Tile:
     return Tile(128, 128, 3 if 16 < rows <= MAX_ROWS else 4, 4 if rows <= MAX_ROWS else 8)
 
 
-@triton.jit
-def _accumulate(
-    x_p, w_p, o_n, o_m, m_m, N, K, first, last,
-    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """The product [BLOCK_N, T] over K columns first..last. WIDEN: eight bits against sixteen."""
-    o_k = first + tl.arange(0, BLOCK_K)
-    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
-    p_x = x_p + o_m[None, :] * K + o_k[:, None]
-    b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
-    for k in range(first, last, BLOCK_K):
-        if EVEN_K and EVEN_N:
-            b_w = tl.load(p_w, eviction_policy="evict_first")
-            b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
-        else:
-            m_k = k + tl.arange(0, BLOCK_K) < last
-            b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
-            b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
-        if WIDEN:  # exact in fp16, which one instruction makes of two values; bf16 takes several
-            b_w, b_x = b_w.to(tl.float16), b_x.to(tl.float16)
-        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # for fp32 only, which is not to become tf32
-        p_w += BLOCK_K
-        p_x += BLOCK_K
-    return b_acc
-
-
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
@@ -97,7 +67,7 @@ def _linear_kernel(
     last = tl.minimum(first + SPAN, K)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
+    b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
@@ -122,7 +92,7 @@ def _argmax_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     widen: tl.constexpr = SCALED and not ROUNDED
-    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
+    b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
@@ -154,7 +124,7 @@ def _top_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     widen: tl.constexpr = SCALED and not ROUNDED
-    b_acc = _accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
+    b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SCALED:
@@ -293,7 +263,7 @@ def launch_top(x: Weight, weight: Weight, count: int, dtype: torch.dtype, tile: 
     _top_kernel[(tiles,)](
         rows, data, data if scale is None else scale, data if row_scale is None else row_scale, keys, m, n, k,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_quantized(x), LOGIT=LOGITS[dtype],
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_quantized(x), LOGIT=FORMATS[dtype],
         num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
     return merge_top(keys, tile.block_n)

@@ -1,12 +1,16 @@
-"""How a GEMM is cut into tiles, and what becomes of a tile's sums."""
+"""How a GEMM is cut into tiles, the sums of a tile, and what becomes of them."""
 
 # mypy: disable-error-code="no-untyped-def"
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
 MULTIPROCESSORS = 132  # of an H200
+SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
+ROOM_BYTES = 7 * 1024  # for what the compiler adds
+FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,33 @@ class Tile:
     stages: int
     warps: int
     splits: int = 1
+
+
+@triton.jit
+def accumulate(
+    x_p, w_p, o_n, o_m, m_m, N, K, first, last,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The product [BLOCK_N, T] over K columns first..last. WIDEN: eight bits against sixteen."""
+    o_k = first + tl.arange(0, BLOCK_K)
+    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
+    p_x = x_p + o_m[None, :] * K + o_k[:, None]
+    b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
+    for k in range(first, last, BLOCK_K):
+        if EVEN_K and EVEN_N:
+            b_w = tl.load(p_w, eviction_policy="evict_first")
+            b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        else:
+            m_k = k + tl.arange(0, BLOCK_K) < last
+            b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
+            b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
+        if WIDEN:  # exact in fp16, which one instruction makes of two values; bf16 takes several
+            b_w, b_x = b_w.to(tl.float16), b_x.to(tl.float16)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # for fp32 only, which is not to become tf32
+        p_w += BLOCK_K
+        p_x += BLOCK_K
+    return b_acc
 
 
 @triton.jit

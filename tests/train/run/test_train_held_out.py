@@ -122,7 +122,7 @@ def test_one_is_clearly_better_only_beyond_the_error_of_the_difference_over_the_
     assert str(nothing) == "nan" and str(evaluation((30, 10), (40, 10), sources="ab")).endswith(" (a 3.00, b 4.00)")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_engine_and_the_target_read_the_same_memory(kind: str) -> None:
     target, other = make_target(kind), make_target(kind)
     weights = TargetWeights.shared_with(target.model, ModelSpec.of_target(target.config))

@@ -1,0 +1,192 @@
+"""A mixture of experts, in Triton: whose rows go where, and two GEMMs of every expert with the rows that are its own.
+
+As in `linear` a weight is the stream and the rows stand on the N side of the matrix instruction. A few rows are all
+multiplied by every expert that one of them has, as sixteen cost what one does, and what nobody asked for is not
+stored; more are gathered by expert first. An output is summed over K in an order that (N, K) alone fixes, and what the
+experts of a row make of it stays apart, for the next norm to add up in the row's own order: so results are
+batch-invariant.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
+from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
+
+FEW_ROWS = 64  # up to which no row is gathered
+LONG = 2048  # rows that one program goes through, of those of its expert, before there is a second one
+
+
+@triton.jit(do_not_specialize=["PARTS"])
+def _top_experts_kernel(
+    part_p, weight_p, expert_p, M, E, PARTS,
+    TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    NORMALIZED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Weights and experts [M, TOP + SHARED] of logits [PARTS, M, E + SHARED]."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_e, o_k = tl.arange(0, BLOCK), tl.arange(0, SIDE)
+    b_logits = tl.zeros([BLOCK], dtype=tl.float32)
+    gate = tl.full((), 0.0, tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in range(PARTS):  # in order, as everywhere
+        p_row = part_p + (i * M + i_m) * (E + SHARED)
+        b_logits += tl.load(p_row + o_e, mask=o_e < E, other=0.0).to(tl.float32)
+        if SHARED:
+            gate += tl.load(p_row + E).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    b_logits = tl.where(o_e < E, b_logits.to(FORMAT).to(tl.float32), -float("inf"))
+    b_exp = tl.exp(b_logits - tl.max(b_logits, axis=0))
+    total = tl.sum(b_exp, axis=0)
+    b_p = b_exp / total
+    # a probability's bits are ordered as it is; behind them what makes the lower of equal experts the larger
+    b_p = tl.where(b_p == b_p, b_p, 0.0)  # a NaN picks experts too
+    b_key = (b_p.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BLOCK - 1 - o_e)
+    b_key = tl.where(o_e < E, b_key, -1)
+    b_weight = tl.zeros([SIDE], dtype=tl.float32)
+    b_expert = tl.zeros([SIDE], dtype=tl.int32)
+    for j in tl.static_range(TOP):
+        best = tl.max(b_key, axis=0)
+        expert = BLOCK - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        b_weight = tl.where(o_k == j, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), b_weight)
+        b_expert = tl.where(o_k == j, expert, b_expert)
+        b_key = tl.where(o_e == expert, -1, b_key)
+    if NORMALIZED:
+        b_weight = b_weight / tl.sum(b_weight, axis=0)
+    b_weight = tl.where(total == total, b_weight, total)  # and stays one
+    if SHARED:
+        b_weight = tl.where(o_k == TOP, 1.0 / (1.0 + tl.exp(-gate.to(FORMAT).to(tl.float32))), b_weight)
+        b_expert = tl.where(o_k == TOP, E, b_expert)
+    o_out = i_m * (TOP + SHARED) + o_k
+    tl.store(weight_p + o_out, b_weight.to(FORMAT).to(tl.float32), mask=o_k < TOP + SHARED)
+    tl.store(expert_p + o_out, b_expert, mask=o_k < TOP + SHARED)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _group_rows_kernel(expert_p, pair_p, count_p, M, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The pairs of a row and its rank that an expert has, in their order: pair [E, M] and how many, count [E]."""
+    i_e = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    count = 0
+    for start in range(0, M * TOP, BLOCK):
+        o_p = start + tl.arange(0, BLOCK)
+        b_mine = (tl.load(expert_p + o_p, mask=o_p < M * TOP, other=-1) == i_e).to(tl.int32)
+        o_out = i_e.to(tl.int64) * M + count + tl.cumsum(b_mine, axis=0) - 1
+        tl.store(pair_p + o_out, o_p, mask=b_mine > 0)
+        count += tl.sum(b_mine, axis=0)
+    tl.store(count_p + i_e, count)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _experts_kernel(
+    x_p, w_p, expert_p, weight_p, pair_p, count_p, out_p, M, N, K,
+    TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """SWIGLU: out [M * TOP, N / 2] of x [M, K] and w [E, N, K]; else out [TOP, M, N], weighted, of x [M * TOP, K].
+
+    A program has an expert and BLOCK_N of its rows of w. BY_PAIR: its expert is that of a pair, if it is the first one
+    of it.
+    """
+    i_n, i_e = tl.program_id(0), tl.program_id(1)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_t = tl.arange(0, T)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = i_e
+    if GATHERED:
+        count = tl.load(count_p + i_e)
+    else:  # every row at once, with the pair that it and the expert are, or -1
+        if BY_PAIR:
+            expert = tl.load(expert_p + i_e)
+        o_k = tl.arange(0, SIDE)
+        o_pair = o_t[:, None] * TOP + o_k[None, :]
+        exists = (o_t < M)[:, None] & (o_k < TOP)[None, :]
+        b_mine = exists & (tl.load(expert_p + o_pair, mask=exists, other=-1) == expert)
+        b_pair = tl.max(tl.where(b_mine, o_pair, -1), axis=1)
+        count = tl.where(tl.max(b_pair, axis=0) >= 0, M, 0)
+        if BY_PAIR:
+            count = tl.where(tl.min(tl.where(b_mine, o_pair, M * TOP)) == i_e, M, 0)
+    o_w = o_n  # gates and ups in turn, so that a thread has both of a pair
+    if SWIGLU:
+        o_w = (o_n % 2) * (N // 2) + o_n // 2
+    p_w = w_p + expert.to(tl.int64) * N * K
+    for start in range(tl.program_id(2) * T, count, tl.num_programs(2) * T):
+        if GATHERED:
+            m_t = start + o_t < count
+            b_pair = tl.load(pair_p + i_e.to(tl.int64) * M + start + o_t, mask=m_t, other=0)
+        else:
+            m_t = b_pair >= 0
+        o_x = b_pair
+        if SWIGLU:
+            o_x = b_pair // TOP
+        b_acc = accumulate(x_p, p_w, o_w, o_x, m_t, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, False)
+        o_out = b_pair
+        if not SWIGLU:
+            b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
+            o_out = b_pair % TOP * M + b_pair // TOP
+        store_tile(b_acc, out_p, out_p, o_n, o_out, m_t, M, N, i_n, tl.full((), 0, tl.int32), T, BLOCK_N, False, SWIGLU)
+
+
+def top_experts(
+    partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
+) -> tuple[Tensor, Tensor]:
+    """Weights fp32 [M, top_k + shared] and experts int32 of partial sums [P, M, E + shared]; see the reference."""
+    count, rows, width = partial_sums.shape
+    side, block = next_power_of_two(top_k + shared), next_power_of_two(width)
+    weights = torch.empty(rows, top_k + shared, dtype=torch.float32, device=partial_sums.device)
+    experts = torch.empty(rows, top_k + shared, dtype=torch.int32, device=partial_sums.device)
+    _top_experts_kernel[(rows,)](
+        partial_sums, weights, experts, rows, width - shared, count, TOP=top_k, SIDE=side, BLOCK=block,
+        FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared, num_warps=max(1, min(4, block // 128)),
+        **pdl(partial_sums),
+    )  # fmt: skip
+    return weights, experts
+
+
+def experts_tile(rows: int, top: int, experts: int, k: int, fp32: bool, shared: int = SHARED_BYTES) -> tuple[Tile, int]:
+    """How the GEMMs of all experts with K columns are cut, and the rows of an expert that are multiplied at a time."""
+    # of gathered ones twice what an expert has if all are asked for alike
+    taken = padded(rows) if rows <= FEW_ROWS else min(128, padded(-(-2 * rows * top // experts)))
+    if rows > MAX_ROWS and taken >= 64 and not fp32:
+        return Tile(128, 64, 4, 8), taken
+    block_k = min(64 if fp32 else 128, padded(k))
+    fits = (64 + taken) * block_k * (4 if fp32 else 2) * 3 <= shared - ROOM_BYTES
+    return Tile(64, block_k, 3 if fits else 2, 4), taken
+
+
+def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
+    (rows, top), (count, d, width) = experts.shape, down.shape
+    pairs = counts = experts
+    if rows > FEW_ROWS:
+        pairs = torch.empty(count, rows, dtype=torch.int32, device=x.device)
+        counts = torch.empty(count, dtype=torch.int32, device=x.device)
+        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(x))
+
+    def multiply(rows_of: Tensor, matrices: Tensor, out: Tensor, swiglu: bool) -> Tensor:
+        n, k = matrices.shape[1:]
+        shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
+        tile, taken = experts_tile(rows, top, count, k, x.dtype == torch.float32, shared)
+        by_pair = rows <= FEW_ROWS and rows * top <= count
+        grid = (-(-n // tile.block_n), rows * top if by_pair else count, max(1, rows // LONG))
+        _experts_kernel[grid](
+            rows_of, matrices, experts, weights, pairs, counts, out, rows, n, k,
+            TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
+            SWIGLU=swiglu, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        )  # fmt: skip
+        return out
+
+    active = multiply(x, gate_up, torch.empty(rows * top, width, dtype=x.dtype, device=x.device), True)
+    wide = torch.float32 if rows <= MAX_ROWS else x.dtype
+    return multiply(active, down, torch.empty(top, rows, d, dtype=wide, device=x.device), False)

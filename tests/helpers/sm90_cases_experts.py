@@ -1,0 +1,47 @@
+"""The experts of Qwen3-30B-A3B, as they run on an H200."""
+
+import triton.language as tl
+from sm90 import Case
+
+from dflash_toolkit.kernels.triton import experts
+
+EXPERTS, TOP, HIDDEN, WIDTH = 128, 8, 2048, 768
+
+
+def case(rows: int, swiglu: bool) -> Case:
+    tile, taken = experts.experts_tile(rows, TOP, EXPERTS, HIDDEN if swiglu else WIDTH, fp32=False)
+    gathered = rows > experts.FEW_ROWS
+    pointers = {
+        "x_p": "*bf16", "w_p": "*bf16", "expert_p": "*i32", "weight_p": "*fp32", "pair_p": "*i32", "count_p": "*i32",
+        "out_p": "*bf16" if swiglu or rows > experts.MAX_ROWS else "*fp32",
+    }  # fmt: skip
+    constexprs = {
+        "TOP": TOP, "SIDE": TOP, "T": taken, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_N": True,
+        "EVEN_K": True, "GATHERED": gathered, "BY_PAIR": not gathered and rows * TOP <= EXPERTS, "SWIGLU": swiglu,
+        "PDL": True,
+    }  # fmt: skip
+    sizes = dict.fromkeys(("M", "N", "K"), "i32")
+    return Case(experts._experts_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
+
+
+CASES = {
+    f"{'gates and ups' if swiglu else 'down'} of {rows} rows": case(rows, swiglu)
+    for rows in (16, 32, 64, 128, 256, 512, 8192)
+    for swiglu in (True, False)
+} | {
+    "whose rows": Case(
+        experts._group_rows_kernel,
+        {"expert_p": "*i32", "pair_p": "*i32", "count_p": "*i32", "M": "i32"},
+        {"TOP": TOP, "BLOCK": 1024, "PDL": True},
+        ragged=("M",),
+    ),
+    "router": Case(
+        experts._top_experts_kernel,
+        {"part_p": "*fp32", "weight_p": "*fp32", "expert_p": "*i32", **dict.fromkeys(("M", "E", "PARTS"), "i32")},
+        {
+            "TOP": 10, "SIDE": 16, "BLOCK": 1024, "FORMAT": tl.bfloat16, "NORMALIZED": True, "SHARED": True,
+            "PDL": True,
+        },
+        ragged=("M", "PARTS"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,115 @@
+"""The kernels of a mixture of experts against their definitions, on the interpreter where there is no GPU."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from test_kernels_step import (  # noqa: F401  # a fixture
+    DEVICE,
+    DTYPES,
+    _interpretable,
+    assert_as_exact_as_torch,
+    in_turn,
+    randn,
+)
+
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.triton import experts as kernels
+from dflash_toolkit.kernels.triton.norm import add_rms_norm
+
+ROWS = (1, 3, 17, 65, 130)  # a program by pair and by expert, one more row than are padded to 16, gathered, rounded
+SHAPES = [(8, 2, 48, 24), (5, 3, 40, 136), (3, 3, 130, 16)]  # E, k, D, I
+ON_GPU = [(128, 8, 2048, 768), (257, 9, 2048, 512)] if DEVICE == "cuda" else []  # Qwen3-30B-A3B, Qwen3.6-35B-A3B
+
+
+def routed(m: int, experts: int, top: int, dtype: torch.dtype, shared: bool = False) -> tuple[Tensor, Tensor]:
+    """Weights and experts [M, top] as a router gives them; with `shared` the last expert is everybody's."""
+    logits = randn(1, m, experts)
+    return reference.top_experts(logits, dtype, top - shared, normalized=True, shared=shared)
+
+
+def operands(m: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    count, _, d, width = shape
+    down = randn(count, d, width) / width**0.5
+    return randn(m, d, dtype=dtype), (randn(count, 2 * width, d) / d**0.5).to(dtype), down.to(dtype)
+
+
+@pytest.mark.parametrize(("shape", "m", "dtype"), in_turn([*itertools.product([*SHAPES, *ON_GPU], ROWS)]))
+def test_every_expert_of_a_row_is_as_good_as_torch_s(
+    shape: tuple[int, int, int, int], m: int, dtype: torch.dtype
+) -> None:
+    inputs = operands(m, shape, dtype)
+    routing = routed(m, *shape[:2], dtype, shared=shape[0] % 2 == 1)
+    found = kernels.experts_mlp(*inputs, *routing)
+    assert found.dtype == (torch.float32 if m <= 128 else dtype) and found.shape == (shape[1], m, shape[2])
+    exact = reference.experts_mlp(*(t.double() for t in inputs), *routing)
+    assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing), exact)
+
+
+@pytest.mark.parametrize("m", [20, 70])
+def test_experts_that_nobody_or_everybody_asked_for_are_no_exception(m: int) -> None:
+    inputs = operands(m, (6, 2, 32, 16), torch.float32)
+    experts = torch.tensor([[4, 1]], dtype=torch.int32, device=DEVICE).repeat(m, 1)
+    weights = torch.rand(m, 2, device=DEVICE)
+    for at in (0, m // 2):  # rows with experts of their own
+        experts[at] = torch.tensor([1, 5], device=DEVICE)
+    routing = weights, experts
+    torch.testing.assert_close(kernels.experts_mlp(*inputs, *routing), reference.experts_mlp(*inputs, *routing))
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 40, 24), *ON_GPU])
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(shape: tuple[int, int, int, int]) -> None:
+    """Alone, padded, gathered: what its experts make of it, and their sum."""
+    dtype = DTYPES[-1]
+    (x, *weights), routing = operands(128, shape, dtype), routed(128, *shape[:2], dtype)
+    whole = kernels.experts_mlp(x, *weights, *routing)
+    norm = torch.ones(shape[2], device=DEVICE, dtype=dtype)
+    total, _ = add_rms_norm(x, whole, norm, 1e-6)
+    for rows in (slice(0, 1), slice(5, 22), slice(63, 128), slice(127, 128)):
+        found = kernels.experts_mlp(x[rows], *weights, *(t[rows] for t in routing))
+        assert torch.equal(found, whole[:, rows]), rows
+        assert torch.equal(add_rms_norm(x[rows], found, norm, 1e-6)[0], total[rows]), rows
+
+
+ROUTERS = [(5, 3, 1), (128, 8, 4), (256, 10, 2), (3, 3, 1)]  # E, k, partial sums
+
+
+@pytest.mark.parametrize(
+    ("shared", "normalized", "router", "dtype"),
+    in_turn([*itertools.product((False, True), (False, True), ROUTERS)]),
+)
+def test_the_likeliest_experts_are_those_of_the_definition(
+    shared: bool, normalized: bool, router: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    count, top, parts = router
+    logits = 3 * randn(parts, 7, count + shared)
+    how = {"normalized": normalized, "shared": shared}
+    weights, experts = kernels.top_experts(logits, dtype, top, **how)
+    expected, chosen = reference.top_experts(logits, dtype, top, **how)
+    assert experts.dtype == torch.int32 and torch.equal(experts, chosen)
+    torch.testing.assert_close(weights, expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    assert torch.equal(weights, weights.to(dtype).float()), "rounded"
+
+
+def test_of_equally_likely_experts_the_lowest_are_taken() -> None:
+    logits = torch.zeros(1, 2, 40, device=DEVICE)
+    logits[0, 1, [30, 9, 33]] = 1.0
+    _, experts = kernels.top_experts(logits, torch.float32, 4, normalized=True, shared=False)
+    assert experts.tolist() == [[0, 1, 2, 3], [9, 30, 33, 0]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_experts_are_valid_and_distinct_whatever_a_row_holds(value: float) -> None:
+    logits = randn(2, 3, 6)
+    logits[0, 1, 4] = value
+    logits[1, 2] = value
+    for module in (kernels, reference):
+        weights, experts = module.top_experts(logits, torch.float32, 5, normalized=True, shared=False)
+        assert all(len({*row} & {*range(6)}) == 5 for row in experts.tolist())
+        assert weights[0].isfinite().all() and weights[2].isnan().all()
+        assert weights[1].isnan().all() == (value != -math.inf)
