@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from paths import FOLDERS
 from temporary import own_folder
+from triton_interpreter import hasten
 
 sys.path.extend(map(str, FOLDERS))
 
@@ -87,19 +88,11 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _prepared_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Triton's interpreter goes through its whole language for every device function that a kernel calls: only once."""
+def _interpreted_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Triton's interpreter without what it makes anew for every operation of a kernel, or makes in vain."""
     with pytest.MonkeyPatch.context() as patch:
         if request.module.__name__.startswith("test_kernels_") and "TRITON_INTERPRET" in os.environ:
-            interpreter = pytest.importorskip("triton.runtime.interpreter")
-            prepare, modules = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
-
-            def prepared(function: Callable[..., None]) -> object:
-                names = function.__globals__.values()
-                fresh = any(interpreter.tl.core.is_builtin(m.load) for m in modules if any(m is n for n in names))
-                return prepare(function) if fresh else interpreter._LangPatchScope()
-
-            patch.setattr(interpreter, "_patch_lang", prepared)
+            hasten(patch)
         yield
 
 
