@@ -16,10 +16,11 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
-from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WINDOW
+from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WINDOW, parts_of
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
+KINDS = ("dflash", "dflash2")
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
 MOST_GIB = 2**20  # no machine has more memory
@@ -27,8 +28,11 @@ MOST_GIB = 2**20  # no machine has more memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterOptions:
-    """Shape of the drafter; what is not given is the target's own."""
+    """Kind and shape of the drafter; what is not given is the target's own."""
 
+    kind: str = option(
+        "dflash", "dflash, or dflash2: with convolutions in its blocks and a selector of tokens", choices=KINDS
+    )
     layers: int | None = option(None, "draft layers (default: 5, or 6 for a target of experts)")
     taps: int | None = option(None, "tapped target layers, evenly spaced (default: 5, or 8 for a target of experts)")
     target_layer_ids: tuple[int, ...] = option((), "tap exactly these 0-based layers instead")
@@ -47,6 +51,21 @@ class DrafterOptions:
     is_causal: bool | None = option(
         False, "whether a slot sees only earlier slots of its block; null: in sliding layers, not in full ones"
     )
+    conv_kernel_size: int | None = option(None, "dflash2: taps of the convolutions (default: 2); 0 leaves them out")
+    conv_group_size: int | None = option(None, "dflash2: channels that share their coefficients (default: 16)")
+    selector_rank: int | None = option(None, "dflash2: rank of the scores of pairs (default: 256); 0: no selector")
+    selector_top_k: int | None = option(None, "dflash2: tokens of a slot that are scored (default: 16)")
+
+    def __post_init__(self) -> None:
+        try:
+            parts_of(self.kind, self.parts)
+        except ValueError as error:
+            raise ValueError(f"drafter: {error}") from error
+
+    @property
+    def parts(self) -> tuple[int | None, ...]:
+        """The sizes of the parts of DFlash 2, in the order of `shape.PART_SIZES`."""
+        return self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +110,12 @@ class LossOptions:
     tv: float = option(0.0, "weight of the total variation: 1 - the acceptance of sampled verification")
     lk: float = option(0.0, "weight of -log(acceptance), LK^alpha of arXiv 2602.23881")
     lk_hybrid: float = option(0.0, "weight of KL turning into TV as acceptance grows, LK^lambda of the same paper")
+    selector: float = option(1.0, "dflash2: weight of the selector's loss, the cross-entropy over its candidates")
+    gold: str = option(
+        "skip",
+        "dflash2: where the true token is no candidate the slot has no selector's loss, or it is injected as the last",
+        choices=("skip", "inject"),
+    )
     temperature: float = option(1.0, "of both distributions in kl, tv, lk and lk_hybrid: the one it will be served at")
     weights: str = option("dpace", "slot weights", choices=("decay", "dpace"))
     gamma: float | None = option(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
@@ -108,6 +133,8 @@ class LossOptions:
         for name, weight in terms.items():
             if not 0 <= weight < math.inf:
                 raise ValueError(f"loss.{name} is {weight}; it must be >= 0")
+        if not 0 <= self.selector < math.inf:
+            raise ValueError(f"loss.selector is {self.selector}; it must be >= 0")
         if not any(terms.values()):
             raise ValueError(f"{', '.join(f'loss.{name}' for name in terms)} are all 0; give one of them a weight")
         if not 0 < self.temperature < math.inf:
@@ -289,7 +316,9 @@ class TrainConfig(ModelOptions):
         None, "also upload the drafter and its model card to this repository of the Hugging Face hub, made if missing"
     )
     init_from: str | None = option(
-        None, "drafter to start from, with its shape: directory or Hugging Face id of a plain DFlash drafter"
+        None,
+        "drafter to start from, with its shape: directory or Hugging Face id; a plain one gets the parts of DFlash 2 "
+        "with drafter.kind=dflash2",
     )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
@@ -371,7 +400,11 @@ def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
 
 def _check_effects(config: TrainConfig) -> None:
     loss, optim, run = config.loss, config.optim, config.run
+    parts = parts_of(config.drafter.kind, config.drafter.parts)
+    no_selector = not parts["selector_rank"] and not config.init_from  # which may have one
     void = (
+        ("loss.selector", loss.selector, LossOptions().selector, no_selector, "a selector (drafter.kind=dflash2)"),
+        ("loss.gold", loss.gold, LossOptions().gold, no_selector, "a selector (drafter.kind=dflash2)"),
         ("loss.gamma", loss.gamma, None, loss.weights != "decay", "loss.weights=decay"),
         ("loss.alpha", loss.alpha, LossOptions().alpha, loss.weights != "dpace", "loss.weights=dpace"),
         ("loss.temperature", loss.temperature, 1.0, not loss.distribution, "loss.kl, tv, lk or lk_hybrid"),

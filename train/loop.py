@@ -80,7 +80,7 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                 for parameters in learner.param_groups:
                     parameters["lr"] = learner.peak * state.rate
                 turns = range(state.micro + processes.rank, state.micro + group, processes.world)
-                totals = torch.stack([gradients(turn, last=turn == turns[-1]) for turn in turns]).sum(0)
+                totals = torch.stack([gradients(turn, state.done, last=turn == turns[-1]) for turn in turns]).sum(0)
                 norm = learner.step(processes.sum(totals)[1])
                 taken = range(state.micro, min(state.micro + group, budget.end))
                 state.step, state.micro = state.step + 1, taken.stop
@@ -128,9 +128,9 @@ class Gradients:
     report: Report
     world: int  # processes that take turns
 
-    def __call__(self, turn: int, last: bool) -> Tensor:
+    def __call__(self, turn: int, done: float, last: bool) -> Tensor:
         """Of one micro batch; where its lane is through, of other rows times zero. Returns the loss's totals and the
-        visible pairs, on the device. Args: last: of this process's step."""
+        visible pairs, on the device. Args: done: share of the run; last: of this process's step."""
         run, config, target, source = self.run, self.run.config, self.run.target, self.source
         with self.report.data():
             taken = self.schedule.indices(turn) if turn < self.end else []
@@ -142,7 +142,7 @@ class Gradients:
         size = config.drafter.block_size
         blocks = sample_blocks(features, anchors or config.loss.anchors, size, mask, random, fixed=packed > 0)
         flex = use_flex(config.run.attention, target.device)
-        result = compute_loss(run.drafter, target, features, blocks, config, flex, self.learner.run)
+        result = compute_loss(run.drafter, target, features, blocks, config, flex, self.learner.run, done)
         self.learner.backward(result.weighted_sum if taken else 0 * result.weighted_sum, last)
         return torch.cat([result.totals(), visible_pairs(blocks, run.drafter.config)[None].double()]) * bool(taken)
 

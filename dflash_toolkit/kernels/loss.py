@@ -1,7 +1,7 @@
 """The loss through the frozen head: per-row losses and the gradient of the hidden states without full logits.
 
 On a GPU the logits of a chunk are in the head's dtype in a reused buffer, which a kernel turns into their gradient in
-place; else plain torch in fp32, which is the definition.
+place; else plain torch in fp32, which is the definition. The best tokens of a row are taken from the same logits.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from torch import Tensor
 from .mix import CROSS_ENTROPY, PLAIN, LogitScale, LossMix, RowTerms
 from .ops import ops_for
 
+GROUP = 64  # logits whose largest stands for all of them while the best of a row are looked for
+
 
 @dataclass(slots=True)
 class RowLoss:
@@ -20,6 +22,8 @@ class RowLoss:
 
     loss: Tensor  # [R] the mix, nats, fp32, differentiable with respect to the hidden states
     terms: RowTerms  # without gradient
+    candidates: Tensor | None = None  # [R, C] long, the tokens of the largest logits; None where none were asked for
+    unary: Tensor | None = None  # [R, C] fp32, their logits, differentiable as the loss is
 
     @property
     def rank(self) -> Tensor:
@@ -53,21 +57,32 @@ class _FrozenHeadLoss(torch.autograd.Function):
         states: TargetStates | None,
         scale: LogitScale,
         bias: Tensor | None,
+        best: "_Best | None",
     ) -> tuple[Tensor | None, ...]:
         terms = RowTerms.empty(len(hidden), mix.distribution, hidden.device)
         # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         states = states if mix.distribution else None
-        _chunks(hidden, weight, bias, labels, chunk, mix, states, scale, terms, d_hidden)
-        ctx.save_for_backward(d_hidden)
-        outputs = (terms.cross_entropy, terms.rank, terms.kl, terms.acceptance)
+        _chunks(hidden, weight, bias, labels, chunk, mix, states, scale, terms, d_hidden, best)
+        candidates, unary = (best.tokens, best.logits) if best else (None, None)
+        if unary is not None:
+            ctx.slope = scale.apply_(unary, d_hidden is not None)
+        ctx.save_for_backward(d_hidden, weight if best else None, candidates)
+        outputs = (candidates, terms.cross_entropy, terms.rank, terms.kl, terms.acceptance)
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
-        return mix.value(terms), *outputs
+        return mix.value(terms), unary, *outputs
 
     @staticmethod
-    def backward(ctx, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        (d_hidden,) = ctx.saved_tensors
-        return (d_hidden * d_loss[:, None]).to(d_hidden.dtype), None, None, None, None, None, None, None
+    def backward(  # type: ignore[no-untyped-def]
+        ctx, d_loss: Tensor, d_unary: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        d_hidden, weight, candidates = ctx.saved_tensors
+        found = d_hidden * d_loss[:, None]
+        if candidates is not None and d_unary is not None:
+            # each candidate's logit pulls along its row of the head: their weighted sum, without a copy of the rows
+            factors = (d_unary * ctx.slope).to(weight.dtype)
+            found = found + F.embedding_bag(candidates, weight, mode="sum", per_sample_weights=factors)
+        return found.to(d_hidden.dtype), *[None] * 8
 
 
 def _chunks(
@@ -81,8 +96,9 @@ def _chunks(
     scale: LogitScale,
     terms: RowTerms,
     d_hidden: Tensor | None,
+    best: "_Best | None",
 ) -> None:
-    """Fill `terms` and `d_hidden`, a chunk of rows at a time."""
+    """Fill `terms`, `d_hidden` and `best`, a chunk of rows at a time."""
     ops = ops_for(hidden.device)
     head = _Head(weight, bias, min(chunk, len(hidden)))
     target_head, target, at = head, None, None
@@ -92,6 +108,8 @@ def _chunks(
     for number, start in enumerate(range(0, len(hidden), chunk)):
         rows = slice(start, start + chunk)
         logits = head(hidden[rows])
+        if best is not None:
+            best.take(logits, labels[rows], rows)
         slope = scale.apply_(logits, d_hidden is not None)
         if states is not None:
             needed, at = shared.of(number, rows)
@@ -102,6 +120,46 @@ def _chunks(
             if scale != PLAIN:
                 logits *= slope
             d_hidden[rows] = (logits.to(weight.dtype) @ weight).to(hidden.dtype)
+
+
+class _Best:
+    """The tokens of the `count` largest logits of each row, and these logits as the head made them, in fp32.
+
+    Args:
+        inject: the label takes the last place where it is not among them.
+    """
+
+    def __init__(self, rows: int, count: int, inject: bool, device: torch.device) -> None:
+        self.tokens = torch.empty(rows, count, dtype=torch.long, device=device)
+        self.logits = torch.empty(rows, count, dtype=torch.float32, device=device)
+        self._inject = inject
+
+    def take(self, logits: Tensor, labels: Tensor, rows: slice) -> None:
+        values, tokens = largest(logits, self.tokens.shape[1])
+        if self._inject:
+            left_out = (tokens != labels[:, None]).all(1)
+            tokens[:, -1] = torch.where(left_out, labels, tokens[:, -1])
+            values[:, -1] = torch.where(left_out, logits.gather(1, labels[:, None])[:, 0], values[:, -1])
+        self.tokens[rows], self.logits[rows] = tokens, values
+
+
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of logits [R, V] and their columns, largest first; of tied ones any.
+
+    They lie in the groups of columns whose largest ones are largest. So the row is read once, where `topk` reads it
+    once for every few bits of a logit.
+    """
+    vocabulary = logits.shape[1]
+    groups = vocabulary // GROUP
+    if groups <= 2 * count:
+        return logits.topk(count)
+    whole = groups * GROUP
+    first = logits[:, :whole].unflatten(1, (groups, GROUP)).amax(-1).topk(count).indices * GROUP
+    columns = (first[..., None] + torch.arange(GROUP, device=logits.device)).flatten(1)
+    rest = torch.arange(whole, vocabulary, device=logits.device).expand(len(logits), -1)
+    columns = torch.cat([columns, rest], dim=1)
+    values, places = logits.gather(1, columns).topk(count)
+    return values, columns.gather(1, places)
 
 
 class _Head:
@@ -157,6 +215,8 @@ def frozen_head_loss(
     states: TargetStates | None = None,
     scale: LogitScale = PLAIN,
     bias: Tensor | None = None,
+    candidates: int = 0,
+    inject: bool = False,
 ) -> RowLoss:
     """The loss of rows of hidden states under a frozen LM head, without ever holding the full logits.
 
@@ -169,6 +229,8 @@ def frozen_head_loss(
         states: the target's predictions for the same rows; only the distribution losses need them.
         scale: what stands behind the drafter's head.
         bias: [V], the head's.
+        candidates: how many of the best tokens of each row are wanted with their logits.
+        inject: the label takes the last place where it is not among them.
 
     Returns:
         `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
@@ -178,5 +240,6 @@ def frozen_head_loss(
     """
     if mix.distribution and states is None:
         raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution: give its states")
-    loss, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale, bias)
-    return RowLoss(loss, RowTerms(*terms))
+    best = _Best(len(hidden), candidates, inject, hidden.device) if candidates else None
+    loss, unary, tokens, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale, bias, best)
+    return RowLoss(loss, RowTerms(*terms), tokens, unary)

@@ -48,7 +48,7 @@ def time_training(target: Target, drafter: Drafter, length: int, rows: int, anch
     source = FeatureSource(
         target, drafter.config.target_layer_ids, length, 128 if flex else 1, final=options.loss.distribution
     )
-    optimizer = make_optimizer(drafter.train(), options.optim)
+    optimizer = make_optimizer(drafter.train().named_parameters(), options.optim)
     generator = torch.Generator().manual_seed(0)
     batch = [
         Row(i, length // 4, torch.randint(0, drafter.config.vocab_size, (length,), generator=generator).tolist())

@@ -1,5 +1,6 @@
 """The shape that a drafter gets by default is that of the published drafters for the same target."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,3 +127,40 @@ def test_padded_rows_of_the_embedding_are_the_masks() -> None:
             return 248077
 
     assert choose_mask_token(Tokenizer(), 248320) == 248077, "as in z-lab's for Qwen3.5"
+
+
+SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+NO_SELECTOR = {"selector_rank": 0, "selector_top_k": 0}
+NO_CONVOLUTION = {"conv_kernel_size": 0, "conv_group_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, SIZES),  # those of z-lab's published drafters
+        ({"selector_rank": 0}, SIZES | NO_SELECTOR),
+        ({"conv_group_size": 0}, SIZES | NO_CONVOLUTION),
+        ({"conv_group_size": 32, "selector_top_k": 8}, SIZES | {"conv_group_size": 32, "selector_top_k": 8}),
+    ],
+    ids=str,
+)
+def test_a_drafter_of_kind_dflash2_has_both_parts_unless_one_is_left_out(
+    given: dict[str, int], sizes: dict[str, int]
+) -> None:
+    config = PUBLISHED["Qwen3-8B"][0]
+    shape, plain = drafter_shape(config, kind="dflash2", **given), drafter_shape(config)
+    assert shape == replace(plain, **sizes) and not plain.is_dflash2
+    assert drafter_shape(config, **dict.fromkeys(sizes, 0)) == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"selector_rank": 8}, "selector_rank is 8, which is a part of kind dflash2; kind is dflash"),
+        ({"kind": "dflash2", "selector_rank": 0, "conv_kernel_size": 0}, "kind dflash2 without its parts is kind"),
+        ({"kind": "dflash2", "conv_kernel_size": 0, "conv_group_size": 16}, "conv_kernel_size is 0 and conv_group"),
+    ],
+)
+def test_parts_that_cannot_be_are_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        drafter_shape(PUBLISHED["Qwen3-8B"][0], **given)

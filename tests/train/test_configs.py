@@ -72,6 +72,8 @@ def test_what_is_of_rows_apart_keeps_them_apart_on_every_device(given: dict[str,
         ({"loss": {"gamma": 5.0}}, {"loss": {"weights": "decay"}}),
         ({"loss": {"weights": "decay", "alpha": 0.25}}, {"loss": {"weights": "dpace"}}),
         ({"loss": {"temperature": 0.7}}, {"loss": {"tv": 0.9}}),
+        ({"loss": {"selector": 0.5}}, {"drafter": {"kind": "dflash2"}}),
+        ({"loss": {"gold": "inject"}}, {"drafter": {"kind": "dflash2", "conv_kernel_size": 0}}),
         ({"optim": {"decay": 0.5}}, {"optim": {"schedule": "wsd"}}),
         ({"run": {"feature_dir": "x"}}, {"run": {"features": "hybrid"}}),
         ({"run": {"features": "online", "feature_cache_gb": 4}}, {"run": {"features": "auto"}}),
@@ -81,7 +83,7 @@ def test_an_option_without_effect_is_refused_by_name(given: dict, with_effect: d
     (group,) = given
     with pytest.raises(UserError, match=rf"^{group}\.{list(given[group])[-1]} is .* has an effect with"):
         configure({"target": "t", **given})
-    assert configure({"target": "t", group: given[group] | with_effect[group]})
+    assert configure({"target": "t"} | with_effect | {group: given[group] | with_effect.get(group, {})})
 
 
 def test_a_configuration_that_was_written_down_is_read_back_equal() -> None:

@@ -251,7 +251,7 @@ def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(kind: str, targe
             p.add_(0.5)
             p.grad = torch.zeros_like(p)  # all that moves a weight is the decay
     before = [p.detach().clone() for p in drafter.parameters()]
-    make_optimizer(drafter, OptimOptions(optimizer=kind, learning_rate=0.1, weight_decay=0.5)).step()
+    make_optimizer(drafter.named_parameters(), OptimOptions(optimizer=kind, learning_rate=0.1, weight_decay=0.5)).step()
     assert {p.dim() for p in before} == {1, 2}
     for (name, after), p in zip(drafter.named_parameters(), before, strict=True):
         assert torch.allclose(after, p * (0.95 if p.dim() == 2 else 1.0)), name

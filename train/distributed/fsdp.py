@@ -25,7 +25,7 @@ from dflash_toolkit.models.dflash.network import Drafter, DraftLayer
 
 from ..config import TrainConfig
 from ..objective.loss import compiles
-from ..optim.optimizers import make_optimizer, rows_of, update_average
+from ..optim.optimizers import is_matrix, make_optimizer, rows_of, update_average
 from ..run.state import ResumePoint
 from .parallel import Processes, other_optimizer
 
@@ -41,6 +41,7 @@ class _Inputs:
     context_rope: Rope
     block_rope: Rope
     masks: dict[str, Tensor | BlockMask]  # by the type of a layer
+    block_size: int
 
 
 def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
@@ -48,9 +49,10 @@ def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
 
 
 def _layer(
-    layer: DraftLayer, x: Tensor, context: Tensor, context_rope: Rope, block_rope: Rope, mask: Tensor | BlockMask
-) -> Tensor:
-    return layer(x, block_rope, layer.self_attn.keys_values(context, context_rope), mask)
+    layer: DraftLayer, x: Tensor, context: Tensor, context_rope: Rope, block_rope: Rope, mask: Tensor | BlockMask,
+    block_size: int,
+) -> Tensor:  # fmt: skip
+    return layer(x, block_rope, layer.self_attn.keys_values(context, context_rope), mask, block_size)
 
 
 def _last(norm: nn.Module, x: Tensor) -> Tensor:
@@ -70,7 +72,8 @@ class _Unit(nn.Module):
         self.layer, self._kind, self._run, self._recompute = layer, kind, run, recompute
 
     def forward(self, x: Tensor, context: Tensor, given: _Inputs) -> Tensor:
-        arguments = (self.layer, x, context, given.context_rope, given.block_rope, given.masks[self._kind])
+        arguments = (self.layer, x, context, given.context_rope, given.block_rope, given.masks[self._kind],
+                     given.block_size)  # fmt: skip
         if self._recompute and torch.is_grad_enabled():
             return checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
         return self._run(*arguments)
@@ -86,6 +89,7 @@ class _Forward(nn.Module):
         self._context, layer, self._last = map(_compiled, parts) if compiled else parts
         kinds = zip(drafter.layers, drafter.config.layer_types, strict=True)
         self.units = nn.ModuleList(_Unit(each, kind, layer, drafter.recompute) for each, kind in kinds)
+        self.selector = drafter.candidate_selector  # called by the loss
 
     def forward(self, given: _Inputs) -> Tensor:
         context, x = self._context(self.fc, self.hidden_norm, given.features), given.block
@@ -107,14 +111,15 @@ class Fsdp:
         for parameter in drafter.parameters():
             dist.broadcast(parameter.data, 0)
         self._names = [name for name, _ in drafter.named_parameters()]
-        shapes = [p.shape for p in drafter.parameters() if p.dim() == 2]
+        shapes = [p.shape for name, p in drafter.named_parameters() if is_matrix(name, p)]
         device = drafter.device
         self._mesh = init_device_mesh(device.type, (processes.world,))
         self._forward = _Forward(drafter, compiles(config, device))
-        for unit in (*self._forward.units, self._forward):
+        last = [part for part in (self._forward.selector, self._forward) if part is not None]  # needed again at once
+        for unit in (*self._forward.units, *last):
             fully_shard(
                 unit, mesh=self._mesh, ignored_params={p for p in drafter.parameters() if p.dim() != 2},
-                reshard_after_forward=config.run.fsdp_reshard_after_forward and unit is not self._forward,
+                reshard_after_forward=config.run.fsdp_reshard_after_forward and unit not in last,
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=torch.bfloat16 if device.type == "cuda" else None,  # what autocast would make of them
                     reduce_dtype=torch.float32, cast_forward_inputs=False,
@@ -126,7 +131,8 @@ class Fsdp:
         self._parameters = list(drafter.parameters())
         # plain tensors in the same memory: what optimisers and averages do is element-wise, or Muon's own business
         self._shards = nn.ParameterList(nn.Parameter(_local(p.data)) for p in self._parameters)
-        self._optimizer = make_optimizer(self._shards, config.optim, processes.rank, processes.world, shapes)
+        named = zip(self._names, self._shards, strict=True)
+        self._optimizer = make_optimizer(named, config.optim, processes.rank, processes.world, shapes)
         self.peak = self._optimizer.param_groups[0]["lr"]
         self._decay, self._average = config.optim.ema, copy.deepcopy(self._shards) if config.optim.ema else None
         if state:
@@ -141,7 +147,7 @@ class Fsdp:
     def run(self, drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
             masks: dict[str, Tensor | BlockMask]) -> Tensor:  # fmt: skip
         ropes = drafter.rope(context), drafter.rope(positions)  # here, where weights are in fp32, so are they
-        return self._forward(_Inputs(features, embedded, *ropes, masks))
+        return self._forward(_Inputs(features, drafter.scaled(embedded), *ropes, masks, drafter.config.block_size))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

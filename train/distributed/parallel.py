@@ -235,7 +235,7 @@ class Replicated:
         self.drafter = drafter
         self.run: Forward = runner(config, drafter.device)
         self._clip = config.optim.clip
-        self._optimizer = make_optimizer(drafter, config.optim, processes.rank, processes.world)
+        self._optimizer = make_optimizer(drafter.named_parameters(), config.optim, processes.rank, processes.world)
         self.peak = self._optimizer.param_groups[0]["lr"]  # learning rate
         self._steps = state.step if state else 0
         self._decay, self._average = config.optim.ema, copy.deepcopy(drafter) if config.optim.ema else None

@@ -96,7 +96,7 @@ class Zero:
         if state:
             drafter.load_state_dict(state.drafter)
         kind = "muon" if config.optim.optimizer == "muon" else "adamw"
-        parts = make_optimizer(drafter, replace(config.optim, optimizer=kind)).parts
+        parts = make_optimizer(drafter.named_parameters(), replace(config.optim, optimizer=kind)).parts
         self.peak = parts[0].param_groups[0]["lr"]
         self._names = {p: name for name, p in drafter.named_parameters()}
         self._parts = [_Part.of(part) for part in parts]
@@ -208,8 +208,14 @@ class Zero:
         positions = torch.arange(drafter.block_size, device=device)[None]
         mask = torch.ones(1, 1, drafter.block_size, drafter.block_size + 1, dtype=torch.bool, device=device)
         masks = dict.fromkeys(drafter.layer_types, mask)
+        tokens = torch.zeros(1, drafter.block_size, drafter.selector_top_k, dtype=torch.long, device=device)
+        nothing = tokens.float(), tokens, context.expand(1, drafter.block_size)
         for left in reversed(range(config.optim.accumulate)):
-            self.backward((self._engine(features, context, block, positions, masks) * 0).sum(), last=not left)
+            hidden = self._engine(features, context, block, positions, masks)
+            if self.drafter.candidate_selector is not None:
+                scores, _ = self.drafter.candidate_selector(hidden, *nothing)
+                hidden = hidden.sum() + scores.sum()
+            self.backward((hidden * 0).sum(), last=not left)
         self.step(torch.ones(()))
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -1,10 +1,12 @@
 """One forward of the drafter over a batch of blocks, the code path that decoding takes too, and its loss.
 
-The loss is the weighted losses of the frozen head, normalised by the sum of the weights of the slots.
+The loss is the weighted losses of the frozen head, normalised by the sum of the weights of the slots; of a drafter with
+a selector (or another head over the candidates of a slot, see `selector.py`) that one's beside it, weighted the same.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,10 @@ from dflash_toolkit.models.target import Target
 
 from ..config import LossOptions, TrainConfig
 from .blocks import Blocks, Features, dense_mask, flex_mask
+from .selector import Selector, ramp
 
 RECALL = (1, 4, 16)  # the k of recall@k
+SUMS = 7  # of `DraftLoss.totals` that are no slot's
 
 
 @dataclass(slots=True)
@@ -31,18 +35,27 @@ class DraftLoss:
 
     loss: Tensor  # scalar, differentiable
     recall: Tensor  # [3, S - 1] share of supervised slots whose label is in the top 1, 4, 16; NaN where there is none
-    acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks
+    acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks, by the selector's walk
     rows: int  # R, supervised slots
     weighted_sum: Tensor  # scalar, differentiable; over `weight_sum` it is the loss
     weight_sum: Tensor  # scalar
     supervised: Tensor  # [S - 1] slots that have a label
     blocks: Tensor  # scalar, valid blocks
     slot_overlap: Tensor | None  # [S - 1] mean of sum_v min(p_v, q_v) = 1 - TV; None without a distribution loss
+    unary_length: Tensor  # scalar, as acceptance_length, were each slot's largest logit drafted
+    oracle_length: Tensor  # the same, were the label drafted wherever it is one of the candidates, or of the best 16
+    selector_sum: Tensor  # scalar, over `weight_sum` it is the selector's loss; NaN without one
+
+    @property
+    def selector_loss(self) -> Tensor:
+        return self.selector_sum / self.weight_sum
 
     def totals(self) -> Tensor:
-        """What can be added up over micro steps and processes, float64 [4 + (4 or 5) * (S - 1)]; see `of_totals`."""
-        accepted = (self.acceptance_length - 1) * self.blocks
-        sums = torch.stack([t.detach().double() for t in (self.weighted_sum, self.weight_sum, accepted, self.blocks)])
+        """What can be added up over micro steps and processes, float64 [7 + (4 or 5) * (S - 1)]; see `of_totals`."""
+        lengths = (self.acceptance_length, self.unary_length, self.oracle_length)
+        accepted = [(length - 1) * self.blocks for length in lengths]
+        scalars = (self.weighted_sum, self.weight_sum, self.selector_sum, self.blocks, *accepted)
+        sums = torch.stack([scalar.detach().double() for scalar in scalars])
         means = [*self.recall] if self.slot_overlap is None else [*self.recall, self.slot_overlap]
         counts = [torch.where(self.supervised > 0, mean * self.supervised, 0.0).double() for mean in means]
         return torch.cat([sums, self.supervised.double(), *counts])
@@ -50,13 +63,17 @@ class DraftLoss:
     @classmethod
     def of_totals(cls, totals: Tensor, slots: int) -> "DraftLoss":
         """The loss of everything that was added up, over blocks of `slots` + 1."""
-        weighted, weight, accepted, blocks = totals[:4]
-        supervised, *counts = totals[4:].split(slots)
+        weighted, weight, selector, blocks, *accepted = totals[:SUMS]
+        supervised, *counts = totals[SUMS:].split(slots)
         means = [count / supervised for count in counts]
         recall, rows = torch.stack(means[: len(RECALL)]), int(supervised.sum())
         overlap = means[-1] if len(means) > len(RECALL) else None
-        length = 1 + accepted / blocks
-        return cls(weighted / weight, recall, length, rows, weighted, weight, supervised, blocks, overlap)
+        length, unary, oracle = (1 + count / blocks for count in accepted)
+        return cls(
+            loss=weighted / weight, recall=recall, acceptance_length=length, rows=rows, weighted_sum=weighted,
+            weight_sum=weight, supervised=supervised, blocks=blocks, slot_overlap=overlap, unary_length=unary,
+            oracle_length=oracle, selector_sum=selector,
+        )  # fmt: skip
 
 
 def use_flex(attention: str, device: torch.device) -> bool:
@@ -84,8 +101,13 @@ def compute_loss(
     config: TrainConfig,
     flex: bool,
     forward: Forward | None = None,
+    done: float = 1.0,
 ) -> DraftLoss:
-    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls."""
+    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls.
+
+    Args:
+        done: share of the run, between 0 and 1, by which the selector's loss comes in.
+    """
     forward = forward or runner(config, target.device)
     masks = masks_of(drafter.config, features, blocks, flex)
     embedded = target.embed(blocks.inputs.flatten(1))
@@ -94,9 +116,12 @@ def compute_loss(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks
         )
         scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
+        head = drafter.candidate_selector
+        selector = None if head is None else Selector(head, drafter.config.selector_top_k, ramp(done))
         return draft_loss(
-            hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales, target.head_bias
-        )
+            hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales, target.head_bias,
+            selector,
+        )  # fmt: skip
 
 
 def masks_of(shape: DrafterConfig, features: Features, blocks: Blocks, flex: bool) -> dict[str, Tensor | BlockMask]:
@@ -139,6 +164,7 @@ def draft_loss(
     scale: LogitScale = PLAIN,
     target_scale: LogitScale = PLAIN,
     bias: Tensor | None = None,
+    selector: Selector | None = None,
 ) -> DraftLoss:
     """The loss of a batch of blocks.
 
@@ -148,6 +174,7 @@ def draft_loss(
         final: [B, T, D] last hidden states of the target, normed; needed by distribution losses only.
         scale: what stands behind the head for the drafter, and `target_scale` for the target.
         bias: [V], the head's.
+        selector: chooses among the candidates of the slots; None: each slot's best is drafted.
 
     Raises:
         ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
@@ -162,7 +189,8 @@ def draft_loss(
             final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index], target_scale
         )
     chosen, labels = hidden.flatten(0, 1).index_select(0, index), blocks.labels.flatten()[index]
-    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states, scale, bias)
+    top_k, inject = selector.top_k if selector else 0, options.gold == "inject"
+    rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states, scale, bias, top_k, inject)
 
     supervised = blocks.supervised[:, :, 1:]
     slot = index - index // blocks.size - 1  # the same rows among slots 1..S-1
@@ -182,19 +210,35 @@ def draft_loss(
     weights = weights.flatten()[slot]
     weighted_sum, weight_sum = (weights * rows.loss).sum(), weights.sum()
 
+    def length(right: Tensor) -> Tensor:
+        """Mean tokens a step if what is drafted is `right` [B, A, S - 1]."""
+        accepted = (right & supervised).long().cumprod(-1).sum(-1) * blocks.valid
+        return 1 + accepted.sum() / blocks.valid.sum()
+
+    unary_length = walked_length = length(grid(rows.correct))
+    selector_sum = weight_sum.new_full((), math.nan)
+    if selector:
+        chain = selector(hidden, blocks, rows, slot)
+        candidate = grid(rows.rank < top_k)  # an injected label is none
+        walked_length = length((chain.drafted == blocks.labels[:, :, 1:]) & candidate)
+        selector_sum = (weights * chain.loss).sum()
+        weighted_sum = weighted_sum + options.selector * selector.share * selector_sum
+
     count = supervised.sum((0, 1))
-    accepted = grid(rows.correct).long().cumprod(-1).sum(-1) * blocks.valid
     overlap = rows.terms.acceptance
     return DraftLoss(
         loss=weighted_sum / weight_sum,
         recall=torch.stack([grid(rows.rank < k).sum((0, 1)) / count for k in RECALL]),
-        acceptance_length=1 + accepted.sum() / blocks.valid.sum(),
+        acceptance_length=walked_length,
         rows=len(index),
         weighted_sum=weighted_sum,
         weight_sum=weight_sum,
         supervised=count,
         blocks=blocks.valid.sum(),
         slot_overlap=None if overlap is None else grid(overlap).sum((0, 1)) / count,
+        unary_length=unary_length,
+        oracle_length=length(grid(rows.rank < (top_k or RECALL[-1]))),
+        selector_sum=selector_sum,
     )
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,20 +279,32 @@ def peak_rate(optim: OptimOptions, muon: bool) -> float:
     return optim.learning_rate or (3e-3 if muon else 6e-4)
 
 
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon steps a drafter's parameter, and it is decayed: not where a row of it is a token's own, of which a
+    step touches few."""
+    return parameter.dim() == 2 and not name.endswith("_codebook")
+
+
 def make_optimizer(
-    module: nn.Module, optim: OptimOptions, rank: int = 0, world: int = 1, shapes: list[torch.Size] | None = None
+    named: Iterable[tuple[str, nn.Parameter]],
+    optim: OptimOptions,
+    rank: int = 0,
+    world: int = 1,
+    shapes: list[torch.Size] | None = None,
 ) -> Optimizers:
-    """The optimiser over fp32 weights; norms are never decayed. With several processes they share Muon's work.
+    """The optimiser over a drafter's fp32 weights. With several processes they share Muon's work.
 
     Args:
-        shapes: of the whole matrices, where `module` has this process's rows of each only.
+        named: the parameters by their names.
+        shapes: of the whole matrices, where `named` has this process's rows of each only.
 
     Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix. Its step is scaled to the size of
     AdamW's (Liu et al. 2025, arXiv 2502.16982), so both share one learning rate.
     """
-    matrices = [p for p in module.parameters() if p.dim() == 2]
-    vectors = [p for p in module.parameters() if p.dim() != 2]
-    fused = next(module.parameters()).is_cuda
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in named:
+        (matrices if is_matrix(name, parameter) else vectors).append(parameter)
+    fused = vectors[0].is_cuda
     # its products are in bf16, which most CPUs compute very slowly
     muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and fused)
     rate = peak_rate(optim, muon)

@@ -9,6 +9,7 @@ import numpy as np
 from dflash_toolkit.models.dflash.network import Drafter
 
 from ..config import TrainConfig
+from ..optim.optimizers import is_matrix
 from ..responses.corpus import lengths_of
 from ..responses.rows import Row
 
@@ -21,7 +22,7 @@ def resume_bytes(drafter: Drafter, config: TrainConfig) -> int:
     optim = config.optim
     auto = drafter.device.type == "cuda" and not config.run.zero
     muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and auto)
-    averages = sum(p.numel() * (1 if muon and p.dim() == 2 else 2) for p in drafter.parameters())
+    averages = sum(p.numel() * (1 if muon and is_matrix(name, p) else 2) for name, p in drafter.named_parameters())
     weights = sum(p.numel() for p in drafter.parameters())
     return 4 * (weights * (2 if optim.ema else 1) + averages)
 

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_toolkit import DrafterConfig, UserError
 from dflash_toolkit.fingerprint import drafter_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits
-from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.dflash.shape import PART_SIZES, drafter_shape
 from dflash_toolkit.models.dflash.speculators import check_form
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
 
@@ -58,11 +58,14 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     tokenizer = load_chat_tokenizer(config.target, config.responses.thinking)
     start = None
     if config.init_from:
-        start = load_start(config.init_from, target_config, config.drafter, given, output)
+        start = load_start(config.init_from, target_config, config.drafter, given, output, config.run.seed)
         config = replace(config, drafter=options_of(start.drafter.config))
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
-    sizes = replace(config.drafter, layers=shape.num_layers, taps=len(shape.target_layer_ids))
-    config = replace(config, drafter=sizes)  # whose defaults are the target's: what resumes is compared by number
+    sizes: dict[str, Any] = {"layers": shape.num_layers, "taps": len(shape.target_layer_ids)}
+    sizes |= {name: getattr(shape, name) for name in PART_SIZES}
+    config = replace(
+        config, drafter=replace(config.drafter, **sizes)
+    )  # whose defaults are the target's: what resumes is compared by number
     check_fits(shape, target_config)
     if config.run.speculators:
         check_form(shape, output / "speculators")

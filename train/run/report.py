@@ -1,6 +1,7 @@
 """Tells of a run: the bar, metrics.jsonl and W&B, how fast it is, what it will cost."""
 
 import contextlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -116,12 +117,19 @@ class Report:
 def log_values(result: DraftLoss, norm: Tensor, learning_rate: float, epoch: float) -> dict[str, Any]:
     """What a line of metrics.jsonl holds, but for the rates."""
     overlap = {} if result.slot_overlap is None else {"slot_overlap": result.slot_overlap.tolist()}
+    selector = float(result.selector_loss)
+    chain = {} if math.isnan(selector) else {
+        "selector_loss": selector,
+        "estimated_unary_length": float(result.unary_length),  # were each slot's best token drafted
+        "estimated_oracle_length": float(result.oracle_length),  # were the right one of the candidates
+    }  # fmt: skip
     return {
         "loss": float(result.loss.detach()),
         "slot_accuracy": result.recall[0].tolist(),
         **{f"recall_at_{k}": result.recall[i].tolist() for i, k in enumerate(RECALL) if k > 1},
         **overlap,
         "estimated_acceptance_length": float(result.acceptance_length),
+        **chain,
         "rows": result.rows,
         "gradient_norm": float(norm),
         "learning_rate": learning_rate,

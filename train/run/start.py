@@ -1,13 +1,15 @@
 """A run that starts from a drafter there is: for a fine-tuned or quantized target, or to go on with other data.
 
 Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's, with a scaled rope too. Its layers
-go on to see what they saw, unless an option says otherwise. The head is the target's own: of a reduced vocabulary
+go on to see what they saw, unless an option says otherwise. One of plain DFlash gets the parts of DFlash 2 that are
+asked for, which do nothing at first. The head is the target's own: of a reduced vocabulary
 (d2t, t2d) the layers alone are taken. A run says what it changes.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,7 +18,7 @@ from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, read_json, reduced_vocabulary
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
-from dflash_toolkit.models.dflash.shape import with_attention
+from dflash_toolkit.models.dflash.shape import PART_SIZES, parts_of, with_attention
 
 from ..config import DrafterOptions
 
@@ -32,33 +34,38 @@ class Start:
 
 
 def load_start(
-    name: str, target: PreTrainedConfig, options: DrafterOptions, given: Iterable[str], output: Path
+    name: str, target: PreTrainedConfig, options: DrafterOptions, given: Iterable[str], output: Path, seed: int
 ) -> Start:
     """A drafter of any form that `load_drafter` reads, of a reduced vocabulary too, fit to train for `target`.
 
     Args:
         given: options that were chosen; the others follow the checkpoint.
         output: where the run exports to.
+        seed: of what the checkpoint does not have.
 
     Raises:
         UserError: it cannot be read, does not fit the target, is not the shape that was asked for, or would be
-            overwritten; it is one of DFlash 2.
+            overwritten.
     """
     folder = locate("drafter", name)
     if folder.resolve() == output.resolve():
         raise UserError(f"init_from and output are both {name}; the run would overwrite what it starts from")
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)
     check_fits(drafter.config, target)
-    drafter.config.require_plain("dflash-train")
-    found = options_of(drafter.config)
     given = list(given)
+    changed = []
+    if added := _parts_to_add(drafter.config, options, given):
+        sizes = ", ".join(f"{key} {value}" for key, value in added.items())
+        changed.append(f"drafter {name} gets parts of DFlash 2 that do nothing yet: {sizes}")
+        drafter = _with_parts(drafter, added, seed)
+    found = options_of(drafter.config)
     for key in (key for key in given if key not in SIGHT):
         asked, holds = getattr(options, key), getattr(found, key)
         if asked not in (None, (), holds):
             raise UserError(
                 f"drafter.{key} is {_plain(asked)}, but init_from={name} has {_plain(holds)}; leave the option out"
             )
-    shape, changed = drafter.config, []
+    shape = drafter.config
     if (rows := reduced_vocabulary(read_json(folder / "config.json"))) is not None:
         changed.append(
             f"drafter {name} has a reduced vocabulary of {rows}; its layers are taken, the head is the target's"
@@ -73,6 +80,22 @@ def load_start(
     # a form that does not record the target's depth is read as the least that its layer ids need
     drafter.config = replace(trained, num_target_layers=int(target.num_hidden_layers))
     return Start(drafter.requires_grad_(True), tuple(changed))
+
+
+def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> dict[str, Any]:
+    """The sizes of the parts that are asked for and not there."""
+    if options.kind != "dflash2" or not {"kind", *PART_SIZES} & set(given):
+        return {}
+    has = {name: getattr(shape, name) for name in PART_SIZES}
+    wanted = parts_of("dflash2", options.parts)
+    return {name: size for name, size in wanted.items() if size and not has[name]}
+
+
+def _with_parts(drafter: Drafter, sizes: dict[str, Any], seed: int) -> Drafter:
+    """The drafter with parts that it does not have, as they are in a fresh one."""
+    whole = Drafter.fresh(replace(drafter.config, **sizes), seed)
+    whole.load_state_dict(drafter.state_dict(), strict=False)
+    return whole
 
 
 def _with_asked_attention(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> DrafterConfig:
@@ -100,6 +123,7 @@ def _attention(shape: DrafterConfig) -> str:
 def options_of(shape: DrafterConfig) -> DrafterOptions:
     """The options that spell a shape out."""
     return DrafterOptions(
+        kind="dflash2" if shape.is_dflash2 else "dflash",
         layers=shape.num_layers,
         taps=len(shape.target_layer_ids),
         target_layer_ids=shape.target_layer_ids,
@@ -109,7 +133,7 @@ def options_of(shape: DrafterConfig) -> DrafterOptions:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         intermediate_size=shape.intermediate_size,
-        **{key: getattr(shape, key) for key in SIGHT},
+        **{key: getattr(shape, key) for key in (*SIGHT, *PART_SIZES)},
     )
 
 

@@ -35,14 +35,23 @@ class DynamicConvolution(nn.Module):
         """
         taps = self.base_kernel.shape[1]
         before, behind = self.kernel_projection(x).unflatten(-1, (2, taps, -1)).unbind(-3)  # [B, Q, T, D / g]
-        y = sublayer(self._convolved(x, before, self.base_kernel[0], block_size))
-        return self._convolved(y, behind, self.base_kernel[1], block_size)
+        y = sublayer(convolve(x, before, self.base_kernel[0], block_size))
+        return convolve(y, behind, self.base_kernel[1], block_size)
 
-    def _convolved(self, x: Tensor, dynamic: Tensor, base: Tensor, block_size: int | None) -> Tensor:
-        """Sum over tau of (base[tau] + dynamic[t, tau]) x[t - tau], in fp32; before slot 0 of a block stands zero."""
-        rows = x.float().unflatten(1, (-1, block_size or x.shape[1]))  # [B, blocks, S, D]
-        kernel = base.float() + dynamic.float().repeat_interleave(self.group_size, dim=-1)  # [B, Q, T, D]
-        found = torch.zeros_like(rows)
-        for tau, weights in enumerate(kernel.view(*rows.shape[:3], *base.shape).unbind(-2)):
-            found = found + weights * F.pad(rows, (0, 0, tau, 0))[:, :, : rows.shape[2]]
-        return found.flatten(1, 2).to(x.dtype)
+
+def convolve(x: Tensor, dynamic: Tensor, base: Tensor, block_size: int | None) -> Tensor:
+    """Sum over tau of (base[tau] + dynamic[t, tau]) x[t - tau], in fp32; before slot 0 of a block stands zero.
+
+    Args:
+        x: rows of blocks, [B, Q, D].
+        dynamic: [B, Q, T, D / g], a row's own coefficients, for groups of g channels that lie side by side.
+        base: [T, D].
+        block_size: slots of a block, which Q is a multiple of; None: all Q are one.
+    """
+    rows = x.float().unflatten(1, (-1, block_size or x.shape[1]))  # [B, blocks, S, D]
+    group_size = base.shape[1] // dynamic.shape[3]
+    kernel = base.float() + dynamic.float().repeat_interleave(group_size, dim=-1)  # [B, Q, T, D]
+    found = torch.zeros_like(rows)
+    for tau, weights in enumerate(kernel.view(*rows.shape[:3], *base.shape).unbind(-2)):
+        found = found + weights * F.pad(rows, (0, 0, tau, 0))[:, :, : rows.shape[2]]
+    return found.flatten(1, 2).to(x.dtype)

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...kernels.ops import ops_for
 
 
 class CandidateSelector(nn.Module):
@@ -19,6 +22,30 @@ class CandidateSelector(nn.Module):
     def init_weights(self) -> None:
         """No pair is preferred: with it a drafter proposes what the one without a selector does."""
         self.successor_codebook.zero_()
+
+    def forward(self, hidden: Tensor, unary: Tensor, candidates: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """What training asks of a head behind the backbone, in one call: weights in shards are gathered for it.
+
+        Args:
+            hidden: [B, K, D], final and normed, of the K slots of B blocks.
+            unary: logits of the candidates as they stand behind the head, fp32 [B, K, C].
+            candidates: token ids [B, K, C].
+            before: the true token before each slot, [B, K]; the first is the anchor.
+
+        Returns:
+            scores fp32 [B, K, C] of the candidates behind the tokens `before`, and the tokens [B, K] of the walk.
+        """
+        state = self.hidden_projection(hidden)  # [B, K, r]
+        # in the dtype of products: rows of [B, K, C, r] in fp32 would be gigabytes
+        predecessors, successors = (
+            book.to(state.dtype) for book in (self.predecessor_codebook, self.successor_codebook)
+        )
+        query = F.embedding(before, predecessors) * state
+        pair = F.embedding(candidates, successors) @ query[..., None]  # [B, K, C, 1]
+        with torch.no_grad():
+            walk = ops_for(state.device).walk
+            walked = walk(state, unary, candidates, predecessors, successors, before[:, 0].contiguous())
+        return unary + pair[..., 0].float(), walked
 
     def walk(
         self,

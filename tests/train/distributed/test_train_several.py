@@ -45,7 +45,9 @@ def _process(rank: int, world: int, folder: Path, first: int) -> None:
     """Goes on from the file of step `first`, for two steps."""
     dist.init_process_group("gloo")
     weights = module()
-    optimizer = make_optimizer(weights, OptimOptions(optimizer="muon", weight_decay=0.1), rank, world)
+    optimizer = make_optimizer(
+        weights.named_parameters(), OptimOptions(optimizer="muon", weight_decay=0.1), rank, world
+    )
     if first:
         kept = torch.load(folder / f"{first}.pt")
         weights.load_state_dict(kept["weights"])
@@ -72,7 +74,7 @@ def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: 
     for first, world in ((0, 3), (2, 7), (4, 1)):  # of seven, two have no matrix
         assert run_several(world, _process, world, tmp_path, first) == [0] * world
     weights = module()
-    optimizer = make_optimizer(weights, OptimOptions(optimizer="muon", weight_decay=0.1))
+    optimizer = make_optimizer(weights.named_parameters(), OptimOptions(optimizer="muon", weight_decay=0.1))
     stepped(optimizer, weights, range(6))
     found = torch.load(tmp_path / "6.pt")
     alone = {"weights": weights.state_dict(), "optimizer": optimizer.state_dict()}
@@ -85,12 +87,12 @@ def _in_shards(rank: int, world: int) -> None:
     dist.init_process_group("gloo")
     options, steps = OptimOptions(optimizer="muon", weight_decay=0.1), range(3)
     whole = module()
-    stepped(make_optimizer(whole, options), whole, steps)
+    stepped(make_optimizer(whole.named_parameters(), options), whole, steps)
     shapes = [torch.Size(shape) for shape in SHAPES]
 
     start = module()
     rows = nn.ParameterList(rows_of(p.data, world)[rank].clone() if p.dim() == 2 else p for p in start.parameters())
-    optimizer = make_optimizer(rows, options, rank, world, shapes)
+    optimizer = make_optimizer(rows.named_parameters(), options, rank, world, shapes)
     for step in steps:
         for i, (p, full) in enumerate(zip(rows, whole.parameters(), strict=True)):
             gradient = torch.randn(full.shape, generator=torch.Generator().manual_seed(100 * step + i))
@@ -107,7 +109,7 @@ def _in_shards(rank: int, world: int) -> None:
 
     for by_matrix in (False, True):
         flat = nn.Parameter(partition([p.data for p in list(module().parameters())[: len(SHAPES)]], by_matrix))
-        parts = make_optimizer(module(), options).parts
+        parts = make_optimizer(module().named_parameters(), options).parts
         optimizer = FlatMuon(parts[0], parts[1], rank, world)  # type: ignore[arg-type]
         optimizer.shapes[flat], optimizer.by_matrix = shapes, by_matrix
         optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [flat], []

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import MASK, make_drafter, make_target
+from conftest import MASK, make_dflash2, make_drafter, make_target
 from test_train_features import run_of
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
@@ -47,16 +48,17 @@ def served_hidden(target: Target, drafter: Drafter, tokens: list[int], anchor: i
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOWS = {"layers": 5, "layer_types": (*[SLIDING] * 4, FULL), "sliding_window": 12}
-SIGHTS = {
+SIGHTS: dict[str, dict[str, Any] | None] = {
     "full": {}, "4 sliding, 1 full": WINDOWS, "sliding ones causal": WINDOWS | {"is_causal": None},
-    "all causal": {"is_causal": True},
+    "all causal": {"is_causal": True}, "DFlash 2": None,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SIGHTS)
 def pair(request: pytest.FixtureRequest) -> tuple[Target, Drafter]:
     target = make_target()
-    return target, make_drafter(target, **SIGHTS[request.param])
+    sight = SIGHTS[request.param]
+    return target, make_dflash2(target) if sight is None else make_drafter(target, **sight)
 
 
 def batch(target: Target, drafter: Drafter) -> tuple[Features, Blocks]:

@@ -1,11 +1,14 @@
 """The formula of a step's FLOPs against PyTorch's own counter, and the visible pairs against the mask."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_dflash2, make_drafter, make_target
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from dflash_toolkit import Drafter, Target
 from train.config import LossOptions, TrainConfig
 from train.features.source import FeatureSource
 from train.objective.blocks import sample_blocks
@@ -14,9 +17,10 @@ from train.responses.rows import Row
 from train.run.flops import drafter_step_flops, visible_pairs
 
 
-def test_a_step_costs_what_pytorch_counts() -> None:
+@pytest.mark.parametrize("make", [make_drafter, make_dflash2])
+def test_a_step_costs_what_pytorch_counts(make: Callable[[Target], Drafter]) -> None:
     target = make_target()
-    drafter = make_drafter(target)
+    drafter = make(target)
     rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 30))]
     features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows)
     blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
@@ -27,6 +31,9 @@ def test_a_step_costs_what_pytorch_counts() -> None:
     slots = blocks.inputs.numel()
     pairs = slots * (30 + slots // 2) * drafter.config.num_layers
     counted = drafter_step_flops(drafter.config, features.tokens.numel(), slots, pairs, loss.rows, VOCAB)
+    shape = drafter.config
+    idle = blocks.inputs[:, :, 1:].numel() - loss.rows  # slots without a label, which the selector goes over
+    counted += 6 * idle * shape.selector_rank * (shape.hidden_size + shape.selector_top_k)
     assert counted == counter.get_total_flops()
 
 

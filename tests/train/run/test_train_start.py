@@ -1,12 +1,13 @@
 """A run that starts from a drafter there is, of either form; averaged weights; a quantized target."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, prompts_of
+from conftest import VOCAB, make_dflash2, make_drafter, make_target, prompts_of
 from damage import damage
 from programs import Program, altered
 from safetensors.torch import load_file, save_file
@@ -20,10 +21,11 @@ from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
-from train.config import DataOptions, TrainConfig
+from train.config import DataOptions, DrafterOptions, TrainConfig
 from train.optim.optimizers import update_average
 from train.responses import backends
 from train.run import save
+from train.run.start import load_start
 from train.run.state import ResumePoint, save_state
 
 STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
@@ -111,9 +113,66 @@ def test_a_start_that_does_not_fit_is_one_line(
     assert said in dflash_train.refuses("--init-from", *(start if word == "START" else word for word in given))
 
 
-def test_no_run_starts_from_a_dflash_2_drafter(dflash2_dir: Path, dflash_train: Program) -> None:
-    said = dflash_train.refuses("--init-from", dflash2_dir)
-    assert said.startswith("this is a DFlash 2 drafter, which dflash-train does not compute; dflash-eval and dflash-")
+PARTS = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 16}
+PAIR = {"conv_kernel_size": "conv_group_size", "selector_rank": "selector_top_k"}
+
+
+@pytest.mark.parametrize("left_out", [None, "conv_kernel_size", "selector_rank"])
+def test_a_plain_drafter_with_parts_of_dflash_2_is_the_same_drafter(
+    left_out: str | None, target: Target, drafter: Drafter, drafter_dir: Path, tmp_path: Path
+) -> None:
+    given = PARTS | ({left_out: 0, PAIR[left_out]: 0} if left_out else {})
+    start = load_start(
+        str(drafter_dir), target.config, DrafterOptions(kind="dflash2", **given), ["kind", *given], tmp_path, seed=3
+    )
+    grown, plain = start.drafter, load_drafter(str(drafter_dir), dtype=torch.float32)
+    assert grown.config == replace(plain.config, **given) and "gets parts of DFlash 2" in start.changed[0]
+    assert all(p.requires_grad for p in grown.parameters())
+    features, positions = torch.randn(1, 3, plain.config.feature_size), torch.arange(11)[None]
+    block = torch.randn(1, 8, 32)
+    found = []
+    for each in (grown, plain):
+        hidden = each(block, positions[:, 3:], each.context_kv(features, positions[:, :3]))
+        found.append((hidden, each.choose(hidden[0, 1:], target.head(hidden[0, 1:]), 5)))
+    assert torch.equal(found[0][0], found[1][0]), "bit for bit"
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_run_that_starts_with_new_parts_exports_what_it_was_given(dflash_train: Program, tmp_path: Path) -> None:
+    drafter = small_drafter()
+    save_drafter(drafter, tmp_path / "start")
+    sizes = [f"drafter.{name}={size}" for name, size in PARTS.items()]
+    said = dflash_train("--init-from", tmp_path / "start", "drafter.kind=dflash2", *sizes, *STILL)
+    assert any(
+        "gets parts of DFlash 2 that do nothing yet: conv_kernel_size 2, conv_group_size 8, sel" in s for s in said
+    )
+    exported = load_drafter(str(tmp_path / "run"))
+    assert exported.config == replace(drafter.config, **PARTS)
+    weights = dict(exported.named_parameters())
+    assert all(torch.equal(weights[name], ours.bfloat16()) for name, ours in drafter.named_parameters())
+    assert not weights["candidate_selector.successor_codebook"].any()
+    first, *_, last = dflash_train.metrics()
+    assert first["acceptance_length"] == last["acceptance_length"]
+
+
+def test_a_start_of_dflash_2_keeps_its_parts_and_gets_the_other(dflash2_dir: Path, tmp_path: Path) -> None:
+    target, has = make_target().config, load_drafter(str(dflash2_dir)).config
+
+    def start(name: Path, **given: Any) -> Drafter:
+        return load_start(str(name), target, DrafterOptions(**given), list(given), tmp_path, seed=0).drafter
+
+    for given in ({}, {"kind": "dflash2"}, {"kind": "dflash2", "selector_rank": 6}):
+        assert start(dflash2_dir, **given).config == has
+    save_drafter(make_dflash2(make_target(), selector_rank=0, selector_top_k=0), tmp_path / "convolutions")
+    grown = start(tmp_path / "convolutions", kind="dflash2").config
+    assert (grown.conv_group_size, grown.selector_rank, grown.selector_top_k) == (8, 256, 16)
+    for given, said in (
+        ({"kind": "dflash"}, "drafter.kind is dflash, but init_from="),
+        ({"kind": "dflash2", "selector_rank": 0}, "drafter.selector_rank is 0, but init_from="),
+        ({"kind": "dflash2", "conv_group_size": 16}, "drafter.conv_group_size is 16, but init_from="),
+    ):
+        with pytest.raises(UserError, match=said):
+            start(dflash2_dir, **given)
 
 
 @pytest.mark.parametrize(

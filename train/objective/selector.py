@@ -1,0 +1,61 @@
+"""The loss of a head over the candidates of a block's slots: DFlash 2's selector, or another with the same call.
+
+It sees the hidden states of whole blocks, each slot's best tokens with their logits, and the true token before each
+slot; it returns scores of the candidates and the tokens that it would draft (`CandidateSelector.forward`). Its loss is
+the cross-entropy over the candidates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_toolkit.kernels.loss import RowLoss
+
+from .blocks import Blocks
+
+RAMP = 0.001  # share of a run in which the loss comes in
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What a head makes of a batch of blocks."""
+
+    loss: Tensor  # [R] of the supervised slots, fp32, differentiable; 0 where the label is no candidate
+    drafted: Tensor  # [B, A, S - 1] tokens of slots 1..S-1, each chosen behind the one before it
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A head, and how much of its loss counts by now."""
+
+    head: nn.Module
+    top_k: int  # C, candidates of a slot
+    share: float = 1.0
+
+    def __call__(self, hidden: Tensor, blocks: Blocks, rows: RowLoss, slot: Tensor) -> Chain:
+        """The loss of the supervised slots, and what is drafted.
+
+        Args:
+            hidden: [B, A*S, D] normed outputs of the drafter.
+            rows: of the R supervised slots, with their candidates.
+            slot: [R] long, where these stand among slots 1..S-1 of all blocks.
+        """
+        assert rows.candidates is not None and rows.unary is not None
+        every = hidden.view(-1, blocks.size, hidden.shape[2])[:, 1:]  # [B*A, S - 1, D]
+
+        def grid(values: Tensor) -> Tensor:  # [R, C] to [B*A, S - 1, C]; what is not supervised is zero, and not used
+            whole = values.new_zeros(every.shape[0] * every.shape[1], self.top_k)
+            return whole.index_copy(0, slot, values).view(*every.shape[:2], -1)
+
+        before = torch.cat([blocks.inputs[:, :, :1], blocks.labels[:, :, 1:-1]], dim=2).flatten(0, 1)
+        scores, drafted = self.head(every, grid(rows.unary), grid(rows.candidates), before)
+        at = rows.candidates == blocks.labels[:, :, 1:].flatten()[slot, None]  # [R, C]
+        losses = F.cross_entropy(scores.flatten(0, 1)[slot], at.long().argmax(1), reduction="none")
+        return Chain(losses * at.any(1), drafted.view(*blocks.labels.shape[:2], -1))
+
+
+def ramp(done: float) -> float:
+    """The share of the selector's loss that counts when so much of a run, between 0 and 1, is done."""
+    return min(1.0, done / RAMP)
