@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
@@ -44,12 +44,17 @@ def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
     torch.manual_seed(3)
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-        "num_attention_heads": 8 if kind == "qwen3" else 14, "num_key_value_heads": 2, "max_position_embeddings": LIMIT,
+        "num_attention_heads": 14 if kind == "qwen2" else 8, "num_key_value_heads": 2, "max_position_embeddings": LIMIT,
         "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.06,
     }  # fmt: skip
     if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
         shape["hidden_size"] = 14 * 64
-    config = Qwen3Config(head_dim=64, **shape) if kind == "qwen3" else Qwen2Config(**shape)
+    routed = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    config = {
+        "qwen2": lambda: Qwen2Config(**shape),
+        "qwen3": lambda: Qwen3Config(head_dim=64, **shape),
+        "qwen3_moe": lambda: Qwen3MoeConfig(head_dim=64, mlp_only_layers=[2], **routed, **shape),
+    }[kind]()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     target = Target(model, make_tokenizer(), f"small-{kind}")
@@ -113,7 +118,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
     runner._graphs.clear()  # those that were captured for their times hold the random drafter
 
 
-@pytest.mark.parametrize(("kind", "few"), [("qwen3", 4), ("qwen2", 4), ("qwen2", 5)])  # 5: blocks of 16 in pairs
+@pytest.mark.parametrize(("kind", "few"), [("qwen3", 4), ("qwen3_moe", 4), ("qwen2", 4), ("qwen2", 5)])  # 5: pairs
 def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("dflash_toolkit.kernels.triton.attention.FEW", few)
     target, drafter = pair(kind)
