@@ -79,7 +79,8 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
     No part of it depends on the target, so a first departure is the drafter's own.
 
     Returns:
-        By place, in the order of computation, the numbers of `summary`: "context", "layers.i", "output".
+        By place, in the order of computation, the numbers of `summary`: "context", "layers.i", "output", and of a
+        selector what it makes of the output and of all tokens.
     """
     drafter = Drafter.of_tensors(config, {n: t.to("cpu", torch.float32) for n, t in tensors.items()}).eval()
     features = signs(CONTEXT * config.feature_size, 101).view(1, CONTEXT, -1)
@@ -91,7 +92,13 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
     for i, layer in enumerate(drafter.layers):
         x = layer(x, rope, (context.keys[i], context.values[i]), drafter.own_mask(i, positions, place))
         found[f"layers.{i}"] = summary(x[0])
-    found["output"] = summary(drafter.norm(x)[0])
+    hidden = drafter.norm(x)[0]
+    found["output"] = summary(hidden)
+    if selector := drafter.candidate_selector:
+        found["selector"] = summary(selector.hidden_projection(hidden))
+        for name in ("predecessor_codebook", "successor_codebook"):
+            rows = getattr(selector, name)
+            found[name] = summary(signs(SLOTS * len(rows), 103).view(SLOTS, -1) @ rows)
     return found
 
 

@@ -48,6 +48,8 @@ def edits(config: DrafterConfig) -> Iterator[Edit]:
     yield exchanged("gate and up", "mlp.gate_proj", "mlp.up_proj", config.num_layers)
     yield exchanged("q and k norms", "self_attn.q_norm", "self_attn.k_norm", config.num_layers)
     yield plus_one()
+    if config.selector_rank:
+        yield codebooks()
 
 
 def layer_orders(config: DrafterConfig) -> Iterator[Edit]:
@@ -124,6 +126,17 @@ def exchanged(check: str, one: str, other: str, layers: int) -> Edit:
     first, second = one.split(".")[-1], other.split(".")[-1]
     remedy = f"{first} and {second} are swapped: exchange the names of these tensors in every layer, or export again"
     return Edit(check, f"{first} and {second} exchanged", remedy, apply)
+
+
+def codebooks() -> Edit:
+    """The selector's two codebooks that took each other's names."""
+    one, other = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+
+    def apply(tensors: Tensors) -> dict[str, Tensor]:
+        return dict(tensors) | {one: tensors[other], other: tensors[one]}
+
+    remedy = f"the codebooks are swapped: exchange the names {one} and {other}, or export again"
+    return Edit("codebooks", "predecessor and successor codebook exchanged", remedy, apply)
 
 
 def plus_one() -> Edit:

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from ..fingerprint import tensor_digest
 from ..models.dflash.checkpoint import SCALES
-from ..models.dflash.network import DrafterConfig
+from ..models.dflash.network import PARTS, DrafterConfig
 from ..models.rope import RopeScaling
 from ..models.target import Target
 from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature
 from .edits import Edit, Tensors, edits, is_norm, plus_one, renamed
-from .files import Case, rope_words, some
+from .files import Case, rope_words, scale_words, some
 from .finding import Finding
 from .probe import Setting
-from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy
+from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy, scale_remedy
 
 SAME = 1e-3  # the drafter's numbers: fp32 on a CPU, there and here
 ALIKE = 0.02  # after an edit that bf16 rounds, as 1 + (w - 1)
@@ -25,7 +25,9 @@ ROUNDED = 0.15  # the target's numbers, where one of the two computed in 16 bits
 EXACT = 0.02  # where both computed in fp32, on whatever device
 OTHER = 0.35  # beyond: not another quantization of the same weights, but others
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
-PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias", *SCALES)
+NESTED = (*SCALES, *PARTS)  # in dflash_config
+BEHIND_HEAD = ("output_multiplier", "final_logit_softcapping")
+PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias", *NESTED)
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Exported:
             rope_scaling=scaling,
             mask_token_id=self.config.get("mask_token_id", now.mask_token_id),
             is_causal=self.config.get("is_causal", now.is_causal),
+            output_multiplier=self.config.get("output_multiplier", now.output_multiplier),
+            final_logit_softcapping=self.config.get("final_logit_softcapping", now.final_logit_softcapping),
             edits=(*now.edits, *self.edits),
         )
 
@@ -106,7 +110,8 @@ def _layers(case: Case, record: dict[str, Any], found: Exported) -> bool:
 def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
     """Compare what decides how it runs; the block's size may be chosen freely."""
     assert case.config is not None
-    then, now = SCALES | record["configuration"], configuration(case.config)  # those are younger than the record
+    none = SCALES | dict.fromkeys(PARTS, 0)  # younger than some records
+    then, now = none | record["configuration"], none | configuration(case.config)
     settled = True
 
     def fault(check: str, key: str, words: str, remedy: str, value: Any = None) -> None:
@@ -146,10 +151,15 @@ def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
             remedy = f"set layer_types to {kinds} and sliding_window to {window} in config.json"
             fault("configuration", "layer_types", words, remedy)
             settled = False
+    scales = [tuple(values[key] for key in BEHIND_HEAD) for values in (then, now)]
+    if case.config.selector_rank and scales[0] != scales[1]:  # it moves no slot's own best token
+        words = f"{scale_words(*scales[1])}, exported with {scale_words(*scales[0])}"
+        fault("logit scale", BEHIND_HEAD[0], words, scale_remedy(*scales[0]))
+        found.config |= dict(zip(BEHIND_HEAD, scales[0], strict=True))
     for key in PLAIN_KEYS:
-        if then[key] != now[key]:
+        if then[key] != now[key] and key not in found.config:
             name = LIKE_JSON.get(key, key)
-            where = "dflash_config of config.json" if key in SCALES else "config.json"
+            where = "dflash_config of config.json" if key in NESTED else "config.json"
             remedy = f"set {name} to {json.dumps(then[key])} in {where}"
             fault("configuration", key, f"{name} is {now[key]}, exported with {then[key]}", remedy)
             settled = False

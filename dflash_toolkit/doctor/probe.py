@@ -17,6 +17,8 @@ from ..acceptance import ratio
 from ..config import UserError
 from ..decode import generate
 from ..generation import Generation
+from ..kernels.mix import LogitScale
+from ..kernels.reference import walk
 from ..models.dflash.network import Drafter
 from ..models.rope import RopeScaling
 from ..models.target import Target
@@ -39,6 +41,10 @@ class Setting:
     rope_scaling: RopeScaling | None
     mask_token_id: int
     is_causal: bool | None
+    output_multiplier: float
+    final_logit_softcapping: float | None
+    selector: bool = True  # where it has one; else every slot takes its own best token
+    across_blocks: bool = False  # convolutions read the rows of the block before
     context_end: int = 0  # a block sees context before anchor + context_end
     block_shift: int = 0  # slot k stands at position anchor + k + block_shift
     label_shift: int = 0  # slot k predicts the token at anchor + k + label_shift
@@ -47,7 +53,8 @@ class Setting:
     @classmethod
     def of(cls, drafter: Drafter) -> "Setting":
         c = drafter.config
-        return cls(c.target_layer_ids, c.rope_theta, c.rope_scaling, c.mask_token_id, c.is_causal)
+        scale = (c.output_multiplier, c.final_logit_softcapping)
+        return cls(c.target_layer_ids, c.rope_theta, c.rope_scaling, c.mask_token_id, c.is_causal, *scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class Answer:
 class Scores:
     """What R blocks predicted, slots 1..S - 1."""
 
-    hits: Tensor  # [R, S - 1] bool, the best token is the answer's
+    hits: Tensor  # [R, S - 1] bool, the drafted token is the answer's
     near: Tensor  # [R, S - 1] bool, the answer's is among the best that were looked at: NEAR, or one
     judged: Tensor  # [R, S - 1] bool, the answer has a token there
     text: Tensor  # [R] long, which answer
@@ -213,14 +220,14 @@ class Probe:
         drafter = self._run_as(setting)
         parts: list[tuple[Tensor, ...]] = []
         for number, answer in enumerate(answers):
-            for anchor, best in self._draft(drafter, answer, setting, stride, near):
+            for anchor, drafted, best in self._draft(drafter, answer, setting, stride, near):
                 slots = torch.arange(1, drafter.config.block_size, device=best.device)
                 at = anchor[:, None] + slots + setting.label_shift
                 judged = at < len(answer.tokens)
                 label = answer.tokens[at.clamp(max=len(answer.tokens) - 1)]
-                same = (best == label[:, :, None]) & judged[:, :, None]
+                hit, among = (drafted == label) & judged, (best == label[:, :, None]).any(-1) & judged
                 text = torch.full_like(anchor, number)
-                parts.append(tuple(t.cpu() for t in (same[:, :, 0], same.any(-1), judged, text, anchor)))
+                parts.append(tuple(t.cpu() for t in (hit, among, judged, text, anchor)))
         hits, found, judged, text, anchors = (torch.cat(column) for column in zip(*parts, strict=True))
         # with labels one earlier, slot 1 would only have to repeat the anchor
         return Scores(hits, found, judged, text, anchors, skipped=max(0, -setting.label_shift))
@@ -233,6 +240,8 @@ class Probe:
             rope_scaling=setting.rope_scaling,
             is_causal=setting.is_causal,
             mask_token_id=setting.mask_token_id,
+            output_multiplier=setting.output_multiplier,
+            final_logit_softcapping=setting.final_logit_softcapping,
         )
         if not setting.edits:
             drafter = copy.copy(self.drafter)
@@ -245,26 +254,49 @@ class Probe:
 
     def _draft(
         self, drafter: Drafter, answer: Answer, setting: Setting, stride: int, near: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Anchors [A] and the `near` best tokens of their slots [A, S - 1, near], some anchors at a time."""
-        device, total = answer.tokens.device, len(answer.tokens)
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Anchors [A], drafts [A, S - 1] and the `near` best tokens of the slots [A, S - 1, near], some at a time."""
+        device, total, size = answer.tokens.device, len(answer.tokens), drafter.config.block_size
         features = torch.cat([answer.hidden[layer] for layer in setting.layer_ids], dim=-1)[None]
         place = torch.arange(total, device=device)[None]
         context = drafter.context_kv(features.to(drafter.dtype), place)
-        anchors = torch.arange(answer.prompt_tokens, total - 1, stride, device=device)
+        apart = 1 if setting.across_blocks else stride  # the block before is the nearest there is
+        anchors = torch.arange(answer.prompt_tokens, total - 1, apart, device=device)
         for anchor in anchors.split(ANCHORS_AT_ONCE):
-            rows, size = len(anchor), drafter.config.block_size
-            ids = torch.full((rows, size), setting.mask_token_id, device=device)
+            ids = torch.full((len(anchor), size), setting.mask_token_id, device=device)
             ids[:, 0] = answer.tokens[anchor]
-            positions = anchor[:, None] + torch.arange(size, device=device) + setting.block_shift
-            visible = torch.ones(rows, 1, size, total + size, dtype=torch.bool, device=device)
-            visible[:, :, :, :total] = (place < anchor[:, None] + setting.context_end)[:, None, None]
+            rows = (1, -1) if setting.across_blocks else (-1, size)  # one for all blocks, or one for each
+            number = torch.arange(len(anchor), device=device)[:, None].expand(-1, size).reshape(rows)
+            slots = torch.arange(size, device=device)
+            positions = (anchor[:, None] + slots + setting.block_shift).reshape(rows)
+            before = place[:, None] < (anchor[number] + setting.context_end)[:, :, None]  # [B, Q, T]
+            visible = torch.cat([before, number[:, :, None] == number[:, None]], dim=2)[:, None]
             rope = drafter.rope(positions)
-            x = drafter.scaled(self.target.embed(ids).to(drafter.dtype))
+            x = drafter.scaled(self.target.embed(ids).to(drafter.dtype)).view(*number.shape, -1)
             for i, layer in enumerate(drafter.layers):
-                own = drafter.own_mask(i, positions, place.expand(rows, -1))
-                pair = (context.keys[i].expand(rows, -1, -1, -1), context.values[i].expand(rows, -1, -1, -1))
+                own = drafter.own_mask(i, positions, place.expand(len(number), -1))
+                pair = tuple(each[i].expand(len(number), -1, -1, -1) for each in (context.keys, context.values))
                 x = layer(x, rope, pair, visible if own is None else visible & own)
-            logits = self.target.head(drafter.norm(x)[:, 1:].to(self.target.dtype))
-            best = logits.topk(min(near, logits.shape[-1]), dim=-1).indices if near > 1 else logits.argmax(-1, True)
-            yield anchor, best
+            hidden = drafter.norm(x).view(len(anchor), size, -1)[:, 1:]
+            logits = self.target.head(hidden.to(self.target.dtype))
+            drafted, best = self._chosen(drafter, setting, hidden, logits, ids[:, 0], near)
+            judged = (anchor - answer.prompt_tokens) % stride == 0
+            yield anchor[judged], drafted[judged], best[judged]
+
+    def _chosen(
+        self, drafter: Drafter, setting: Setting, hidden: Tensor, logits: Tensor, anchors: Tensor, near: int
+    ) -> tuple[Tensor, Tensor]:
+        """What is drafted [A, S - 1], as `Drafter.choose` does, and the `near` best tokens [A, S - 1, near]."""
+        selector = drafter.candidate_selector if setting.selector else None
+        count = drafter.config.selector_top_k if selector else 1
+        if max(near, count) == 1:
+            best = logits.argmax(-1, keepdim=True)
+            return best[:, :, 0], best
+        values, tokens = logits.topk(min(max(near, count), logits.shape[-1]), dim=-1)
+        if selector is None:
+            return tokens[:, :, 0], tokens
+        unary = values[:, :, :count].float().contiguous()
+        LogitScale(setting.output_multiplier, setting.final_logit_softcapping).apply_(unary)
+        state = selector.hidden_projection(hidden)
+        pairs = (selector.predecessor_codebook, selector.successor_codebook)
+        return walk(state, unary, tokens[:, :, :count], *pairs, anchors), tokens[:, :, :near]

@@ -33,6 +33,12 @@ def mask_remedy(case: Case, token: int) -> str:
     return f"set {keys} to {token} in config.json"
 
 
+def scale_remedy(multiplier: float, cap: float | None) -> str:
+    """How to transform the logits that a selector adds to."""
+    values = {"output_multiplier": multiplier, "final_logit_softcapping": cap}
+    return f"set {' and '.join(f'{k} to {json.dumps(v)}' for k, v in values.items())} in dflash_config of config.json"
+
+
 def causality_remedy(case: Case, causal: bool) -> str:
     """How to let a block's slots see those behind them, or not."""
     if not case.speculators:

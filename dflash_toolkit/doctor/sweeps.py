@@ -10,14 +10,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from ..models.dflash.shape import logit_scale
 from ..models.target import RESERVED_WORDS
 from ..progress import Progress
 from .edits import Edit, edits, likely_orders
 from .exported import Exported
-from .files import Case, rope_of, rope_words
+from .files import Case, rope_of, rope_words, scale_words
 from .finding import Finding, Severity
 from .probe import Answer, Probe, Scores, Setting, gain
-from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy
+from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy, scale_remedy
 
 CLEAR_Z = 4.0  # standard errors; some sixty ways are tried
 CLEAR_TOKENS = 0.1  # accepted drafts a block
@@ -48,6 +49,8 @@ class Way:
 class Family:
     """Ways that answer one question.
 
+    `certain`: what is clearly better is right, be the rest as it may.
+
     `strict`: no key of config.json can mend it, and a healthy drafter may well profit from what it must not have (the
     anchor's own feature says what comes next), so being better is not enough: the drafter must be poor without it.
     """
@@ -56,6 +59,7 @@ class Family:
     ways: Callable[[Case, Setting], Iterator[Way]]
     configured: Callable[[Setting], str]
     strict: bool = False
+    certain: bool = False
 
 
 def layer_ids(case: Case, now: Setting) -> Iterator[Way]:
@@ -115,6 +119,37 @@ def causality(case: Case, now: Setting) -> Iterator[Way]:
     yield Way(words, replace(now, is_causal=other), causality_remedy(case, other))
 
 
+def logit_scales(case: Case, now: Setting) -> Iterator[Way]:
+    """The target's own multiplier and soft cap, and none: a selector adds its scores behind them."""
+    if case.config is None or not case.config.selector_rank:
+        return
+    present = (now.output_multiplier, now.final_logit_softcapping)
+    for multiplier, cap in dict.fromkeys([logit_scale(case.target), (1.0, None), (1.0, present[1])]):
+        if (multiplier, cap) != present:
+            setting = replace(now, output_multiplier=multiplier, final_logit_softcapping=cap)
+            yield Way(scale_words(multiplier, cap), setting, scale_remedy(multiplier, cap))
+
+
+def selector(case: Case, now: Setting) -> Iterator[Way]:
+    """Every slot's own best token, whatever stands before it."""
+    if case.config is not None and case.config.selector_rank and now.selector:
+        yield Way(
+            "every slot's own best token", replace(now, selector=False),
+            f"the selector does harm: train it longer, or leave it out: python -c \"from dflash_toolkit import *; "
+            f"save_drafter(load_drafter('{case.name}').without_selector(), 'OUT')\"",
+        )  # fmt: skip
+
+
+def across_blocks(case: Case, now: Setting) -> Iterator[Way]:
+    """The first slots of a block convolved with the last ones of the block before, as in a packed row."""
+    if case.config is not None and case.config.conv_kernel_size:
+        yield Way(
+            "convolutions across blocks", replace(now, across_blocks=True),
+            "it was trained with convolutions that read the block before in a packed row, where a server has zeros: "
+            "train again with convolutions inside each block",
+        )  # fmt: skip
+
+
 def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
     """Ways to store the weights: those edits of one check."""
 
@@ -168,6 +203,10 @@ FAMILIES = (
     Family("mask row", mask_row, lambda now: f"mask {now.mask_token_id}"),
     Family("causality", causality, lambda now: f"is_causal {str(now.is_causal).lower()}"),
     *map(_weights, ("layer order", "rope rows", "gate and up", "q and k norms", "norm weights")),
+    _weights("codebooks"),
+    Family("logit scale", logit_scales, lambda now: scale_words(now.output_multiplier, now.final_logit_softcapping)),
+    Family("selector", selector, lambda now: "tokens chosen by pairs", certain=True),
+    Family("convolution", across_blocks, lambda now: "convolutions inside each block", strict=True),
     Family("context", context, lambda now: "context strictly before the anchor", strict=True),
     Family("positions", positions, lambda now: "slot k at anchor + k", strict=True),
     Family("labels", labels, lambda now: "slot k predicts its own position", strict=True),
@@ -284,7 +323,7 @@ def sweep(
         # a drafter that is as it was exported is wrong only if a way changes much: its trainer, or the record, was
         much = not exported.mended or base.tau - 1 >= PLAUSIBLE_RATIO * (first.tau - 1)
         needed = len(chain) == 1 or clearly_better(base, probe.score(answers, _without(now, link), stride=stride))
-        fault = explained and needed and much
+        fault = (explained and needed and much) or (link.tried.family.certain and allowed)
         found[link.tried.family.check] = _verdict(case, link, "fault" if fault else "warning" if allowed else "ok")
     for family in FAMILIES:
         own = [t for t in tried if t.family is family]

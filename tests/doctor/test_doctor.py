@@ -313,14 +313,6 @@ def test_bad_input_is_one_line(
     assert len(errors) == 1 and words in errors[0]
 
 
-def test_a_dflash_2_drafter_is_not_examined(
-    clinic: Clinic, dflash2_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(clinic.arguments(dflash2_dir)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: this is a DFlash 2 drafter, which dflash-doctor does not compute; dflash-eval and d")
-
-
 # ---- the judgement --------------------------------------------------------------------------------------------
 
 
