@@ -71,6 +71,7 @@ OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, 
 WARM_UP_STEPS = 3  # compile what the run needs
 Sets = dict[str, list[EncodedPrompt]]
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
+SELECTOR = ("estimated_unary_length", "estimated_oracle_length")  # without it, and with its best choice
 
 
 class Job(NamedTuple):
@@ -260,7 +261,7 @@ class Lab:
             "peak_gib": rounded(peak),
             "held_out_tau": rounded(held_out),
             "parts": seconds,
-            "curve": [{key: line[key] for key in CURVE} for line in thinned],
+            "curve": [{key: line[key] for key in (*CURVE, *SELECTOR) if key in line} for line in thinned],
         }
 
     def decode(
