@@ -178,6 +178,31 @@ def test_a_selector_that_is_worse_than_none_beyond_the_error_is_not_exported_unl
     assert not any("selector" in name for name in weights)
 
 
+def test_the_command_refuses_such_a_selector_and_leaves_it_out_when_asked(
+    short_run: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluated(tokens: int) -> Callable[..., Evaluation]:
+        return lambda self, drafter, step=0, beside=None: Evaluation(step, ("a", "a"), (tokens, tokens + 1), (10, 10))
+
+    monkeypatch.setattr(HeldOut, "__call__", evaluated(20))
+    monkeypatch.setattr(HeldOut, "without_selector", evaluated(30))
+    kind = ("drafter.kind=dflash2", "drafter.conv_group_size=8", "drafter.selector_rank=4", "drafter.selector_top_k=8")
+    said = short_run.refuses(*kind)
+    assert said.startswith("the selector makes drafts worse, 2.050 tokens a step and 3.050 without it on 2 held-out")
+    assert sorted(path.name for path in short_run.output.iterdir()) == ["work"]
+    short_run(*kind, "run.export_selector=never")
+    config = load_drafter(str(short_run.output)).config
+    assert (config.conv_kernel_size, config.selector_rank) == (2, 0)
+    assert short_run.record()["result"]["acceptance_length"] == 3.05
+    assert short_run.out.startswith("# vllm"), "neither serves it so"
+    card = (short_run.output / "README.md").read_text()
+    assert "# DFlash 2 drafter for" in card and "selector" not in card
+    short_run(*kind, "run.export_selector=always", "optim.steps=3")
+    card = (short_run.output / "README.md").read_text()
+    assert "| selector | pairs of rank 4 among the 8 best" in card and "Without its selector it is 3.05." in card
+    assert short_run.out.startswith("vllm serve")
+
+
 # ---- the clock -------------------------------------------------------------------------------------------------
 
 
