@@ -24,6 +24,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
+    {"models.quantized"},
     {"checkpoint", "models.cache", "models.packed", "models.sharded", "models.spec", "models.structure"},
     {"fingerprint", "models.dflash2"},
     {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling"},

@@ -158,6 +158,12 @@ class _Weights:
                 raise UserError(
                     f"{self._what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}"
                 )
+            if tensor.dtype != view.dtype and 1 in (tensor.element_size(), view.element_size()):
+                kinds = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, view.dtype)]
+                raise UserError(
+                    f"{self._what}: tensor {name!r} is in {kinds[0]}, not in {kinds[1]}, as quantization_config in its "
+                    f"config.json would have it"
+                )
             view.copy_(tensor)
         elif name == HEAD and EMBEDDING in self._views:
             self._head = read(name)

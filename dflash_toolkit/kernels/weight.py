@@ -4,6 +4,7 @@ with a scale a block (a checkpoint's own, whose GEMMs quantize their rows).
 `linear` and the other operations take any of them. A kernel asks `parts`; nothing else knows the forms apart.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,15 +58,15 @@ class BlockScaledFp8:
     ways: int = 1
 
     @classmethod
-    def empty(cls, n: int, k: int, device: torch.device, ways: int = 1) -> "BlockScaledFp8":
-        """Of N and K that are multiples of 128, N of `ways` times that."""
-        data = torch.empty(n, k, device=device, dtype=torch.float8_e4m3fn)
-        return cls(data, torch.empty(n // BLOCK, k // BLOCK, device=device), ways)
+    def empty(cls, n: int, k: int, new: Callable[..., Tensor], ways: int = 1) -> "BlockScaledFp8":
+        """Of N and K that are multiples of 128, N of `ways` times that; `new` is torch.empty, perhaps with a device."""
+        data = new(n, k, dtype=torch.float8_e4m3fn)
+        return cls(data, new(n // BLOCK, k // BLOCK, dtype=torch.float32), ways)
 
     @classmethod
     def of(cls, matrix: Tensor, ways: int = 1) -> "BlockScaledFp8":
         """Quantize a matrix [N, K] so that the largest value of each block is the largest of the format."""
-        found = cls.empty(len(matrix), matrix.shape[1], matrix.device, ways)
+        found = cls.empty(len(matrix), matrix.shape[1], matrix.new_empty, ways)
         for i in range(ways):
             part = matrix[i::ways].float()
             tiles = part.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]

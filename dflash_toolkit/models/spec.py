@@ -1,12 +1,13 @@
 """What fixes the shapes and the arithmetic of a stack of decoder layers, read from its configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..config import UnsupportedModel, UserError
+from .quantized import Fp8Blocks
 from .rope import ROPE_TYPES, full_rope, scaled_frequencies
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ class AttentionSpec:
     o_bias: bool
     causal: bool = True  # inside the block
     window: int = 0  # 0 is full attention
+    fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
+
+    @property
+    def width(self) -> int:
+        """Of the queries, and of what attention gives."""
+        return self.num_heads * self.head_dim
 
     @property
     def qkv_rows(self) -> int:
@@ -36,6 +43,7 @@ class MlpSpec:
     """down(silu(gate(h)) * up(h))."""
 
     intermediate_size: int  # I
+    fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +131,13 @@ class ModelSpec:
     rope_factor: float = 1.0  # on cosines and sines (yarn)
 
     @property
+    def fp8_blocks(self) -> bool:
+        """Whether any matrix is in fp8, scaled by blocks."""
+        return any(
+            layer.mixer.fp8_blocks or (isinstance(layer.ffn, MlpSpec) and layer.ffn.fp8_blocks) for layer in self.layers
+        )
+
+    @property
     def kv_heads(self) -> tuple[int, int]:
         """G and H of the paged cache, which all layers share."""
         (shape,) = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers}
@@ -148,8 +163,7 @@ class ModelSpec:
                 f"target {name}: architecture {c.model_type!r} is not served by this engine, "
                 f"but vLLM may (dflash-serve --engine vllm)"
             )
-        if getattr(c, "quantization_config", None):
-            raise UnsupportedModel(f"target {name}: quantized weights are not supported by the runtime")
+        in_fp8 = Fp8Blocks.of(config)
         kinds = getattr(c, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(c, "sliding_window", None) is not None
         if getattr(c, "use_sliding_window", False) or sliding:
@@ -179,10 +193,28 @@ class ModelSpec:
             num_kv_heads=c.num_key_value_heads,
             head_dim=head_dim,
         )
+        d, i, width, kv_width = c.hidden_size, c.intermediate_size, mixer.width, mixer.num_kv_heads * head_dim
+        attention = {"q": (width, d), "k": (kv_width, d), "v": (kv_width, d), "o": (d, width)}
+        mlp = {"gate": (i, d), "up": (i, d), "down": (d, i)}
+
+        def held(part: str, shapes: dict[str, tuple[int, int]]) -> bool:
+            return in_fp8.hold({f"{part}.{matrix}_proj": shape for matrix, shape in shapes.items()})
+
+        def layer_of(layer: int) -> LayerSpec:
+            part, ffn = f"model.layers.{layer}", architecture.ffn(c, layer)
+            if isinstance(ffn, MlpSpec):
+                ffn = replace(ffn, fp8_blocks=held(f"{part}.mlp", mlp))
+            elif f"{part}.mlp.experts.0.gate_proj" in in_fp8:
+                raise UnsupportedModel(
+                    f"target {name}: experts in fp8 are not served by this engine, "
+                    f"but vLLM may (dflash-serve --engine vllm)"
+                )
+            return LayerSpec(replace(mixer, fp8_blocks=held(f"{part}.self_attn", attention)), ffn)
+
         return cls(
             hidden_size=c.hidden_size,
             vocab_size=c.vocab_size,
-            layers=tuple(LayerSpec(mixer, architecture.ffn(c, layer)) for layer in range(c.num_hidden_layers)),
+            layers=tuple(layer_of(layer) for layer in range(c.num_hidden_layers)),
             rms_norm_eps=c.rms_norm_eps,
             tied_head=bool(c.tie_word_embeddings),
             context_limit=context_limit(c),

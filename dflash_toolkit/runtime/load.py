@@ -78,7 +78,7 @@ def load_parts(
     from ..models.spec import ModelSpec
     from ..models.target import declared_stop_ids, load_config, load_generation_config, resolve_dtype, use_device
     from .engine import operations
-    from .memory import check_heads, check_weights, for_the_drafter
+    from .memory import check_fp8, check_heads, check_weights, for_the_drafter
     from .weights import DrafterWeights, TargetWeights
 
     if isinstance(target, str):
@@ -88,6 +88,7 @@ def load_parts(
         config, where, precision = target.config, target.device, target.dtype
     spec = ModelSpec.of_target(config)
     operations(where)
+    check_fp8(spec, where)
     draft = None
     if drafter is not None:
         module = read_drafter(drafter, config, where, precision) if isinstance(drafter, str) else drafter

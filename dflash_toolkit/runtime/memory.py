@@ -139,6 +139,15 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
         )
 
 
+def check_fp8(spec: ModelSpec, device: torch.device) -> None:
+    """Raises UnsupportedModel if a target's weights are in fp8 and the GPU does not multiply in it."""
+    if spec.fp8_blocks and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise UnsupportedModel(
+            f"{name} does not multiply in fp8, as the target's weights are; take one that is not in fp8"
+        )
+
+
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UnsupportedModel if the kernels do not take attention heads that wide on this GPU."""
     _, head_dim = spec.kv_heads

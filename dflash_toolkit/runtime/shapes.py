@@ -1,15 +1,21 @@
 """Named shapes and random weights, for benchmarks."""
 
+import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from ..config import UserError
+from ..kernels.weight import cast_fp8
 from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.quantized import FORM
 from ..models.spec import ModelSpec
 from .weights import DrafterWeights, TargetWeights
+
+FP8_STD = 64.0  # of random numbers in fp8, whose scales give them that of other matrices
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
@@ -122,10 +128,14 @@ SHAPES: dict[str, PreTrainedConfig] = {
 
 
 def named_shape(name: str) -> PreTrainedConfig:
-    """The configuration of a named shape. Raises UserError for an unknown name."""
-    if name not in SHAPES:
-        raise UserError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}")
-    return SHAPES[name]
+    """The configuration of a named shape; with `-fp8` behind the name, in fp8 blocks. Raises UserError for others."""
+    dense = name.removesuffix("-fp8")
+    if dense not in SHAPES:
+        raise UserError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}, and the same with -fp8")
+    config: Any = copy.deepcopy(SHAPES[dense])
+    if dense != name:
+        config.quantization_config = dict(FORM)
+    return config
 
 
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
@@ -151,5 +161,10 @@ def _randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: 
             view.zero_()
         elif view.dim() == 1:
             view.fill_(1.0)
+        elif name.endswith("_scale_inv"):
+            view.fill_(0.02 / FP8_STD)
+        elif view.dtype == torch.float8_e4m3fn:
+            wide = torch.empty(view.shape, device=device, dtype=torch.bfloat16)
+            view.copy_(cast_fp8(wide.normal_(std=FP8_STD, generator=generator)))
         else:
             view.normal_(std=0.02, generator=generator)

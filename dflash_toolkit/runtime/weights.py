@@ -16,12 +16,19 @@ from torch import Tensor
 from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
 from ..kernels.ops import Ops, ops_for
-from ..kernels.weight import RowScaledFp8, Weight
+from ..kernels.weight import BlockScaledFp8, RowScaledFp8, Weight, parts
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one tensor
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
+
+
+def _named(name: str, weight: Weight) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that a matrix is."""
+    assert not isinstance(weight, RowScaledFp8), "an own copy, which is not loaded"
+    data, scale = parts(weight)
+    return {f"{name}.weight": data} | ({} if scale is None else {f"{name}.weight_scale_inv": scale})
 
 
 @dataclass(slots=True)
@@ -37,23 +44,24 @@ class AttentionWeights:
 
     @classmethod
     def empty(cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor]) -> "AttentionWeights":
+        matrix = functools.partial(BlockScaledFp8.empty, new=new) if spec.fp8_blocks else new
         return cls(
-            qkv=new(spec.qkv_rows, d),
+            qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
             q_norm=new(spec.head_dim) if spec.qk_norm else None,
             k_norm=new(spec.head_dim) if spec.qk_norm else None,
-            o=new(d, spec.num_heads * spec.head_dim),
+            o=matrix(d, spec.width),
             o_bias=new(d) if spec.o_bias else None,
         )
 
     def parameter_views(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        assert isinstance(self.qkv, Tensor) and isinstance(self.o, Tensor), "quantized weights are not loaded"
-        found = {"self_attn.o_proj.weight": self.o}
+        assert not isinstance(self.qkv, RowScaledFp8), "an own copy, which is not loaded"
+        found = _named("self_attn.o_proj", self.o)
         heads = [n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        for kind, whole in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if whole is not None:
-                names = (f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
-                found |= zip(names, whole.split(heads), strict=True)
+        for letter, weight in zip("qkv", self.qkv.split(heads), strict=True):
+            found |= _named(f"self_attn.{letter}_proj", weight)
+        if self.qkv_bias is not None:
+            found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
         return found | {f"self_attn.{name}": t for name, t in optional.items() if t is not None}
 
@@ -67,12 +75,19 @@ class MlpWeights:
 
     @classmethod
     def empty(cls, spec: MlpSpec, d: int, new: Callable[..., Tensor]) -> "MlpWeights":
-        return cls(gate_up=new(2 * spec.intermediate_size, d), down=new(d, spec.intermediate_size))
+        i = spec.intermediate_size
+        if spec.fp8_blocks:
+            return cls(BlockScaledFp8.empty(2 * i, d, new, ways=2), BlockScaledFp8.empty(d, i, new))
+        return cls(gate_up=new(2 * i, d), down=new(d, i))
 
     def parameter_views(self) -> dict[str, Tensor]:
-        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "quantized weights are not loaded"
-        gate, up = self.gate_up[0::2], self.gate_up[1::2]
-        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": self.down}
+        if isinstance(self.gate_up, BlockScaledFp8):
+            gate, up = self.gate_up.way(0), self.gate_up.way(1)
+            named = _named("mlp.gate_proj", gate) | _named("mlp.up_proj", up)
+        else:
+            assert isinstance(self.gate_up, Tensor), "an own copy, which is not loaded"
+            named = {"mlp.gate_proj.weight": self.gate_up[0::2], "mlp.up_proj.weight": self.gate_up[1::2]}
+        return named | _named("mlp.down_proj", self.down)
 
 
 @dataclass(slots=True)
@@ -261,8 +276,11 @@ class TargetWeights:
     def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
         """The weights of a loaded Hugging Face model, which from then on reads its own out of the fused matrices.
 
-        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies.
+        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies. A model in fp8
+        keeps its own, as its kernels want matrices without gaps.
         """
+        if spec.fp8_blocks:
+            return cls.of_module(model, spec)
         state = dict(model.named_parameters())
         embedding = state.pop(EMBEDDING).data
         if spec.tied_head and HEAD in state:

@@ -1,0 +1,163 @@
+"""Targets in fp8 blocks: from files and from modules; the engine writes what transformers' modules write."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from conftest import make_drafter
+from damage import damage
+from test_decode import hf_greedy
+from test_runtime_engine import knowing, make_engine, prompts_of
+from test_target import in_fp8
+from torch import Tensor
+
+from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit.config import UnsupportedModel
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.weight import BlockScaledFp8
+from dflash_toolkit.models import target as target_module
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.target import load_config
+from dflash_toolkit.runtime import load_engine
+from dflash_toolkit.runtime.memory import check_fp8
+from dflash_toolkit.runtime.shapes import named_shape, random_target
+from dflash_toolkit.runtime.weights import TargetWeights
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target as Qwen3-*-FP8 has it."""
+    path = tmp_path_factory.mktemp("fp8")
+    in_fp8(ARCHITECTURES["Qwen3"].target(**SIZES), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Iterator[Target]:
+    """By transformers' modules for FP8, whose kernel comes from the hub; here what it computes is computed by torch."""
+    pytest.importorskip("accelerate")
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        rows = reference.linear(x.flatten(0, -2), BlockScaledFp8(self.weight, self.weight_scale_inv), self.bias)
+        return rows.unflatten(0, x.shape[:-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FP8Linear, "forward", forward)
+        patch.setattr(target_module, "_computes_fp8", lambda where: True)
+        with pytest.MonkeyPatch.context() as gpu:  # without one transformers would dequantize
+            gpu.setattr(torch.cuda, "is_available", lambda: True)
+            gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+            found = Target.load(str(folder), "cpu")
+        assert isinstance(found.layers[0].mlp.up_proj, FP8Linear) and found.dtype == torch.float32
+        yield found
+
+
+def test_the_engine_writes_what_transformers_modules_in_fp8_write(folder: Path, target: Target) -> None:
+    """With a drafter and without, from files and from modules, in batches and behind chunks of prompts."""
+    drafter = make_drafter(target, taps=1)
+    prompts = prompts_of(*range(3, 19, 2))
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    expected = [generate(target, None, prompt, params).tokens for prompt in prompts]
+    assert hf_greedy(target, prompts[0], 16) == expected[0]
+    drafted = make_engine(target, drafter, prefix_cache=True)
+    plain = load_engine(str(folder), None, "cpu", options=replace(drafted.options, num_speculative_tokens=0))[0]
+    assert plain.runner.target.spec.fp8_blocks
+    loaded, copied = (engine.runner.target.parameter_views() for engine in (plain, drafted))
+    assert all(torch.equal(view.float(), copied[name].float()) for name, view in loaded.items())
+    knowing(drafted, dict(zip(map(tuple, prompts), expected, strict=True)), lambda position: position % 5 == 0)
+    for engine in (plain, drafted):
+        found = engine.generate(prompts, params)
+        # what lies between two numbers of the format may become the other one where sums are cut otherwise
+        assert sum(answer.tokens == tokens for answer, tokens in zip(found, expected, strict=True)) >= len(prompts) - 1
+    assert sum(len(answer.steps) for answer in found) < 0.5 * sum(len(answer.tokens) for answer in found)
+
+
+def config_of(folder: Path, **changes: Any) -> Any:
+    config = load_config(str(folder))
+    config.quantization_config |= changes
+    return config
+
+
+def test_modules_that_are_kept_are_no_blocks(folder: Path) -> None:
+    spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["lm_head", "model.layers.1", "layers.3.mlp"]))
+    assert [(layer.mixer.fp8_blocks, layer.ffn.fp8_blocks) for layer in spec.layers] == [
+        (True, True), (False, False), (True, True), (True, True),
+    ], "a name that ends with layers.3.mlp is not that of its matrices"  # fmt: skip
+    spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["model.layers.3.mlp"]))
+    assert [layer.ffn.fp8_blocks for layer in spec.layers] == [True, True, True, False]
+    weights = TargetWeights.empty(spec, torch.device("meta"), torch.bfloat16)
+    kinds = {name: view.dtype for name, view in weights.parameter_views().items()}
+    assert kinds["model.layers.2.mlp.up_proj.weight"] == torch.float8_e4m3fn
+    assert kinds["model.layers.2.mlp.up_proj.weight_scale_inv"] == torch.float32
+    assert kinds["model.layers.3.mlp.up_proj.weight"] == kinds["lm_head.weight"] == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quant_method": "awq"}, "quantized weights with quant_method 'awq' are not served .* --engine vllm"),
+        ({"weight_block_size": None}, r"weight_block_size None are not served by this engine \(it takes \[128, 128\]"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        ({"modules_to_not_convert": ["o_proj"]}, "q_proj' is in fp8 and 'model.layers.0.self_attn.o_proj' is not"),
+    ],
+)
+def test_other_quantizations_are_one_line(folder: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        ModelSpec.of_target(config_of(folder, **changes))
+
+
+def test_sides_that_are_no_multiples_of_a_block_are_refused_by_name(folder: Path) -> None:
+    config = config_of(folder)
+    config.intermediate_size = 192
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate_proj.weight' of \(192, 128\) is no multiple of"):
+        ModelSpec.of_target(config)
+
+
+def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+    spec = ModelSpec.of_target(config_of(folder))
+    for capability in ((8, 9), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        with (
+            contextlib.nullcontext() if capability == (8, 9) else pytest.raises(UnsupportedModel, match="Some GPU does")
+        ):
+            check_fp8(spec, torch.device("cuda"))
+
+
+def test_weights_of_another_kind_than_the_configuration_says_are_refused(folder: Path, tmp_path: Path) -> None:
+    path, name = Path(shutil.copytree(folder, tmp_path / "model")), "model.layers.0.mlp.up_proj.weight"
+    damage(path / "model.safetensors", {name: torch.zeros(256, 128, dtype=torch.bfloat16)})
+    with pytest.raises(UserError, match=rf"'{name}' is in bfloat16, not in float8_e4m3fn, as quantization_config"):
+        load_engine(str(path), None, "cpu")
+    damage(path / "config.json", {"quantization_config": None})
+    with pytest.raises(UserError, match=r"is in float8_e4m3fn, not in float32|unknown tensor .*weight_scale_inv"):
+        load_engine(str(path), None, "cpu")
+
+
+def test_random_weights_in_fp8_are_of_the_size_of_others() -> None:
+    config = named_shape("qwen3-8b-fp8")
+    config.num_hidden_layers, config.vocab_size = 1, 64
+    config.hidden_size, config.intermediate_size, config.num_attention_heads = 256, 512, 8
+    weights = random_target(ModelSpec.of_target(config), torch.device("cpu"), torch.bfloat16)
+    for matrix in (weights.layers[0].mixer.qkv, weights.layers[0].ffn.gate_up, weights.layers[0].ffn.down):
+        assert isinstance(matrix, BlockScaledFp8) and 0.019 < matrix.dense(torch.float32).std() < 0.021
+    assert named_shape("qwen3-8b").num_hidden_layers == 36 and not hasattr(
+        named_shape("qwen3-8b"), "quantization_config"
+    )
