@@ -1,16 +1,17 @@
 """Groups of options that several commands share. Without torch: command lines are checked before it is imported."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from .config import option
 from .data.conversations import BY_NAME, FORM_CHOICES
 from .data.prompts import Prompt, PromptSet, parse_prompt_sets, read_prompt_sets
-from .sampling import SamplingParams
+from .sampling import DraftSampleMethod, SamplingParams
 from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
+DRAFT_SAMPLE_METHODS: tuple[DraftSampleMethod, ...] = get_args(DraftSampleMethod)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +117,13 @@ class DraftOptions:
     num_speculative_tokens: int | None = option(None, "tokens drafted a step; 0 decodes plainly (default: as it pays)")
     draft_dtype: str = option(
         "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
+    )
+
+    draft_sample_method: str = option(
+        "greedy",
+        "of requests with a temperature: greedy drafts the most probable tokens, and answers are those without a "
+        "drafter; probabilistic samples drafts too, and answers are distributed as those",
+        DRAFT_SAMPLE_METHODS,
     )
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class Engine:
     name: str  # of its package, too
     module: tuple[str, ...]  # behind `python -m`; the target follows
     always: tuple[str, ...]
-    speculation: Callable[[str, int], list[str]]  # of the drafter and tokens of a block
+    speculation: Callable[[str, int, str], list[str]]  # of the drafter, tokens of a block and how drafts are sampled
     releases: Mapping[str, str]  # by architecture of a drafter, the first that computes it
     speculators: bool  # reads that library's form
     flags: Mapping[str, Flags]  # for an option of ours
@@ -180,7 +180,10 @@ SGLANG = Engine(
 )
 BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
 # options that are read here and become no flag of their own
-READ_HERE = {"target", "drafter", "engine", "engine_python", "num_speculative_tokens", "threads", "api_key_file"}
+READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key_file"} | {
+    "num_speculative_tokens",
+    "draft_sample_method",
+}
 # their defaults are not ours
 ALWAYS = {"host", "port", "tensor_parallel_size", "data_parallel_size", "allowed_origins"}
 # options of ours at values that ask nothing of another engine
@@ -200,7 +203,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def offer(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
     """The command that serves the same with vLLM, ready to paste; without keys that a log must not show."""
     words = ["dflash-serve", "--engine", VLLM.name]
-    shown = {"target", "drafter", "num_speculative_tokens", *VLLM.flags} - {"tensor_parallel_size"}
+    shown = {"target", "drafter", "num_speculative_tokens", "draft_sample_method", *VLLM.flags} - {
+        "tensor_parallel_size"
+    }
     for key, value in _values(config, given).items():
         name = key.replace("_", "-")
         if key in shown and value is not None:
@@ -322,7 +327,8 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
         if drafted and drafted >= draft.block_size:
             most = draft.block_size - 1
             raise UserError(f"num_speculative_tokens is {drafted}; the drafter drafts at most {most} tokens a step")
-        words += engine.speculation(config.drafter, drafted + 1 if drafted else draft.block_size)
+        block_size = drafted + 1 if drafted else draft.block_size
+        words += engine.speculation(config.drafter, block_size, config.runtime.draft_sample_method)
     _check_heads("target", target, config.external.tensor_parallel_size)
     return words
 

@@ -54,11 +54,13 @@ def _speculative(flag: str, value: str) -> list[str]:
         drafter, method = given.pop("model"), given.pop("method", "dflash")
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise UserError(f'{flag} {value}: must be {{"model": DRAFTER, "num_speculative_tokens": N}}') from error
-    tokens = given.pop("num_speculative_tokens", None)
+    ours = {"num_speculative_tokens": "--num-speculative-tokens", "draft_sample_method": "--draft-sample-method"}
+    values = {own: given.pop(key, None) for key, own in ours.items()}
+    words = [word for own, asked in values.items() if asked is not None for word in (own, str(asked))]
     if method not in ("dflash", "dflash2") or given:
         wrong = ", ".join(given) or f"method {method}"
         raise UserError(f"{flag}: {wrong} is not supported here; give --drafter and --num-speculative-tokens")
-    return ["--drafter", str(drafter), *(["--num-speculative-tokens", str(tokens)] if tokens is not None else [])]
+    return ["--drafter", str(drafter), *words]
 
 
 # flag -> whether a value follows, and what becomes of it

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.readahead import read_ahead
 from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
 from ..data.prompts import Prompt, encode_chat, tell_of_thinking
 from ..files import locked
 from ..options import DraftOptions, ModelOptions, PromptSetOptions, SamplingOptions
+from ..sampling import DraftSampleMethod
 from ..threads import use_threads
 
 if TYPE_CHECKING:
@@ -141,15 +142,16 @@ def _load(config: EvalConfig) -> "Pair":
             drafter.config = drafter.config.with_block_size(config.draft.block_size)
         except ValueError as error:
             raise UserError(str(error)) from error
-    refused = None
+    refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
     if config.runtime != "reference":
         try:
-            return EnginePair.load(config.target, drafter, config.device, config.dtype, config.draft.draft_dtype)
+            how = config.device, config.dtype, config.draft.draft_dtype, method
+            return EnginePair.load(config.target, drafter, *how)
         except UnsupportedModel as error:
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
                 raise
             refused = str(error.__cause__ or error)  # without the way out
-    pair = ReferencePair(Target.load(config.target, config.device, config.dtype), drafter)
+    pair = ReferencePair(Target.load(config.target, config.device, config.dtype), drafter, method)
     if refused is not None:
         print(f"the reference decodes, for the engine cannot: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused

@@ -26,7 +26,7 @@ from ..runtime import Engine, EngineOptions
 from ..runtime.engine import resolve_draft_dtype
 from ..runtime.load import Parts, load_parts
 from ..runtime.request import Request
-from ..sampling import SamplingParams
+from ..sampling import DraftSampleMethod, SamplingParams
 
 CERTAIN = 1e6  # a bias that no logit outweighs
 
@@ -129,9 +129,14 @@ class ReferenceDecoder:
 
     width = 1
 
-    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        draft_sample_method: DraftSampleMethod = "greedy",
+    ) -> None:
         self._target: Target | None = target
-        self._drafter = drafter
+        self._drafter, self._method = drafter, draft_sample_method
         self._submitted: deque[tuple[int, list[int], SamplingParams, OnStep | None]] = deque()
 
     def submit(
@@ -147,7 +152,7 @@ class ReferenceDecoder:
     def wait(self) -> Response:
         key, prompt, params, on_step = self._submitted.popleft()
         assert self._target is not None, "closed"
-        for generation in stream(self._target, self._drafter, prompt, params):
+        for generation in stream(self._target, self._drafter, prompt, params, self._method):
             if on_step is not None:
                 on_step(generation)
         return Response(key, generation)
@@ -200,10 +205,15 @@ class Pair(ABC):
     context_limit: int  # of the target: prompt and answer together, in tokens
     vocabulary: int  # prompt ids must be below this
     block_size: int  # S; every step drafts S - 1 tokens
+    draft_sample_method: DraftSampleMethod
     facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """From now on a prompt and its answer have at most so many tokens together."""
+
+    def repeats_plain(self, params: SamplingParams) -> bool:
+        """Whether answers are to be the plain ones, and not only distributed as those."""
+        return self.draft_sample_method == "greedy" or params.temperature == 0.0
 
     @abstractmethod
     def decoder(self, draft: bool) -> EngineDecoder | ReferenceDecoder:
@@ -231,15 +241,21 @@ class ReferencePair(Pair):
 
     name = "reference"
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
+    def __init__(self, target: Target, drafter: Drafter, draft_sample_method: DraftSampleMethod = "greedy") -> None:
         drafter = drafter.to(target.device, target.dtype)
-        self._decoders = {True: ReferenceDecoder(target, drafter), False: ReferenceDecoder(target)}
+        drafting = ReferenceDecoder(target, drafter, draft_sample_method)
+        self._decoders = {True: drafting, False: ReferenceDecoder(target)}
+        self.draft_sample_method = draft_sample_method
         self.tokenizer, self.device, self.dtype = target.tokenizer, target.device, target.dtype
         self.context_limit, self.block_size = target.context_limit, drafter.config.block_size
         self.vocabulary = target.embedding.num_embeddings
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
-        self.facts = {**facts, "draft_dtype": "full"}  # the only one it has
+        self.facts = {
+            **facts,
+            "draft_dtype": "full",
+            "draft_sample_method": draft_sample_method,
+        }  # of dtypes it has one
 
     def decoder(self, draft: bool) -> ReferenceDecoder:
         return self._decoders[draft]
@@ -251,18 +267,31 @@ class EnginePair(Pair):
     Each is made when it is first needed, with room for one prompt and its answer.
 
     Raises:
-        ValueError: a `draft_dtype` that the engine does not know.
+        ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
     """
 
     name = "engine"
 
-    def __init__(self, parts: Parts, tokenizer: Any, facts: dict[str, Any], draft_dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        tokenizer: Any,
+        facts: dict[str, Any],
+        draft_dtype: str = "auto",
+        draft_sample_method: DraftSampleMethod = "greedy",
+    ) -> None:
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
-        options = EngineOptions(max_num_seqs=1, prefix_cache=False, draft_dtype=draft_dtype)
-        self._options = replace(options, draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype))
-        self.tokenizer, self.facts = tokenizer, {**facts, "draft_dtype": self._options.draft_dtype}
+        self._options = EngineOptions(
+            max_num_seqs=1,
+            prefix_cache=False,
+            draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype),
+            draft_sample_method=draft_sample_method,
+        )
+        self.draft_sample_method = draft_sample_method
+        how = {"draft_dtype": self._options.draft_dtype, "draft_sample_method": draft_sample_method}
+        self.tokenizer, self.facts = tokenizer, facts | how
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
@@ -276,6 +305,7 @@ class EnginePair(Pair):
         device: str = "auto",
         dtype: str = "auto",
         draft_dtype: str = "auto",
+        draft_sample_method: DraftSampleMethod = "greedy",
     ) -> "EnginePair":
         """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
         if isinstance(target, str):
@@ -286,7 +316,7 @@ class EnginePair(Pair):
             parts = load_parts(target, drafter, device, dtype)
         tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
-        return cls(parts, tokenizer, facts, draft_dtype)
+        return cls(parts, tokenizer, facts, draft_dtype, draft_sample_method)
 
     def make_room(self, tokens: int) -> None:
         self._context = min(tokens, self.context_limit)
@@ -330,6 +360,7 @@ def _facts(
         "target_num_layers": config.num_hidden_layers,
         "target_sample_sha256": sample_digest(tensors),
         "chat_template_sha256": template_digest(tokenizer),
+        "drafter_kind": "dflash2" if drafter.config.is_dflash2 else "dflash",
         "drafter_sha256": drafter_digest(drafter),
         "block_size": drafter.config.block_size,
         "target_layer_ids": list(drafter.config.target_layer_ids),

@@ -44,7 +44,7 @@ class Measurement:
     prompt_tokens: int
     drafted: Generation
     plain: Generation | None
-    difference: Difference | None  # None without a baseline, and where the answers are equal
+    difference: Difference | None  # None without a baseline, and where the answers are equal or need not be
 
 
 def measure(
@@ -65,7 +65,9 @@ def measure(
     """
     drafted = pair.decode(prompt.token_ids, params, draft=True, on_step=on_step)
     plain = pair.decode(prompt.token_ids, params, draft=False) if baseline else None
-    difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens) if plain else None
+    difference = None
+    if plain and pair.repeats_plain(params):
+        difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens)
     return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference)
 
 

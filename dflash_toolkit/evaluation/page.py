@@ -52,7 +52,8 @@ def render_page(report: Report) -> str:
 def _setting(report: Report) -> str:
     environment, arguments = report.environment, report.arguments
     temperature = arguments["temperature"]
-    sampling = f"temperature {temperature:g}, seed {arguments['seed']}" if temperature else "greedy"
+    drafts = "sampled drafts, " if temperature and arguments["draft_sample_method"] == "probabilistic" else ""
+    sampling = f"{drafts}temperature {temperature:g}, seed {arguments['seed']}" if temperature else "greedy"
     return (
         f"{environment.device_name}, {environment.dtype}, one request at a time, {sampling}, at most "
         f"{arguments['max_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"

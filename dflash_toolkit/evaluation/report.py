@@ -70,17 +70,17 @@ class Summary:
 
     drafted: Acceptance
     plain: Acceptance | None  # S = 1; None without a baseline
-    identical: int | None  # requests whose tokens are the plain ones
+    identical: int | None  # requests whose tokens are the plain ones; None too where they need not be
 
     @classmethod
-    def of(cls, measurements: Sequence[Measurement], block_size: int) -> "Summary":
+    def of(cls, measurements: Sequence[Measurement], block_size: int, repeats_plain: bool = True) -> "Summary":
         """Pool at least one measurement; either all of them have a plain answer or none has."""
         drafted = Acceptance.of([m.drafted for m in measurements], block_size)
         plain = [m.plain for m in measurements if m.plain]
         if not plain:
             return cls(drafted, None, None)
         same = sum(m.plain is not None and m.plain.tokens == m.drafted.tokens for m in measurements)
-        return cls(drafted, Acceptance.of(plain, block_size=1), same)
+        return cls(drafted, Acceptance.of(plain, block_size=1), same if repeats_plain else None)
 
     @property
     def speedup(self) -> float | None:
@@ -171,7 +171,10 @@ class Report:
     def pair(self) -> str:
         """What was measured, in words."""
         drafter = self.arguments.get("drafter")
-        return f"{drafter} drafting for {self.arguments['target']}" if drafter else str(self.arguments["target"])
+        if not drafter:
+            return str(self.arguments["target"])
+        kind = {"dflash": "DFlash", "dflash2": "DFlash 2"}[self.arguments["drafter_kind"]]
+        return f"{drafter} ({kind}) drafting for {self.arguments['target']}"
 
     @property
     def labelled(self) -> list[tuple[str, Summary]]:

@@ -65,13 +65,13 @@ def evaluate(
             if meter:
                 meter.finished(measurement)
 
-    size = pair.block_size
+    size, repeats = pair.block_size, pair.repeats_plain(params)
     results = {name: tuple(done[name, i] for i in range(len(prompts))) for name, prompts in sets.items()}
     return Report(
         environment,
         noted,
-        {name: SetReport(Summary.of(measurements, size), measurements) for name, measurements in results.items()},
-        Summary.of([m for measurements in results.values() for m in measurements], size),
+        {name: SetReport(Summary.of(found, size, repeats), found) for name, found in results.items()},
+        Summary.of([m for measurements in results.values() for m in measurements], size, repeats),
     )
 
 

@@ -45,7 +45,9 @@ DEFINITIONS = (
         "Identical to plain",
         "Requests whose tokens equal those of decoding without a drafter. For the others the gap is "
         "p(plain token) - p(drafted token) at the first difference, from the target's softmax in fp32: under "
-        "greedy decoding a gap near zero is a tie that rounding decided, a large one is a defect.",
+        "greedy decoding a gap near zero is a tie that rounding decided, a large one is a defect. Answers to drafts "
+        "that were sampled at a temperature (draft_sample_method probabilistic) are distributed as the plain ones, but "
+        "are others: none is compared.",
     ),
 )
 

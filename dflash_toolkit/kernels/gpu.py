@@ -28,6 +28,7 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
+from .reference import rejection_sample, sampled_walk
 from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
@@ -60,9 +61,11 @@ __all__ = [
     "linear_swiglu",
     "linear_top",
     "mask_logits_",
+    "rejection_sample",
     "rope_write",
     "row_loss_",
     "sample",
+    "sampled_walk",
     "top_experts",
     "walk",
 ]

@@ -42,6 +42,18 @@ class Ops(Protocol):
         anchors: Tensor,
     ) -> Tensor: ...
 
+    def sampled_walk(
+        self,
+        state: Tensor,
+        unary: Tensor,
+        candidates: Tensor,
+        predecessors: Tensor,
+        successors: Tensor,
+        anchors: Tensor,
+        temperature: Tensor,
+        uniform: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def block_conv(self, x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor: ...
 
     def add_rms_norm(
@@ -163,6 +175,20 @@ class Ops(Protocol):
 
     def sample(
         self, logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> Tensor: ...
+
+    def rejection_sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_p: Tensor,
+        top_k: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+        draft: Tensor,
+        candidates: Tensor,
+        q: Tensor,
+        acceptance: Tensor,
     ) -> Tensor: ...
 
     def row_loss_(

@@ -124,7 +124,7 @@ def accept_or_resample(
 
     Args:
         p: fp32 [M, V], the target's filtered distribution.
-        draft: int64 [M]; -1 where nothing was drafted, and q is zero: there the token is drawn from p.
+        draft: int64 [M]; -1 where nothing was drafted: there the token is drawn from p, whatever q is.
         candidates: int64 [M, C], what q is of, each token once.
         q: fp32 [M, C].
         uniform: fp64 [M] in [0, 1), of the draw.
@@ -133,6 +133,7 @@ def accept_or_resample(
     Returns:
         int64 [M]; the draft itself where it is accepted, and another token where not.
     """
+    q = torch.where((draft >= 0)[:, None], q, 0.0)
     rest = p.scatter_add(1, candidates, -q).clamp_(min=0.0)
     nothing = ~(rest > 0.0).any(-1)  # p is q, up to rounding: there is nothing else to draw
     of_p = p.gather(1, draft.clamp(min=0)[:, None])[:, 0].double()
@@ -242,13 +243,46 @@ def walk(
         predecessors, successors: [V, r], P and Q.
         anchors: int64 [B], the tokens before the first slot.
     """
-    chosen, last = [], anchors
+    return sampled_walk(
+        state,
+        unary,
+        candidates,
+        predecessors,
+        successors,
+        anchors,
+        torch.zeros(len(anchors), device=unary.device),
+        torch.zeros(candidates.shape[:2], dtype=torch.float64, device=unary.device),
+    )[0]
+
+
+def sampled_walk(
+    state: Tensor,
+    unary: Tensor,
+    candidates: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+    anchors: Tensor,
+    temperature: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `walk`, but each token is drawn from the softmax of its slot's scores over the temperature, see `draw`.
+
+    Args:
+        temperature: fp32 [B]; 0 takes the best.
+        uniform: fp64 [B, K].
+
+    Returns:
+        Tokens int64 [B, K], and what each was drawn from, fp32 [B, K, C].
+    """
+    chosen, mass, last = [], [], anchors
     for k in range(candidates.shape[1]):
         query = predecessors[last].float() * state[:, k].float()  # [B, r]
         scores = unary[:, k] + (successors[candidates[:, k]].float() * query[:, None]).sum(-1)
-        last = candidates[:, k].gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+        place, q = draw(scores, temperature, uniform[:, k])
+        last = candidates[:, k].gather(1, place[:, None])[:, 0]
         chosen.append(last)
-    return torch.stack(chosen, dim=1)
+        mass.append(q)
+    return torch.stack(chosen, dim=1), torch.stack(mass, dim=1)
 
 
 def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
@@ -634,8 +668,38 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, mi
     Returns:
         int64 [M]; of a row that holds a NaN, any token.
     """
-    greedy = temperature == 0.0
-    scores = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    drawn = choose(_filtered_by_row(logits, temperature, top_p, top_k, min_p), uniform)
+    return torch.where(temperature == 0.0, logits.argmax(-1), drawn)
+
+
+def rejection_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    draft: Tensor,
+    candidates: Tensor,
+    q: Tensor,
+    acceptance: Tensor,
+) -> Tensor:
+    """As `sample`, but each row takes its draft or another token instead, see `accept_or_resample`.
+
+    Args:
+        draft: int64 [M], what was sampled for each row; -1 for nothing.
+        candidates: int64 [M, C].
+        q: fp32 [M, C].
+        acceptance: fp64 [M] in [0, 1).
+    """
+    p = _filtered_by_row(logits, temperature, top_p, top_k, min_p)
+    drawn = accept_or_resample(p, draft, candidates, q, uniform, acceptance)
+    return torch.where(temperature == 0.0, logits.argmax(-1), drawn)
+
+
+def _filtered_by_row(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """`filtered_probabilities` [M, V] under parameters of each row's own; of no meaning at temperature 0."""
+    scores = logits.float() / torch.where(temperature == 0.0, 1.0, temperature)[:, None]
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, top_k[:, None] - 1), -torch.inf)
     mass = ordered.softmax(-1)
@@ -643,8 +707,8 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, mi
     scores = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(outside, -torch.inf))
     probabilities = scores.softmax(-1)
     floor = min_p[:, None] * probabilities.amax(-1, keepdim=True)
-    probabilities = probabilities.masked_fill(probabilities < floor, 0.0)  # `choose` needs no normalisation
-    return torch.where(greedy, logits.argmax(-1), choose(probabilities, uniform))
+    kept = probabilities.masked_fill(probabilities < floor, 0.0)
+    return torch.where((min_p > 0.0)[:, None], kept / kept.sum(-1, keepdim=True), probabilities)
 
 
 def row_loss_(

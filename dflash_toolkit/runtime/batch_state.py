@@ -43,7 +43,7 @@ class BatchState:
 
     def add(self, row: int, request: Request) -> None:
         """Give a free row to a request whose known tokens are in its pages."""
-        self.sampler.set(row, request.params, request.prompt_ids, request.tokens, request.stop_ids)
+        self.sampler.set(row, request.params, request.prompt_ids, request.tokens, request.stop_ids, request.limit)
         self.lengths[row] = len(request.known_ids)
         self.active[row] = True
         self.set_pages(row, request.pages)

@@ -144,6 +144,7 @@ class Engine:
                 max_context=self.context_limit,
                 max_block=max_block,
                 forced=forced,
+                sample_drafts=options.draft_sample_method == "probabilistic",
             )
 
         with beside_the_weights(options):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import UserError, option
-from ..options import DRAFT_DTYPES, DraftOptions
+from ..options import DRAFT_DTYPES, DRAFT_SAMPLE_METHODS, DraftOptions
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +82,9 @@ class EngineOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         DraftOptions.__post_init__(self)
-        if self.draft_dtype not in DRAFT_DTYPES:
-            raise ValueError(f"draft_dtype is {self.draft_dtype!r}; it must be one of {', '.join(DRAFT_DTYPES)}")
+        for name, choices in (("draft_dtype", DRAFT_DTYPES), ("draft_sample_method", DRAFT_SAMPLE_METHODS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
         for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")

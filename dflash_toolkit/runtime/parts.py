@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .capture import to_device
+from .proposer import Draft
 from .sampler import Mode, logprob_columns
 from .stack import Rows
 
@@ -43,10 +44,19 @@ class Between:
         rows, block: the largest batch and block.
         width, features: values of a hidden state, and of what the taps make of a token.
         vocab: tokens that log-probabilities are of.
+        candidates: tokens that each draft is sampled from; 0: none is sampled.
     """
 
     def __init__(
-        self, rows: int, block: int, width: int, features: int, vocab: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        block: int,
+        width: int,
+        features: int,
+        vocab: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        candidates: int = 0,
     ) -> None:
         def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -55,14 +65,20 @@ class Between:
         self._features = new(rows * block, features, dtype=dtype) if features else None
         self._lengths = new(rows, dtype=torch.int32)
         self._draft, self._choice = new(rows, block), new(rows, block)
+        shape = (rows, block, candidates)
+        self._sampled_from = (new(*shape), new(*shape, dtype=torch.float32)) if candidates else None
         columns = logprob_columns(vocab)
         self._logprobs = {mode: new(rows, block, columns, dtype=torch.float64) for mode in Mode if mode.full}
         self._rows = {mode: new(rows) for mode in Mode}  # which choose so, filled up with the first of them
         self._known: dict[Mode, list[int]] = {}
         self._masks: tuple[Tensor, Tensor] | None = None  # of grammars, made when there is one
 
-    def propose(self, draft: Tensor) -> None:
-        self._draft[: len(draft), : draft.shape[1]].copy_(draft)
+    def propose(self, draft: Draft) -> None:
+        batch, slots = draft.tokens.shape
+        self._draft[:batch, :slots].copy_(draft.tokens)
+        if self._sampled_from is not None and draft.candidates is not None and draft.q is not None:
+            for place, part in zip(self._sampled_from, (draft.candidates, draft.q), strict=True):
+                place[:batch, :slots].copy_(part)
 
     def proposed(self, batch: int, size: int) -> Tensor:
         """int64 [B, S - 1]."""
@@ -98,11 +114,14 @@ class Between:
         masks, at = self._masks
         return masks, at[: count * size]
 
-    def of(self, mode: Mode, count: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the rows of a mode: their numbers [F], states [F * S, D], drafts [F, S - 1] and lengths [F]."""
+    def of(self, mode: Mode, count: int, size: int) -> tuple[Tensor, Tensor, Draft, Tensor]:
+        """Of the rows of a mode: their numbers [F], states [F * S, D], drafts of S - 1 tokens and lengths [F]."""
         rows = self._rows[mode][:count]
         hidden = self._hidden[:, :size].index_select(0, rows)
-        draft = self._draft[:, : size - 1].index_select(0, rows)
+        draft = Draft(self._draft[:, : size - 1].index_select(0, rows))
+        if self._sampled_from is not None and size > 1:
+            candidates, q = (part[:, : size - 1].index_select(0, rows) for part in self._sampled_from)
+            draft = Draft(draft.tokens, candidates=candidates, q=q)
         return rows, hidden.flatten(0, 1), draft, self._lengths.index_select(0, rows)
 
     def chosen(self, rows: Tensor, choice: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.mix import LogitScale
 from ..kernels.ops import Ops
+from ..kernels.reference import draw
 from ..kernels.weight import Weight
 from .stack import Rows, Stack
 from .weights import DrafterWeights, SelectorWeights
@@ -20,7 +21,8 @@ class Draft:
 
     tokens: Tensor  # int64 [B, N]
     parents: Tensor | None = None  # int64 [B, N], of a tree; None: each token follows the one before it
-    q: Tensor | None = None  # [B, N, V], what they were sampled from; None: they are the most probable ones
+    candidates: Tensor | None = None  # int64 [B, N, C], the tokens that q is of
+    q: Tensor | None = None  # fp32 [B, N, C], what each was sampled from; None: they are the most probable ones
 
 
 class Head(Protocol):
@@ -30,16 +32,32 @@ class Head(Protocol):
         """`block` - 1 tokens behind `last` [B] of normed hidden states [B * block, D]; slot 0 predicts nothing."""
         ...
 
+    def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
+        """The same sampled at temperatures fp32 [B], of which 0 drafts the best, by numbers fp64 [B, block - 1]."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ArgmaxHead:
-    """Every slot's most probable token."""
+    """Every slot's most probable token, or one of the `count` most probable ones."""
 
     weight: Weight  # [V, D]
+    count: int  # C
+    scale: LogitScale
     ops: Ops
 
     def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
         return Draft(self.ops.linear_argmax(hidden, self.weight).view(-1, block)[:, 1:])
+
+    def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
+        slots = uniform.shape[1]
+        unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)  # [B * block, C]
+        self.scale.apply_(unary)
+        unary, candidates = (part.view(len(last), slots + 1, -1)[:, 1:] for part in (unary, candidates))
+        each = temperature.repeat_interleave(slots, output_size=uniform.numel())
+        places, q = draw(unary.flatten(0, 1), each, uniform.flatten())
+        tokens = candidates.gather(2, places.view(*uniform.shape, 1))[..., 0]
+        return Draft(tokens, candidates=candidates, q=q.view_as(candidates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +71,31 @@ class SelectorHead:
     ops: Ops
 
     def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
-        state = self.ops.linear(hidden, self.pairs.projection)  # [B * block, r]
-        unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)  # [B * block, C]
-        self.scale.apply_(unary)  # keeps their order
-        state, unary, candidates = (part.view(len(last), block, -1)[:, 1:] for part in (state, unary, candidates))
+        state, unary, candidates = self._slots(hidden, block)
         return Draft(self.ops.walk(state, unary, candidates, self.pairs.predecessors, self.pairs.successors, last))
+
+    def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
+        state, unary, candidates = self._slots(hidden, uniform.shape[1] + 1)
+        pairs = self.pairs.predecessors, self.pairs.successors
+        tokens, q = self.ops.sampled_walk(state, unary, candidates, *pairs, last, temperature, uniform)
+        return Draft(tokens, candidates=candidates, q=q)
+
+    def _slots(self, hidden: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """States [B, block - 1, r], and logits and tokens [B, block - 1, C] of the best."""
+        state = self.ops.linear(hidden, self.pairs.projection)
+        unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)
+        self.scale.apply_(unary)  # keeps their order
+        state, unary, candidates = (part.unflatten(0, (-1, block))[:, 1:] for part in (state, unary, candidates))
+        return state, unary, candidates
 
 
 def head_of(weights: DrafterWeights, target_head: Tensor, ops: Ops) -> Head:
     """How a drafter chooses; without a head of its own it takes the target's [V, D]."""
     config, weight = weights.config, target_head if weights.head is None else weights.head
-    if weights.selector is None:
-        return ArgmaxHead(weight, ops)
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
-    return SelectorHead(weight, weights.selector, config.selector_top_k, scale, ops)
+    if weights.selector is None:
+        return ArgmaxHead(weight, config.draft_candidates, scale, ops)
+    return SelectorHead(weight, weights.selector, config.draft_candidates, scale, ops)
 
 
 class Proposer:
@@ -80,12 +109,20 @@ class Proposer:
         self.weights, self.stack, self._embedding, self._head = weights, stack, embedding, head
 
     def propose(self, last: Tensor, rows: Rows, block: int) -> Draft:
-        """`block` - 1 tokens behind `last` [B]."""
+        """`block` - 1 tokens behind `last` [B], the most probable ones."""
+        return self._head.draft(self._forward(last, rows, block), last, block)
+
+    def sample(self, last: Tensor, rows: Rows, temperature: Tensor, uniform: Tensor) -> Draft:
+        """N tokens behind `last` [B], sampled at temperatures fp32 [B] by random numbers fp64 [B, N]."""
+        hidden = self._forward(last, rows, uniform.shape[1] + 1)
+        return self._head.sample(hidden, last, temperature, uniform)
+
+    def _forward(self, last: Tensor, rows: Rows, block: int) -> Tensor:
+        """Normed hidden states [B * block, D]."""
         masks = last.new_full((len(last), block - 1), self.weights.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
         embedded, scale = F.embedding(ids.flatten(), self._embedding), self.weights.config.input_embedding_scale
-        hidden = self.stack.forward(embedded if scale == 1.0 else embedded * scale, rows)
-        return self._head.draft(hidden, last, block)
+        return self.stack.forward(embedded if scale == 1.0 else embedded * scale, rows)
 
     def write_context(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
         """Keys and values of every draft layer for the first `counts[b]` of each row's tokens.

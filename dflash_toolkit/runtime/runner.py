@@ -66,6 +66,7 @@ class StepRunner:
         max_block: S of the longest block.
         scratch: bytes that graphs have for what a pass makes, from the first capture on.
         forced: int32 [steps, max_num_seqs], see `Verifier`.
+        sample_drafts: at the temperatures of their requests; else drafts are the most probable tokens.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StepRunner:
         max_block: int,
         scratch: int = 0,
         forced: Tensor | None = None,
+        sample_drafts: bool = False,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -112,7 +114,11 @@ class StepRunner:
         self._numbers = torch.arange(max_num_seqs, device=self.device)
         width = target.spec.hidden_size
         vocab = target.spec.vocab_size
-        self._between = Between(max_num_seqs, max_block, width, len(taps) * width, vocab, self.dtype, self.device)
+        self._sample_drafts = sample_drafts and drafter is not None and max_block > 1
+        candidates = drafter.config.draft_candidates if drafter and self._sample_drafts else 0
+        self._between = Between(
+            max_num_seqs, max_block, width, len(taps) * width, vocab, self.dtype, self.device, candidates
+        )
         self._graphs: dict[Part, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
         self._results = PinnedBuffers(max_num_seqs * (1 + max_block))
@@ -213,7 +219,7 @@ class StepRunner:
         assert self._last_hidden is not None
         rows = slice(row, row + 1)
         before = state.lengths[rows] - 1  # the choice stands behind the last token of the prompt
-        no_draft = state.last_token.new_empty(1, 0)
+        no_draft = Draft(state.last_token.new_empty(1, 0))
         masks = None
         if request.matcher:
             allowed, at = masks_of([request.matcher], [[]], self._words)
@@ -426,7 +432,8 @@ class StepRunner:
         return self._commit(read, choice)[0]
 
     def _propose(self, batch: int, block: int) -> None:
-        self._between.propose(self._draft(self.state.rows(batch), block).tokens)
+        rows, sampled = self.state.rows(batch), self._sample_drafts and block > 1
+        self._between.propose(self._sampled_draft(rows, block) if sampled else self._draft(rows, block))
 
     def _read(self, batch: int, block: int) -> None:
         draft = Draft(self._between.proposed(batch, block))
@@ -451,6 +458,12 @@ class StepRunner:
             draft = self.proposer.propose(last, rows, block)
             return draft if self._random is None else Draft(self._random[: len(last), : block - 1])
         return Draft(last.new_empty(len(last), 0))
+
+    def _sampled_draft(self, rows: Rows, block: int) -> Draft:
+        assert self.proposer is not None
+        batch, sampler = len(rows.lengths), self.state.sampler
+        uniform = sampler.draft_uniform(rows.lengths, block - 1)
+        return self.proposer.sample(self.state.last_token[:batch], rows, sampler.temperature[:batch], uniform)
 
     def _read_block(self, draft: Draft, rows: Rows) -> Block:
         last = self.state.last_token[: len(rows.lengths)]

@@ -4,12 +4,14 @@ from collections.abc import Collection
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..generation import TokenLogprobs
 from ..kernels.ops import Ops
-from ..kernels.reference import penalized, position_uniform
+from ..kernels.reference import ACCEPTANCE_STREAM, DRAFT_STREAM, penalized, position_uniform
 from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
+from .proposer import Draft
 
 
 class Mode(IntEnum):
@@ -59,8 +61,9 @@ class Sampler:
         self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows of no request are computed too
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
         self.stops_from = new(torch.int64)  # the first position where a token of `stops` may stand
+        self.ends_at = new(torch.int64)  # the last position of the answer, which no draft reaches
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
-        self._fields.append(self.stops_from)
+        self._fields += [self.stops_from, self.ends_at]
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # of the answer
         self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether it holds a token
         self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
@@ -75,8 +78,9 @@ class Sampler:
         prompt: list[int],
         answer: list[int],
         stop_ids: Collection[int] = (),
+        limit: int | None = None,
     ) -> None:
-        """Row `row` belongs to a request from now on, whose answer ends with one of `stop_ids`."""
+        """Row `row` belongs to a request from now on, whose answer ends with one of `stop_ids` or at `limit` tokens."""
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -86,6 +90,7 @@ class Sampler:
         self.penalties[row, 1] = params.presence_penalty
         self.penalties[row, 2] = params.frequency_penalty
         self.stops_from[row] = len(prompt) + params.min_tokens
+        self.ends_at[row] = len(prompt) + (params.max_tokens if limit is None else limit) - 1
         self._written |= mode_of(params).full
         if not self._written:
             return
@@ -115,7 +120,7 @@ class Sampler:
         hidden: Tensor,
         head: Tensor,
         rows: Tensor,
-        draft: Tensor,
+        draft: Draft,
         lengths: Tensor,
         mode: Mode,
         masks: tuple[Tensor, Tensor] | None = None,
@@ -125,7 +130,7 @@ class Sampler:
         Args:
             hidden: normed hidden states [B * S, D].
             rows: int64 [B], which rows of the state the requests have.
-            draft: int64 [B, S - 1].
+            draft: of S - 1 tokens a row.
             lengths: int32 [B], position of each block's first slot.
             masks: in masked modes, int32 [N, words] and [B * S], see `mask_logits_`.
 
@@ -133,23 +138,42 @@ class Sampler:
             The second is fp64 [B, S, 1 + 2 * MAX_LOGPROBS]: the choice's log-probability, then the most probable
             tokens' ids, then theirs.
         """
-        batch, block = len(lengths), draft.shape[1] + 1
+        batch, block = len(lengths), draft.tokens.shape[1] + 1
         if mode == Mode.GREEDY:
             return self.greedy(hidden, head).view(batch, block), None
         raw = self._ops.linear(hidden, head)
         positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
-        logits = self._edited(raw, rows, draft, positions) if mode.full else raw
+        logits = self._edited(raw, rows, draft.tokens, positions) if mode.full else raw
         if masks is not None:
             self._ops.mask_logits_(logits, *masks)  # of `raw` itself nobody wants to know more
 
         def by_row(field: Tensor) -> Tensor:
             return field[rows].repeat_interleave(block, output_size=batch * block)
 
-        uniform = position_uniform(by_row(self.seed), positions.flatten().long())
+        numbers = by_row(self.seed), positions.flatten().long()
         fields = (self.temperature, self.top_p, self.top_k, self.min_p)
         temperature, top_p, top_k, min_p = map(by_row, fields)
-        choice = self._ops.sample(logits, temperature, top_p, top_k, min_p, uniform)
+        how = temperature, top_p, top_k, min_p, position_uniform(*numbers)
+        if draft.q is None:
+            choice = self._ops.sample(logits, *how)
+        else:
+            tokens, candidates, q = self._judged(draft, positions < self.ends_at[rows][:, None])
+            acceptance = position_uniform(*numbers, ACCEPTANCE_STREAM)
+            choice = self._ops.rejection_sample(logits, *how, tokens, candidates, q, acceptance)
         return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode.full else None
+
+    def draft_uniform(self, lengths: Tensor, slots: int) -> Tensor:
+        """The random numbers fp64 [B, slots] that drafts of the first rows are sampled by, behind lengths [B]."""
+        positions = lengths[:, None] + 1 + torch.arange(slots, device=lengths.device)
+        return position_uniform(self.seed[: len(lengths), None].expand_as(positions), positions.long(), DRAFT_STREAM)
+
+    @staticmethod
+    def _judged(draft: Draft, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B * S] and what they were sampled from; -1 behind a block, and where not `inside` [B, S]."""
+        assert draft.candidates is not None and draft.q is not None
+        tokens = torch.where(inside, F.pad(draft.tokens, (0, 1)), -1)
+        candidates, q = (F.pad(part, (0, 0, 0, 1)).flatten(0, 1) for part in (draft.candidates, draft.q))
+        return tokens.flatten(), candidates, q
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
         """Count what a step committed: the first `counts` [B] of tokens [B, S]. Of use to rows in full modes."""

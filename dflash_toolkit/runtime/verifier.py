@@ -51,7 +51,7 @@ class Verifier:
 
     def read(self, draft: Draft, last: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Run over a draft behind the last committed tokens [B]: states [B, S, D] and features, see `forward`."""
-        assert draft.parents is None and draft.q is None, "chains of the most probable tokens only"
+        assert draft.parents is None, "chains only"
         ids = torch.cat([last[:, None], draft.tokens], dim=1)
         hidden, features = self.forward(ids.flatten(), rows)
         return hidden.unflatten(0, ids.shape), features

@@ -14,7 +14,9 @@ from test_evaluation_cli import load, untimed, write_prompts
 from test_runtime_gpu import pair as gpu_pair
 from torch import Tensor
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, save_drafter
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter, save_drafter
+from dflash_toolkit.acceptance import Acceptance
+from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, Report, evaluate
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair
@@ -170,13 +172,40 @@ def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: 
         assert evaluate(runtime, {"s": [prompt]}, params).overall.drafted.tokens == length
 
 
-def test_another_runtime_or_draft_dtype_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", ["engine", "reference"])
+def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
+    runtime: str, target_dir: Path, dflash2_dir: Path, tmp_path: Path
+) -> None:
+    command = [*command_of(target_dir, dflash2_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
+    command += ["--draft-sample-method", "probabilistic", "--runtime", runtime]
+    assert main([*command, "--temperature", "1.5"]) == 0
+    report, page = load(tmp_path / "report"), (tmp_path / "report" / "report.html").read_text()
+    assert (report["arguments"]["drafter_kind"], report["arguments"]["draft_sample_method"]) == (
+        "dflash2",
+        "probabilistic",
+    )
+    assert "(DFlash 2) drafting for" in page and "sampled drafts, temperature 1.5" in page
+    assert report["overall"]["identical_to_plain"] is None and report["sets"]["a"]["differences"] == []
+    target, drafter = Target.load(str(target_dir), "cpu", "float32"), load_drafter(str(dflash2_dir)).float()
+    texts = ["Why is the sky blue?", "Count to ten."]
+    prompts = [encode_chat(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    answers = [
+        generate(target, drafter, prompt, SamplingParams(temperature=1.5, max_tokens=12), "probabilistic")
+        for prompt in prompts
+    ]
+    assert report["overall"]["accepted_lengths"] == list(Acceptance.of(answers, 8).accepted_lengths)
+    assert main(command) == 0
+    assert load(tmp_path / "report")["overall"]["identical_to_plain"] == 1.0, "at temperature 0 they are the plain ones"
+
+
+def test_another_runtime_or_way_to_draft_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
     partial, fingerprints = tmp_path / "partial.jsonl", []
     engines = [EnginePair.load(target, drafter, draft_dtype=draft_dtype) for draft_dtype in ("auto", "fp8")]
-    for runtime in (*engines, ReferencePair(target, drafter)):
+    sampled = [make(target, drafter, draft_sample_method="probabilistic") for make in (EnginePair.load, ReferencePair)]
+    for runtime in (*engines, ReferencePair(target, drafter), *sampled):
         evaluate(runtime, {"s": [SKY]}, SamplingParams(max_tokens=4), partial=partial)
         fingerprints.append(json.loads(partial.read_text().splitlines()[0])["fingerprint"])
-    assert len(set(fingerprints)) == 3
+    assert len(set(fingerprints)) == 5
 
 
 def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target: Target, drafter: Drafter) -> None:

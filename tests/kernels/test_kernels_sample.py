@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import sample as kernel
+from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.sampler import Mode, Sampler
 from dflash_toolkit.sampling import SamplingParams
 
@@ -236,7 +237,7 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
         for row, (t, p, k, m) in enumerate([FILTERS[0], FILTERS[1], FILTERS[4], FILTERS[8]], start=1):
             params = SamplingParams(temperature=t, top_p=p, top_k=k, min_p=m, seed=row, presence_penalty=float(mode))
             sampler.set(row, params, [1, 2], [3])
-        chosen.append(sampler.choose(hidden, head, rows, draft, lengths, mode)[0])
+        chosen.append(sampler.choose(hidden, head, rows, Draft(draft), lengths, mode)[0])
     assert torch.equal(*chosen) and len(chosen[0].unique()) > batch
 
 

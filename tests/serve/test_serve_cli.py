@@ -82,6 +82,8 @@ def test_bad_input_is_one_line(argv: list[str], expected: str, capsys: pytest.Ca
          ["--target", "m", "--allowed-origins", "http://a", "*", "--root-path", "/v"], 0),
         (["m", "--speculative-config", '{"method": "dflash", "model": "d", "num_speculative_tokens": 7}'],
          ["--target", "m", "--drafter", "d", "--num-speculative-tokens", "7"], 0),
+        (["m", "--speculative-config", '{"model": "d", "draft_sample_method": "probabilistic"}'],
+         ["--target", "m", "--drafter", "d", "--draft-sample-method", "probabilistic"], 0),
     ],
 )  # fmt: skip
 def test_what_people_paste_from_vllm_is_said_in_our_words(

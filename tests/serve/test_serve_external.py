@@ -107,6 +107,15 @@ def test_fewer_tokens_are_drafted_where_asked(asked: str, vllm: int, sglang: str
     assert after(command("--engine", "sglang", *common), "--speculative-num-draft-tokens") == sglang
 
 
+def test_drafts_are_sampled_where_asked(target: str, drafter: str) -> None:
+    common = ("--target", target, "--drafter", drafter, "--draft-sample-method")
+    for method in ("greedy", "probabilistic"):
+        vllm = json.loads(after(command("--engine", "vllm", *common, method), "--speculative-config"))
+        assert vllm.get("draft_sample_method", "greedy") == method
+        sglang = command("--engine", "sglang", *common, method)
+        assert ("--speculative-use-rejection-sampling" in sglang) == (method == "probabilistic")
+
+
 @pytest.mark.parametrize("engine", NEWEST)
 def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: str) -> None:
     none = command("--engine", engine, "--target", target)

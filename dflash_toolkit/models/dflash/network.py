@@ -138,6 +138,11 @@ class DrafterConfig:
         """Whether it has a part that plain DFlash has not."""
         return bool(self.conv_kernel_size or self.selector_rank)
 
+    @property
+    def draft_candidates(self) -> int:
+        """Best tokens of a slot that its draft is sampled from."""
+        return self.selector_top_k or min(DRAFT_CANDIDATES, self.vocab_size)
+
     def require_plain(self, who: str) -> None:
         """Raises UnsupportedModel for a DFlash 2 drafter, where `who` computes plain DFlash alone."""
         if self.is_dflash2:
@@ -493,7 +498,7 @@ class Drafter(nn.Module):
 
         These are fp32 [S - 1, C], as they stand behind the head.
         """
-        count = self.config.selector_top_k or DRAFT_CANDIDATES
+        count = self.config.draft_candidates
         best = logits.sort(dim=-1, descending=True, stable=True)
         unary = best.values[:, :count].float().contiguous()
         LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(unary)

@@ -57,17 +57,20 @@ def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
     return 1.0
 
 
-def vllm_options(drafter: str, block_size: int) -> list[str]:
+def vllm_options(drafter: str, block_size: int, draft_sample_method: str = "greedy") -> list[str]:
     """Of `vllm serve`, which counts the drafted tokens: all of a block but the anchor."""
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
+    if draft_sample_method != "greedy":
+        speculative["draft_sample_method"] = draft_sample_method
     return ["--speculative-config", json.dumps(speculative)]
 
 
-def sglang_options(drafter: str, block_size: int) -> list[str]:
+def sglang_options(drafter: str, block_size: int, draft_sample_method: str = "greedy") -> list[str]:
     """Of `sglang.launch_server`, which counts the whole block."""
     return [
         *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter),
         *("--speculative-num-draft-tokens", str(block_size)),
+        *(["--speculative-use-rejection-sampling"] if draft_sample_method == "probabilistic" else []),
     ]
 
 
