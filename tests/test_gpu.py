@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MASK, make_drafter, make_target
+from conftest import MASK, make_dflash2, make_drafter, make_target
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.kernels import loss as head_loss
@@ -177,6 +177,23 @@ def test_a_capped_head_with_a_bias_errs_no_more_than_bf16_does() -> None:
         assert (got.double() - true).norm() < 0.02 * true.norm()
 
 
+def test_candidates_and_their_gradient_err_no_more_than_bf16_does() -> None:
+    hidden, weight, labels, _, _ = head_batch(300, 64, 5000, 10)
+    scale, pull = LogitScale(0.8, 5.0), torch.randn(300, 16, device="cuda")
+    leaf, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    rows = frozen_head_loss(leaf, weight, labels, 128, scale=scale, candidates=16, inject=True)
+    assert rows.candidates is not None and rows.unary is not None and rows.unary.dtype == torch.float32
+    assert (rows.candidates == labels[:, None]).any(1).all()
+    (rows.unary * pull).sum().backward()
+    logits = 5 * torch.tanh((exact @ weight.double().T) * 0.8 / 5)
+    unary = logits.gather(1, rows.candidates)
+    (unary * pull).sum().backward()
+    kept = rows.candidates[:, :15]
+    assert (logits.gather(1, kept).amin(1) >= logits.topk(16).values[:, -1] - 0.1).all(), "the best, up to rounding"
+    for got, true in ((rows.unary.detach(), unary.detach()), (leaf.grad, exact.grad)):
+        assert (got.double() - true).norm() < 0.02 * true.norm()
+
+
 def test_the_chunks_of_the_head_never_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels, final, at = head_batch(700, 64, 5000, 90)
     frozen_head_loss(hidden.requires_grad_(), weight, labels, 128, MIX, TargetStates(final, at))  # compiles
@@ -191,6 +208,8 @@ def test_the_chunks_of_the_head_never_wait_for_the_gpu(monkeypatch: pytest.Monke
         frozen_head_loss(hidden, weight, labels, 128, MIX, TargetStates(final, at))
         assert torch.cuda.get_sync_debug_mode() == 2
         frozen_head_loss(hidden, weight, labels, 128)
+        rows = frozen_head_loss(hidden, weight, labels, 128, candidates=16, inject=True)
+        (rows.loss.sum() + rows.unary.sum()).backward()  # type: ignore[union-attr]
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -211,3 +230,40 @@ def test_a_bf16_step_with_a_distribution_loss_is_finite_and_lowers_it() -> None:
         optimizer.zero_grad()
         losses.append(result.loss.item())
     assert losses[-1] < 0.85 * losses[0]
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_bf16_steps_of_dflash_2_are_those_of_fp32_but_for_rounding(compiled: str) -> None:
+    found = []
+    for dtype, compile_ in ((torch.float32, "off"), (torch.bfloat16, compiled)):
+        torch.manual_seed(0)
+        target = on_gpu(dtype)
+        drafter = make_dflash2(target, head_dim=16).cuda().train()
+        source = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=384)
+        features = source(rows_of(97, 130, 61))
+        blocks = sample_blocks(features, 128, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
+        config = TrainConfig(target="tiny", run=RunOptions(compile=compile_), loss=LossOptions(head_rows=256))
+        result = compute_loss(drafter, target, features, blocks, config, flex=True)
+        result.loss.backward()
+        found.append((result.selector_loss.item(), [p.grad for p in drafter.parameters()]))
+    (exact, exact_grads), (loss, grads) = found
+    assert loss == pytest.approx(exact, rel=0.05)
+    for (name, _), ours, theirs in zip(drafter.named_parameters(), grads, exact_grads, strict=True):
+        assert (ours - theirs).norm() < 0.15 * theirs.norm(), name
+
+
+def test_a_bf16_step_of_dflash_2_lowers_both_losses() -> None:
+    target = on_gpu(torch.bfloat16)
+    drafter = make_dflash2(target, head_dim=16).cuda().train()
+    features = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=384)(rows_of(97, 130, 61))
+    blocks = sample_blocks(features, 128, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
+    config = TrainConfig(target="tiny", loss=LossOptions(head_rows=256, gold="inject"))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        result = compute_loss(drafter, target, features, blocks, config, flex=True)
+        result.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((result.loss.item(), result.selector_loss.item()))
+    assert all(last < 0.85 * first for first, last in zip(losses[0], losses[-1], strict=True))

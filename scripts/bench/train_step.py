@@ -1,6 +1,7 @@
 """Time training steps on random weights of a named shape: sequences a second, model FLOPs utilisation, peak memory.
 
     python scripts/bench/train_step.py --shape qwen3-8b --anchors 512 2048 --output train.json
+    python scripts/bench/train_step.py --shape qwen2.5-0.5b --anchors 384 --kind dflash dflash2 convolution selector
     python scripts/bench/train_step.py --shape qwen3-8b --gpus 2       # starts itself again under torchrun
     python scripts/bench/train_step.py --shape qwen3-8b --gpus 2 --anchors 512 --compare --output sharded.json
 
@@ -15,6 +16,7 @@ A way that fails, hangs or leaves memory behind costs a new start of the process
 import argparse
 import faulthandler
 import gc
+import itertools
 import json
 import math
 import os
@@ -46,6 +48,10 @@ from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
 from dflash_toolkit.train.run.metrics import peak_flops
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {}, "dflash2": {"kind": "dflash2"}, "convolution": {"kind": "dflash2", "selector_rank": 0},
+    "selector": {"kind": "dflash2", "conv_kernel_size": 0},
+}  # fmt: skip
 BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
 SHARDED = {
     "": {}, "fsdp": {"fsdp": True}, "fsdp-keep": {"fsdp": True, "fsdp_reshard_after_forward": False},
@@ -68,17 +74,19 @@ def random_target(shape: str, device: torch.device) -> Target:
 class Bench:
     """The trainer's step over endless random rows."""
 
-    def __init__(self, args: argparse.Namespace, target: Target, processes: Processes, anchors: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, target: Target, processes: Processes, anchors: int, kind: str = "dflash"
+    ) -> None:
         self.args, self.target, self.processes = args, target, processes
         self.anchors = min(anchors, args.length - 1)
         self.batch = args.batch or max(1, BLOCKS // anchors)
         self.shape = drafter_shape(
             named_shape(args.shape), layers=args.layers, taps=args.taps, block_size=args.block,
-            layer_types=("sliding_attention",) if args.window else (), sliding_window=args.window,
+            layer_types=("sliding_attention",) if args.window else (), sliding_window=args.window, **KINDS[kind],
         )  # fmt: skip
         self.config = TrainConfig(
             target=args.shape,
-            drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block),
+            drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block, **KINDS[kind]),
             loss=LossOptions(anchors=self.anchors),
             optim=OptimOptions(
                 optimizer=args.optimizer, accumulate=args.accumulate, batch_size=self.batch, recompute=args.recompute
@@ -193,6 +201,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--window", type=int, help="tokens that every layer sees (default: all)")
+    parser.add_argument("--kind", nargs="+", default=["dflash"], choices=list(KINDS), help="drafters, one by one")
     parser.add_argument("--optimizer", default="auto", choices=["auto", "adamw", "muon"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--shard", default="", choices=list(SHARDED))
@@ -330,14 +339,15 @@ def main() -> None:
         }
         if args.compare is not None:
             return measure_ways(args, target, processes, result)
-        for anchors in args.anchors:
-            row = Bench(args, target, processes, anchors).measure()
+        for anchors, kind in itertools.product(args.anchors, args.kind):
+            torch.compiler.reset()
+            row = {"kind": kind, **Bench(args, target, processes, anchors, kind).measure()}
             result["rows"].append(row)
             if processes.main:
                 print(json.dumps(row), flush=True)
+                if args.output:
+                    write_json(args.output, finite(result))
             free(device)
-        if processes.main and args.output:
-            write_json(args.output, finite(result))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...kernels.convolve import convolve
 
 
 class DynamicConvolution(nn.Module):
@@ -33,25 +34,7 @@ class DynamicConvolution(nn.Module):
             sublayer: maps [B, Q, D] to [B, Q, D].
             block_size: slots of a block, which Q is a multiple of; None: all Q are one.
         """
-        taps = self.base_kernel.shape[1]
+        taps, block = self.base_kernel.shape[1], block_size or x.shape[1]
         before, behind = self.kernel_projection(x).unflatten(-1, (2, taps, -1)).unbind(-3)  # [B, Q, T, D / g]
-        y = sublayer(convolve(x, before, self.base_kernel[0], block_size))
-        return convolve(y, behind, self.base_kernel[1], block_size)
-
-
-def convolve(x: Tensor, dynamic: Tensor, base: Tensor, block_size: int | None) -> Tensor:
-    """Sum over tau of (base[tau] + dynamic[t, tau]) x[t - tau], in fp32; before slot 0 of a block stands zero.
-
-    Args:
-        x: rows of blocks, [B, Q, D].
-        dynamic: [B, Q, T, D / g], a row's own coefficients, for groups of g channels that lie side by side.
-        base: [T, D].
-        block_size: slots of a block, which Q is a multiple of; None: all Q are one.
-    """
-    rows = x.float().unflatten(1, (-1, block_size or x.shape[1]))  # [B, blocks, S, D]
-    group_size = base.shape[1] // dynamic.shape[3]
-    kernel = base.float() + dynamic.float().repeat_interleave(group_size, dim=-1)  # [B, Q, T, D]
-    found = torch.zeros_like(rows)
-    for tau, weights in enumerate(kernel.view(*rows.shape[:3], *base.shape).unbind(-2)):
-        found = found + weights * F.pad(rows, (0, 0, tau, 0))[:, :, : rows.shape[2]]
-    return found.flatten(1, 2).to(x.dtype)
+        y = sublayer(convolve(x, before, self.base_kernel[0], block))
+        return convolve(y, behind, self.base_kernel[1], block)
