@@ -20,9 +20,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3Mo
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
+from dflash_toolkit.checkpoint.reader import load_weights
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, quantize_groups
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
+from dflash_toolkit.models.quantized import FORM
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
@@ -30,7 +33,7 @@ from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.stack import Stack
-from dflash_toolkit.runtime.weights import DrafterWeights
+from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
@@ -139,6 +142,41 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
 
 
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
+def in_fp8(target: Target) -> TargetWeights:
+    """The weights of a target, quantized by blocks."""
+    config: Any = copy.deepcopy(target.config)
+    config.quantization_config = dict(FORM)
+    weights = TargetWeights.empty(ModelSpec.of_target(config), target.device, target.dtype)
+    state = dict(target.model.state_dict())
+    for name in weights.parameter_views():
+        if name.endswith("_scale_inv"):
+            matrix = BlockScaledFp8.of(state[name.removesuffix("_scale_inv")])
+            state[name.removesuffix("_scale_inv")], state[name] = matrix.data, matrix.scale
+    load_weights("target", weights.parameter_views(), state)
+    return weights
+
+
+def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks() -> None:
+    target, drafter = pair("qwen3")
+    weights, drafts = in_fp8(target), DrafterWeights.of_module(drafter)
+    prompts, params = prompts_of(160), SamplingParams(max_tokens=48, ignore_eos=True)
+
+    def engine_of(drafts: DrafterWeights | None, batch: int, block: int) -> Engine:
+        options = EngineOptions(
+            max_num_seqs=batch, kv_cache_tokens=16 * LIMIT, prefix_cache=False, num_speculative_tokens=block - 1
+        )
+        return Engine(weights, drafts, (), options)
+
+    plain = [answer.tokens for answer in engine_of(None, 8, 1).generate(prompts, params)]
+    assert [answer.tokens for answer in engine_of(None, 1, 1).generate(prompts[:40], params)] == plain[:40]
+    for batch, block in ((8, 16), (1, 16), (8, 4)):
+        engine = engine_of(drafts, batch, block)
+        knowing(engine, prompts, plain)
+        drafted = engine.generate(prompts, params)
+        assert [answer.tokens for answer in drafted] == plain
+        assert sum(len(answer.steps) for answer in drafted) < 160 * 47 / 2.5, "drafts were accepted"
+
+
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
 def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str, dflash2: bool) -> None:
     target, drafter = pair(dflash2=dflash2)
@@ -531,3 +569,28 @@ def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int,
         slack = 0.01 if isinstance(weight, Tensor) else 0.05
         assert (logits.amax(1) - chosen <= slack * logits.amax(1)).all()
         assert torch.equal(gpu.linear_argmax(x[:5], weight), best[:5])
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (24576, 4096), (1280, 896)])
+def test_products_with_blocks_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int, k: int) -> None:
+    from dflash_toolkit.kernels import gpu, reference
+
+    x = torch.randn(300, k, device="cuda", dtype=torch.bfloat16) * torch.logspace(-2, 2, 300, device="cuda")[:, None]
+    x = x.to(torch.bfloat16)
+    data, scale = quantize_groups(x)
+    rows = data.double() * scale.double().repeat_interleave(BLOCK, 1)
+    dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    for operation, ways in ((gpu.linear, 1), (gpu.linear_split_k, 1), (gpu.linear_swiglu, 2)):
+        weight = BlockScaledFp8.of(dense, ways)
+        exact = weight.dense(torch.float64)
+        split = operation is gpu.linear_split_k
+        exact = reference.linear_swiglu(rows, exact) if ways == 2 else rows @ exact.T
+        whole = operation(x[:128], weight)
+        assert rel(whole.sum(0) if split else whole, exact[:128]) < 5e-3
+        more = operation(x, weight)
+        assert rel(more[0] if split else more, exact) < 5e-3
+        if not split:
+            assert torch.equal(more[:128], whole), "tiles of more rows add in the same order"
+        for count in (1, 2, 3, 8, 16, 17, 32, 33, 64, 100, 127):
+            assert torch.equal(operation(x[:count], weight), whole.narrow(split, 0, count)), count
+        assert torch.equal(operation(x[77:78], weight), whole.narrow(split, 77, 1))
