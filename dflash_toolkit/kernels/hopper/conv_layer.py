@@ -62,7 +62,8 @@ def _tap(
 ):  # fmt: skip
     """What a row's channels have of the row `tau` before it, [BLOCK_C, GROUP]."""
     o_c, o_d = _groups(GROUP, BLOCK_C), _channels(GROUP, BLOCK_C)
-    b_own = gl.zeros([BLOCK_C], gl.float32, o_c.type.layout)
+    slim: gl.constexpr = o_c.type.layout
+    b_own = gl.zeros([BLOCK_C], gl.float32, slim)
     for i in gl.static_range(SPLITS):
         p_own = own_p + i * stride_split + i_m * stride_row + tau * (D // GROUP)
         b_own += gl.load(p_own + o_c, mask=o_c < D // GROUP, other=0.0)
@@ -93,10 +94,11 @@ def _leave(
     if i_m < M:
         o_d = _channels(GROUP, BLOCK_C)
         mask = o_d < D
-        b_y = gl.zeros([BLOCK_C, GROUP], gl.float32, o_d.type.layout)
+        layout: gl.constexpr = o_d.type.layout
+        b_y = gl.zeros([BLOCK_C, GROUP], gl.float32, layout)
         for tau in gl.static_range(TAPS):
             there = mask & (i_m % block >= tau)
-            b_sum = gl.zeros([BLOCK_C, GROUP], gl.float32, o_d.type.layout)
+            b_sum = gl.zeros([BLOCK_C, GROUP], gl.float32, layout)
             for i in gl.static_range(SPLITS):
                 b_sum += gl.load(part_p + (i * M + i_m - tau) * D + o_d, mask=there, other=0.0)
             if SCALED:
@@ -121,7 +123,8 @@ def _enter(
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)
     if i_m < M:
         o_d = _channels(GROUP, BLOCK_C)
-        b_y = gl.zeros([BLOCK_C, GROUP], gl.float32, o_d.type.layout)
+        layout: gl.constexpr = o_d.type.layout
+        b_y = gl.zeros([BLOCK_C, GROUP], gl.float32, layout)
         for tau in gl.static_range(TAPS):
             there = (o_d < D) & (i_m % block >= tau)
             b_u = gl.load(wide_p + (i_m - tau) * D + o_d, mask=there, other=0.0).to(gl.float32)
