@@ -217,7 +217,10 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(
         stack = Stack(loaded.spec, loaded.layers, loaded.norm, old.rope, old.cache, old.ops)
         head = head_of(loaded, runner.target.head, old.ops)
         full = Proposer(loaded, stack, runner.target.embedding, head).propose(last, rows, block).tokens
-    assert (quantized == full).float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
+    same = quantized == full
+    if dflash2:  # a slot is compared where the token before it, which its own goes by, is the same
+        same = same[torch.nn.functional.pad(same, (1, 0), value=True)[:, :-1]]
+    assert same.float().mean() > 0.5, f"by chance one draft of {VOCAB} would be the same"
 
 
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
