@@ -163,7 +163,7 @@ def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"launch", "mix", "ops", "weight"} | {"hopper.grid", "hopper.layer", "hopper.ring"}
+SUPPORT = {"delta", "launch", "mix", "ops", "weight"} | {"hopper.grid", "hopper.layer", "hopper.ring"}
 SUPPORT |= {"triton.best", "triton.convolution", "triton.fp8", "triton.tile"}
 
 

@@ -33,6 +33,7 @@ from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
+from .triton.delta import delta_inputs, delta_rule, gated_rms_norm
 from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
@@ -50,11 +51,14 @@ __all__ = [
     "block_conv",
     "context_write",
     "conv_add_rms_norm",
+    "delta_inputs",
+    "delta_rule",
     "experts_mlp",
     "fused_conv_post_attention",
     "fused_post_attention",
     "fuses_conv_post_attention",
     "fuses_post_attention",
+    "gated_rms_norm",
     "linear",
     "linear_argmax",
     "linear_split_k",

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .delta import DeltaMemory
 from .mix import LossMix, RowTerms
 from .weight import Weight
 
@@ -190,6 +191,25 @@ class Ops(Protocol):
         q: Tensor,
         acceptance: Tensor,
     ) -> Tensor: ...
+
+    def delta_inputs(
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        memory: DeltaMemory,
+        slots: Tensor,
+        stay: Tensor,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def delta_rule(
+        self, mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+    ) -> Tensor: ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def row_loss_(
         self,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .delta import DeltaMemory
 from .mix import LossMix, RowTerms
 from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Weight, cast_fp8, dense, is_quantized, quantize_groups
 
@@ -709,6 +710,105 @@ def _filtered_by_row(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: 
     floor = min_p[:, None] * probabilities.amax(-1, keepdim=True)
     kept = probabilities.masked_fill(probabilities < floor, 0.0)
     return torch.where((min_p > 0.0)[:, None], kept / kept.sum(-1, keepdim=True), probabilities)
+
+
+# ---- gated delta nets (Yang et al., arXiv 2412.06464), as transformers' Qwen3_5GatedDeltaNet has them ----
+
+
+def delta_inputs(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    stay: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What the delta rule takes of a block's rows, and before them of those rows of the last block that stay.
+
+    The memory's window moves over the rows that stay; then it keeps the inputs and gates of this block.
+
+    Args:
+        qkv: [M, C] queries, keys and values before the short convolution; row b * S + k is row k of request b. As `ba`
+            it may be columns of a wider matrix.
+        ba: [M, 2 N], what becomes beta, and what becomes the decay, of N heads.
+        weight: [C, T], of the convolution over the last T inputs of each channel; SiLU follows.
+        a_log, dt_bias: [N]; the state decays by exp(-exp(a_log) softplus(a + dt_bias)).
+        slots: int32 [B], where in the memory each request is.
+        stay: int32 [B], how many rows of a request's last block do: what `accept` counts.
+        counts: int32 [B]; rows k >= counts[b] are padding and leave nothing behind.
+
+    Returns:
+        [B, R, C] in qkv's dtype and gates fp32 [B, R, 2, N], R = `memory.rows` + S. Of request b they hold stay[b] +
+        counts[b] rows.
+    """
+    batch, taps = len(slots), weight.shape[1]
+    block = len(qkv) // batch
+    mixed = qkv.new_zeros(batch, memory.rows + block, qkv.shape[1])
+    gates = memory.gates.new_zeros(batch, memory.rows + block, 2, len(a_log))
+    b, a = ba.float().chunk(2, dim=1)
+    decay = (-a_log.float().exp() * F.softplus(a + dt_bias.float())).exp()
+    own = torch.stack([decay, b.sigmoid().to(ba.dtype).float()], dim=1)  # [M, 2, N]
+    for i, (slot, old, count) in enumerate(zip(slots.tolist(), stay.tolist(), counts.tolist(), strict=True)):
+        if not old + count:
+            continue
+        rows = slice(i * block, i * block + count)
+        sequence = torch.cat([memory.window[slot], memory.inputs[slot, :old], qkv[rows]])  # [T - 1 + old + count, C]
+        convolved = (sequence.float().unfold(0, taps, 1) * weight.float()).sum(-1).to(qkv.dtype)
+        mixed[i, : old + count] = F.silu(convolved)
+        gates[i, : old + count] = torch.cat([memory.gates[slot, :old], own[rows]])
+        memory.window[slot] = sequence[old : old + taps - 1]
+        memory.inputs[slot, :count], memory.gates[slot, :count] = qkv[rows], own[rows]
+    return mixed, gates
+
+
+def delta_rule(
+    mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+) -> Tensor:
+    """The outputs of a block's rows, behind a state that first takes in the rows of the last block that stay.
+
+    S <- decay S; S <- S + k (beta (v - S^T k))^T; the output is S^T q, with keys and queries of length 1 and queries
+    over sqrt(H_k). A head of queries and keys serves the N / G heads of values that stand in its place.
+
+    Args:
+        mixed, gates, slots, stay, counts: as for `delta_inputs`; mixed has G heads of queries, G of keys, N of values.
+        memory: its state becomes the one before this block.
+
+    Returns:
+        [M, N H_v] in mixed's dtype; padding is zero.
+    """
+    heads, width_k, width_v = memory.state.shape[1:]
+    groups = (mixed.shape[2] - heads * width_v) // (2 * width_k)
+    out = mixed.new_zeros(len(slots), mixed.shape[1] - memory.rows, heads * width_v)
+    q, k, v = mixed.float().split([groups * width_k, groups * width_k, heads * width_v], dim=2)
+    q, k = (t.unflatten(2, (groups, width_k)).repeat_interleave(heads // groups, dim=2) for t in (q, k))
+    q, k = (t * torch.rsqrt(t.pow(2).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, v = q / width_k**0.5, v.unflatten(2, (heads, width_v))
+    for i, (slot, old, count) in enumerate(zip(slots.tolist(), stay.tolist(), counts.tolist(), strict=True)):
+        state = memory.state[slot]
+        for row in range(old + count):
+            if row == old:
+                memory.state[slot] = state
+            decay, beta = gates[i, row, :, :, None]  # [N, 1]
+            state = state * decay[..., None]
+            delta = (v[i, row] - (state * k[i, row, :, :, None]).sum(1)) * beta
+            state = state + k[i, row, :, :, None] * delta[:, None]
+            if row >= old:
+                out[i, row - old] = (state * q[i, row, :, :, None]).sum(1).flatten().to(out.dtype)
+        if not count:
+            memory.state[slot] = state
+    return out.flatten(0, 1)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMSNorm of every head of x [M, N H] by weight [H], times silu(gate) [M, N H], which may be columns."""
+    normed = _rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps)
+    return (normed.flatten(1).float() * F.silu(gate.float())).to(x.dtype)
+
+
+# ---- the loss --------------------------------------------------------------------------------------
 
 
 def row_loss_(

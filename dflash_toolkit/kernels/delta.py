@@ -1,0 +1,38 @@
+"""What a gated delta net remembers of its requests, so that rows of a block can be taken back."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaMemory:
+    """The state before a request's last block, and what the rows of that block do to it.
+
+    A block changes no state. When the next one comes, as many of its rows as stayed are run once more (replay), in the
+    arithmetic of their first run; so a state takes no copies, and drafts that were rejected leave nothing behind.
+    """
+
+    state: Tensor  # fp32 [slots, N, H_k, H_v] of N heads
+    window: Tensor  # [slots, T - 1, C], the last inputs of the short convolution before the block
+    inputs: Tensor  # [slots, S, C], those of the block's rows
+    gates: Tensor  # fp32 [slots, S, 2, N], factors that the state decays by, and beta, of the block's rows
+
+    @classmethod
+    def empty(
+        cls, slots: int, rows: int, taps: int, channels: int, heads: int, widths: tuple[int, int],
+        dtype: torch.dtype, device: torch.device,
+    ) -> "DeltaMemory":  # fmt: skip
+        """Of so many requests that have had no token, for blocks of up to `rows`; `widths` are H_k and H_v."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        window, inputs = zeros(taps - 1, channels, dtype=dtype), zeros(rows, channels, dtype=dtype)
+        return cls(zeros(heads, *widths), window, inputs, zeros(rows, 2, heads))
+
+    @property
+    def rows(self) -> int:
+        """Of the longest block."""
+        return self.inputs.shape[1]

@@ -1,0 +1,221 @@
+"""Gated delta nets of a decoding step, in Triton: rows of the last block that stayed are replayed before the new ones.
+
+Old and new rows go through the same instructions, so that a state is, bit for bit, what one row at a time makes of it.
+A program of the short convolution owns its channels of the memory, so none reads what another writes; it hands replayed
+rows on, and the delta rule needs no more of the memory than the state, of which each program owns a part.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..delta import DeltaMemory
+from ..launch import next_power_of_two, pdl
+
+CHANNELS = 64  # of a program of the convolution
+COLUMNS = 32  # of a head's values, of a program of the delta rule
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), also where 1 + exp(x) is rounded."""
+    b_e = tl.exp(tl.minimum(x, 20.0))
+    b_u = 1.0 + b_e
+    b_small = b_u == 1.0
+    b_log = tl.where(b_small, b_e, tl.log(b_u) * (b_e / tl.where(b_small, 1.0, b_u - 1.0)))
+    return tl.where(x > 20.0, x, b_log)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["S"])
+def _delta_inputs_kernel(
+    qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, inputs_p, gates_p, slots_p, stay_p, counts_p, mixed_p, out_gates_p,
+    S, MOST, C, N, stride_qkv, stride_ba, blocks,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_r = tl.arange(0, ROWS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_p + i_b).to(tl.int64)
+    stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
+    o_out = i_b * (MOST + S) + o_r
+    m_old, m_new, m_all = o_r < stay, o_r < count, o_r < stay + count
+    if i_c < blocks:
+        o_c = i_c * BLOCK + tl.arange(0, BLOCK)
+        m_c = (o_c < C)[None, :]
+        p_qkv = qkv_p + i_b * S * stride_qkv + o_c[None, :]
+        p_window = window_p + slot * (TAPS - 1) * C + o_c[None, :]
+        p_inputs = inputs_p + slot * MOST * C + o_c[None, :]
+        b_acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        for tap in tl.static_range(TAPS):
+            b_x = _input(
+                p_qkv, p_window, p_inputs, o_r - (TAPS - 1) + tap, stay, stay + count, C, stride_qkv, m_c, TAPS
+            )
+            b_acc += (
+                b_x.to(tl.float32) * tl.load(w_p + o_c * TAPS + tap, mask=o_c < C, other=0.0).to(tl.float32)[None, :]
+            )
+        b_y = b_acc.to(mixed_p.dtype.element_ty).to(tl.float32)  # as stored between convolution and activation
+        b_y = b_y * _sigmoid(b_y)
+        p_out = mixed_p + o_out[:, None] * C + o_c[None, :]
+        tl.store(p_out, b_y.to(mixed_p.dtype.element_ty), mask=m_all[:, None] & m_c)
+        o_w = tl.arange(0, ROWS)  # more than there are in the window
+        b_window = _input(p_qkv, p_window, p_inputs, stay - (TAPS - 1) + o_w, stay, stay, C, stride_qkv, m_c, TAPS)
+        b_new = tl.load(p_qkv + o_r.to(tl.int64)[:, None] * stride_qkv, mask=m_new[:, None] & m_c, other=0.0)
+        tl.debug_barrier()  # before what other threads read is written over
+        tl.store(p_window + o_w[:, None] * C, b_window, mask=(o_w < TAPS - 1)[:, None] & m_c)
+        tl.store(p_inputs + o_r[:, None] * C, b_new, mask=m_new[:, None] & m_c)
+    else:
+        o_n = tl.arange(0, HEADS)
+        m_n = (o_n < N)[None, :]
+        p_ba = ba_p + (i_b * S + o_r)[:, None] * stride_ba + o_n[None, :]
+        b_b = tl.load(p_ba, mask=m_new[:, None] & m_n, other=0.0)
+        b_a = tl.load(p_ba + N, mask=m_new[:, None] & m_n, other=0.0).to(tl.float32)
+        b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
+        b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+        b_decay = tl.exp(-b_rate[None, :] * _softplus(b_a + b_dt[None, :]))
+        b_beta = _sigmoid(b_b.to(tl.float32)).to(ba_p.dtype.element_ty).to(tl.float32)
+        p_kept = gates_p + (slot * MOST + o_r)[:, None] * 2 * N + o_n[None, :]
+        b_old_decay = tl.load(p_kept, mask=m_old[:, None] & m_n, other=0.0)
+        b_old_beta = tl.load(p_kept + N, mask=m_old[:, None] & m_n, other=0.0)
+        p_gates = out_gates_p + o_out[:, None] * 2 * N + o_n[None, :]
+        tl.store(p_gates, b_old_decay, mask=m_old[:, None] & m_n)
+        tl.store(p_gates + N, b_old_beta, mask=m_old[:, None] & m_n)
+        tl.store(p_gates + stay * 2 * N, b_decay, mask=m_new[:, None] & m_n)
+        tl.store(p_gates + stay * 2 * N + N, b_beta, mask=m_new[:, None] & m_n)
+        tl.debug_barrier()
+        tl.store(p_kept, b_decay, mask=m_new[:, None] & m_n)
+        tl.store(p_kept + N, b_beta, mask=m_new[:, None] & m_n)
+
+
+@triton.jit
+def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS: tl.constexpr):
+    """Inputs at places o_at behind the window: before 0 of the window, before `stay` of the last block, then new."""
+    o_at = o_at.to(tl.int64)[:, None]
+    before, old = o_at < 0, (o_at >= 0) & (o_at < stay)
+    b_x = tl.load(window_p + (o_at + TAPS - 1) * C, mask=before & (o_at > -TAPS) & m_c, other=0.0)
+    b_old = tl.load(inputs_p + o_at * C, mask=old & m_c, other=0.0)
+    b_new = tl.load(qkv_p + (o_at - stay) * stride_qkv, mask=(o_at >= stay) & (o_at < end) & m_c, other=0.0)
+    return tl.where(before, b_x, tl.where(old, b_old, b_new))
+
+
+@triton.jit(do_not_specialize=["S"])
+def _delta_rule_kernel(
+    mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, out_p, S, MOST, C, N, G, H_K, H_V, scale,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_b, i_n, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_k, m_v = o_k < H_K, o_v < H_V
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_p + i_b).to(tl.int64)
+    stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
+    p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
+    m_state = m_k[:, None] & m_v[None, :]
+    mixed_p += i_b * (MOST + S) * C
+    gates_p += i_b * (MOST + S) * 2 * N + i_n
+    out_p += i_b * S * N * H_V + i_n * H_V + o_v
+    i_g = i_n // (N // G)
+    b_state = tl.load(p_state, mask=m_state & (stay + count > 0), other=0.0)
+    for row in range(stay + count):  # one body for old rows and new ones, and so one rounding
+        if row == stay:
+            tl.store(p_state, b_state, mask=m_state & (stay > 0))
+        p_row = mixed_p + row * C
+        b_q = tl.load(p_row + i_g * H_K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(p_row + (G + i_g) * H_K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_v = tl.load(p_row + 2 * G * H_K + i_n * H_V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        decay, beta = tl.load(gates_p + row * 2 * N), tl.load(gates_p + row * 2 * N + N)
+        b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
+        b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6) * scale
+        b_state *= decay
+        b_delta = (b_v - tl.sum(b_state * b_k[:, None], axis=0)) * beta
+        b_state += b_k[:, None] * b_delta[None, :]
+        b_out = tl.sum(b_state * b_q[:, None], axis=0)
+        tl.store(out_p + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
+    if count == 0:
+        tl.store(p_state, b_state, mask=m_state & (stay > 0))
+    for row in range(count, S):
+        tl.store(out_p + row * N * H_V, tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty), mask=m_v)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_rms_norm_kernel(
+    x_p, gate_p, w_p, out_p, M, N, H, stride_gate, eps, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_m = tl.program_id(0).to(tl.int64)
+    o_n, o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    o_x = o_n[:, None] * H + o_h[None, :]
+    mask = (o_n < N)[:, None] & (o_h < H)[None, :]
+    b_w = tl.load(w_p + o_h, mask=o_h < H, other=0.0)  # a weight: it depends on no kernel
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_x = tl.load(x_p + i_m * N * H + o_x, mask=mask, other=0.0)
+    b_gate = tl.load(gate_p + i_m * stride_gate + o_x, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    b_wide = b_x.to(tl.float32)
+    b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / H + eps)
+    b_y = ((b_wide * b_scale[:, None]).to(b_x.dtype) * b_w[None, :]).to(b_x.dtype).to(tl.float32)
+    tl.store(out_p + i_m * N * H + o_x, (b_y * b_gate * _sigmoid(b_gate)).to(b_x.dtype), mask=mask)
+
+
+def delta_inputs(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    stay: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Mixed rows [B, R, C] and gates fp32 [B, R, 2, N]: old ones that stay, then new ones; see the reference."""
+    batch, (channels, taps), heads = len(slots), weight.shape, len(a_log)
+    block, most = len(qkv) // batch, memory.rows
+    mixed = torch.empty(batch, most + block, channels, dtype=qkv.dtype, device=qkv.device)
+    gates = torch.empty(batch, most + block, 2, heads, dtype=torch.float32, device=qkv.device)
+    blocks = -(-channels // CHANNELS)
+    _delta_inputs_kernel[(batch, blocks + 1)](
+        qkv, ba, weight, a_log, dt_bias, memory.window, memory.inputs, memory.gates, slots, stay, counts, mixed, gates,
+        block, most, channels, heads, qkv.stride(0), ba.stride(0), blocks,
+        TAPS=taps, ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
+        HEADS=next_power_of_two(heads), **pdl(qkv),
+    )  # fmt: skip
+    return mixed, gates
+
+
+def delta_rule(
+    mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+) -> Tensor:
+    """The outputs [M, N H_v] of a block's rows; the state becomes the one before it. See the reference."""
+    batch, rows, channels = mixed.shape
+    heads, width_k, width_v = memory.state.shape[1:]
+    groups, block = (channels - heads * width_v) // (2 * width_k), rows - memory.rows
+    out = torch.empty(batch * block, heads * width_v, dtype=mixed.dtype, device=mixed.device)
+    columns = min(COLUMNS, next_power_of_two(width_v))
+    _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
+        mixed, gates, memory.state, slots, stay, counts, out, block, memory.rows, channels, heads, groups,
+        width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, **pdl(mixed),
+    )  # fmt: skip
+    return out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMSNorm of every head of x [M, N H] by weight [H], times silu(gate) [M, N H], which may be columns."""
+    (m, n), width = x.shape, len(weight)
+    out, heads, block = torch.empty_like(x), n // width, next_power_of_two(width)
+    tile = max(1, min(1024 // block, next_power_of_two(heads)))
+    _gated_rms_norm_kernel[(m, -(-heads // tile))](
+        x, gate, weight, out, m, heads, width, gate.stride(0), eps, HEADS=tile, BLOCK=block, **pdl(x)
+    )
+    return out

@@ -1,0 +1,196 @@
+"""Gated delta nets that can take rows back: the definition against transformers, the kernels against both."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5RMSNormGated
+
+pytest.importorskip("triton")
+
+from test_kernels_linear import guarded
+from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn, integers
+
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.triton import delta as kernels
+
+TAPS, ROWS = 4, 5  # of the convolution; of the longest block
+
+
+@dataclass(frozen=True)
+class Net:
+    """A mixer's parameters and sizes."""
+
+    groups: int
+    heads: int
+    width_k: int
+    width_v: int
+    weight: Tensor  # [C, T]
+    a_log: Tensor
+    dt_bias: Tensor
+    dtype: torch.dtype
+
+    @property
+    def channels(self) -> int:
+        return len(self.weight)
+
+    def memory(self, slots: int) -> DeltaMemory:
+        widths = self.width_k, self.width_v
+        return DeltaMemory.empty(slots, ROWS, TAPS, self.channels, self.heads, widths, self.dtype, torch.device(DEVICE))
+
+    def rows(self, batch: int, block: int) -> Tensor:
+        """Random inputs [B * S, C + 2 N] of a block."""
+        return torch.randn(batch * block, self.channels + 2 * self.heads, device=DEVICE).to(self.dtype)
+
+    def step(
+        self, ops: ModuleType, rows: Tensor, memory: DeltaMemory, slots: Sequence[int], stay: Sequence[int],
+        counts: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """Outputs [M, N H_v] of rows [M, C + 2 N], between columns of NaN."""
+        wide = torch.full((len(rows), rows.shape[1] + 7), math.nan, dtype=rows.dtype, device=DEVICE)
+        wide[:, 2:-5] = rows
+        qkv, ba = wide[:, 2:-5].split([self.channels, 2 * self.heads], dim=1)
+        where = integers(slots), integers(stay), integers(counts)
+        parts = ops.delta_inputs(qkv, ba, self.weight, self.a_log, self.dt_bias, memory, *where)
+        return ops.delta_rule(*parts, memory, *where)
+
+
+def net(groups: int, heads: int, width_k: int, width_v: int, dtype: torch.dtype = torch.float32) -> Net:
+    channels = 2 * groups * width_k + heads * width_v
+    weight = guarded((torch.randn(channels, TAPS) / 2).to(dtype))
+    rates, bias = torch.empty(heads).uniform_(0.01, 4).log(), torch.randn(heads)
+    return Net(groups, heads, width_k, width_v, weight, guarded(rates), guarded(bias.to(dtype)), dtype)
+
+
+def copied(memory: DeltaMemory) -> DeltaMemory:
+    return DeltaMemory(*(getattr(memory, each.name).clone() for each in fields(memory)))
+
+
+# of every step: how many rows of the last block stayed, and how many of this one are real, for three requests
+STEPS = [
+    ((0, 0, 0), (5, 4, 0)), ((5, 1, 0), (5, 5, 3)), ((2, 3, 3), (1, 5, 0)), ((1, 0, 0), (0, 2, 0)),
+    ((0, 2, 0), (5, 1, 4)),
+]  # fmt: skip
+
+
+def test_the_definition_is_transformers_whichever_rows_are_taken_back() -> None:
+    config = Qwen3_5TextConfig(
+        hidden_size=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+        linear_value_head_dim=5, linear_conv_kernel_dim=TAPS, num_hidden_layers=1, layer_types=["linear_attention"],
+    )  # fmt: skip
+    mixer = Qwen3_5GatedDeltaNet(config, 0).eval()
+    with torch.no_grad():
+        mixer.dt_bias.normal_()
+        mixer.norm.weight.normal_()
+    ours = Net(2, 4, 6, 5, mixer.conv1d.weight[:, 0], mixer.A_log, mixer.dt_bias, torch.float32)
+    memory = ours.memory(4)
+    texts: list[list[Tensor]] = [[], [], []]  # hidden states that stayed
+    last: list[Tensor] = []
+    for stay, counts in STEPS:
+        for i, hidden in enumerate(last):
+            texts[i].extend(hidden[: stay[i]])
+        last = list(torch.randn(3, ROWS, 16))
+        rows = torch.stack(last).flatten(0, 1)
+        with torch.no_grad():
+            projected = torch.cat([p(rows) for p in (mixer.in_proj_qkv, mixer.in_proj_b, mixer.in_proj_a)], dim=1)
+            found = ours.step(reference, projected, memory, (3, 0, 2), stay, counts)
+            gate = mixer.in_proj_z(rows)
+            found = mixer.out_proj(reference.gated_rms_norm(found, gate, mixer.norm.weight, config.rms_norm_eps))
+            for i, count in enumerate(counts):
+                if count:
+                    text = torch.stack([*texts[i], *last[i][:count]])[None]
+                    expected = mixer(text)[0, -count:]
+                    torch.testing.assert_close(found.view(3, ROWS, -1)[i, :count], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    in_turn([((1, 1, 8, 8),), ((2, 6, 12, 40),)])
+    + ([((16, 48, 128, 128), torch.bfloat16)] if DEVICE == "cuda" else []),
+)
+def test_a_step_leaves_outputs_and_memory_as_defined(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    own = net(*sizes, dtype)
+    memory, slots = own.memory(5), (4, 1, 2)
+    memory.state.normal_()
+    memory.window.normal_()
+    for stay, counts in STEPS:
+        expected = copied(memory)
+        memory.inputs[3] = memory.gates[3] = memory.state[3] = math.nan  # of another request
+        rows = own.rows(3, ROWS)
+        for i, count in enumerate(counts):
+            rows.view(3, ROWS, -1)[i, count:] = math.nan
+        defined = own.step(reference, rows, expected, slots, stay, counts)
+        found = own.step(kernels, rows, memory, slots, stay, counts)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found, defined, rtol=4 * eps, atol=4 * eps * max(1.0, defined.abs().max().item()))
+        for name in ("window", "inputs"):
+            assert torch.equal(getattr(memory, name)[list(slots)], getattr(expected, name)[list(slots)])
+        for name in ("state", "gates"):
+            ours, theirs = (getattr(each, name)[list(slots)] for each in (memory, expected))
+            torch.testing.assert_close(ours, theirs, rtol=8 * eps, atol=8 * eps)
+
+
+def test_drafts_leave_the_bits_that_one_row_at_a_time_leaves() -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    own = net(2, 6, 12, 40, dtype) if DEVICE == "cpu" else net(16, 48, 128, 128, dtype)
+    drafted, plain = own.memory(1), own.memory(1)
+    text = own.rows(1, 14)
+    alone = []
+    for i in range(len(text)):
+        alone.append(own.step(kernels, text[i : i + 1], plain, (0,), (min(i, 1),), (1,)))
+    at, stay = 0, 0
+    for accepted in (3, 1, 5, 2, 3):
+        block = own.rows(1, ROWS)  # what is drafted wrong is any row
+        block[:accepted] = text[at : at + accepted]
+        found = own.step(kernels, block, drafted, (0,), (stay,), (ROWS,))
+        assert torch.equal(found[:accepted], torch.cat(alone[at : at + accepted])), at
+        at, stay = at + accepted, accepted
+    for memory, last in ((drafted, stay), (plain, 1)):  # takes in what stayed
+        own.step(kernels, own.rows(1, 1), memory, (0,), (last,), (0,))
+    assert torch.equal(drafted.state, plain.state) and torch.equal(drafted.window, plain.window)
+    assert plain.state.any()
+
+
+def test_a_request_has_the_same_bits_alone_and_padding_touches_nothing() -> None:
+    own = net(2, 4, 8, 16)
+    memory = own.memory(4)
+    memory.state.normal_()
+    memory.inputs.normal_()
+    memory.gates.uniform_(0, 1)
+    alone, before, rows = copied(memory), copied(memory), own.rows(3, 3)
+    rows[6:] = math.nan
+    found = own.step(kernels, rows, memory, (2, 0, 3), (1, 2, 0), (3, 2, 0))
+    assert torch.equal(own.step(kernels, rows[3:6], alone, (0,), (2,), (2,)), found[3:6])
+    assert not found[5].any() and not found[6:].any()
+    for each in fields(memory):
+        kept, was = getattr(memory, each.name), getattr(before, each.name)
+        assert torch.equal(kept[3], was[3]) and torch.equal(kept[1], was[1])
+        assert torch.equal(kept[0], getattr(alone, each.name)[0])
+    assert torch.equal(memory.inputs[0, 2:], before.inputs[0, 2:])
+
+
+@pytest.mark.parametrize(
+    ("m", "heads", "width", "dtype"),
+    in_turn([(3, 6, 16), (1, 5, 12), (2, 3, 300)] + [(64, 48, 128)] * (DEVICE == "cuda")),
+)
+def test_heads_are_normed_and_gated(m: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = guarded(torch.randn(m, heads * width).to(dtype)), guarded(torch.randn(width).to(dtype))
+    wide = torch.full((m, heads * width + 9), math.nan, dtype=dtype, device=DEVICE)
+    gate = wide[:, 4:-5]
+    gate[:] = torch.randn(m, heads * width)
+    double = x.double().unflatten(1, (heads, width))
+    exact = double * torch.rsqrt(double.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    exact = exact.flatten(1) * torch.nn.functional.silu(gate.double())
+    defined = reference.gated_rms_norm(x, gate, weight, 1e-6)
+    assert_as_exact_as_torch(kernels.gated_rms_norm(x, gate, weight, 1e-6), defined, exact)
+    theirs: Any = Qwen3_5RMSNormGated(width, 1e-6).to(DEVICE)
+    theirs.weight.data = weight
+    expected = theirs(x.reshape(-1, width), gate.reshape(-1, width)).view_as(x)
+    torch.testing.assert_close(defined, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
