@@ -1,0 +1,29 @@
+"""The gated delta nets of a Qwen3.6-27B step: 16 heads of keys, 48 of values, 128 wide; blocks of 8."""
+
+from sm90 import Case
+
+from dflash_toolkit.kernels.triton import delta
+
+SIZES = dict.fromkeys(
+    ("S", "MOST", "C", "M", "N", "G", "H", "H_K", "H_V", "stride_qkv", "stride_ba", "stride_gate", "blocks"), "i32"
+)
+FP32 = dict.fromkeys(("a_log_p", "gates_p", "out_gates_p", "state_p"), "*fp32") | dict.fromkeys(
+    ("scale", "eps"), "fp32"
+)
+WHERE = dict.fromkeys(("slots_p", "stay_p", "counts_p"), "*i32")
+
+
+def case(kernel: object, **constexprs: object) -> Case:
+    constexprs["PDL"] = True
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    kinds = {name: (FP32 | WHERE | SIZES).get(name, "*bf16") for name in names}
+    return Case(kernel, kinds, constexprs, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
+
+
+CASES = {
+    "inputs of the rule": case(
+        delta._delta_inputs_kernel, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
+    ),
+    "the rule": case(delta._delta_rule_kernel, BLOCK_K=128, BLOCK_V=delta.COLUMNS),
+    "gated norm": case(delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128),
+}  # fmt: skip
