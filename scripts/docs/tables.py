@@ -506,6 +506,7 @@ def models(table: Table) -> None:
 
     from dflash_toolkit.config import UnsupportedModel, UserError
     from dflash_toolkit.models.dflash.serving import READ, SERVED
+    from dflash_toolkit.models.quantized import FORM
     from dflash_toolkit.models.spec import ModelSpec
     from serve.external import BY_NAME, Draft
 
@@ -517,7 +518,8 @@ def models(table: Table) -> None:
         return "yes"
 
     architectures = importlib.import_module("architectures").ARCHITECTURES
-    table.columns(f"target | train, evaluate, examine | our engine | vLLM {READ['vllm']} | SGLang {READ['sglang']}")
+    engines = f"our engine | the same in FP8 | vLLM {READ['vllm']} | SGLang {READ['sglang']}"
+    table.columns(f"target | train, evaluate, examine | {engines}")
     drafter = Draft("ours", "DFlashDraftModel", speculators=False, block_size=16, raw={})
     for name, each in architectures.items():
         config = each.config()
@@ -532,7 +534,9 @@ def models(table: Table) -> None:
             )
         target = {"architectures": [kind], "hidden_size": text.hidden_size}
         others = [yes(drafter.check_served, BY_NAME[other], release, name, target) for other, release in READ.items()]
-        table.add(name, "yes", yes(ModelSpec.of_target, text), *others)
+        in_blocks = each.config(hidden_size=128, head_dim=64, intermediate_size=128).get_text_config(decoder=True)
+        in_blocks.quantization_config = dict(FORM)
+        table.add(name, "yes", *(yes(ModelSpec.of_target, ours) for ours in (text, in_blocks)), *others)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------
