@@ -28,7 +28,7 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
-from .reference import rejection_sample, sampled_walk
+from .reference import rejection_sample
 from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
@@ -41,7 +41,7 @@ from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
 from .triton.sample import sample
-from .triton.walk import walk
+from .triton.walk import sampled_walk, walk
 from .weight import BlockScaledFp8, Weight, dense, parts
 
 __all__ = [

@@ -33,6 +33,15 @@ def top_case(rows: int, kind: str) -> Case:
     return Case(linear._top_kernel, pointers, constexprs, tile.warps, tile.stages, ("M",))
 
 
+def walk_case(sampled: bool) -> Case:
+    kinds = dict.fromkeys(("state_p", "predecessors_p", "successors_p"), "*bf16")
+    kinds |= dict.fromkeys(("unary_p", "temperature_p", "q_p"), "*fp32") | {"uniform_p": "*fp64"}
+    kinds |= dict.fromkeys(("candidates_p", "anchors_p", "out_p"), "*i64") | dict.fromkeys(("K", "C", "R"), "i32")
+    kinds |= {name: "i32" for name in walk._walk_kernel.arg_names if name.startswith("stride")}
+    constexprs = {"C_BLOCK": 16, "R_BLOCK": 256, "SAMPLED": sampled, "PDL": True}
+    return Case(walk._walk_kernel, kinds, constexprs, ragged=("K", "C", "stride_uniform"))
+
+
 CASES = {
     f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 32, 64, 128) for kind in ("bf16", "rounded")
 } | {
@@ -44,14 +53,8 @@ CASES = {
         8,
         ragged=("M", "tiles"),
     ),
-    "walk": Case(
-        walk._walk_kernel,
-        dict.fromkeys(("state_p", "predecessors_p", "successors_p"), "*bf16")
-        | {"unary_p": "*fp32", "candidates_p": "*i64", "anchors_p": "*i64", "out_p": "*i64"}
-        | dict.fromkeys(("K", "C", "R", "stride_state", "stride_unary", "stride_candidates"), "i32"),
-        {"C_BLOCK": 16, "R_BLOCK": 256, "PDL": True},
-        ragged=("K", "C"),
-    ),
+    "walk": walk_case(False),
+    "sampled walk": walk_case(True),
     "convolution": conv_case(convolution._block_conv_kernel, 2, ROWS=1, GROUPS=32, PDL=True),
     "convolution of many rows": conv_case(convolution._block_conv_kernel, 4, wide="*bf16", ROWS=8, GROUPS=32, PDL=True),
     "convolution, add and norm": conv_case(convolution._conv_add_rms_norm_kernel, 8, GROUPS=256, TAP=True, PDL=True),

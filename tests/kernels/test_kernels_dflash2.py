@@ -17,7 +17,7 @@ from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn
 from dflash_toolkit.kernels import convolve as training
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import convolution, linear, norm
-from dflash_toolkit.kernels.triton.walk import walk
+from dflash_toolkit.kernels.triton.walk import sampled_walk, walk
 from dflash_toolkit.kernels.weight import RowScaledFp8
 
 EPS = 1e-6
@@ -296,3 +296,26 @@ def test_of_equal_scores_the_first_candidate_is_taken_and_without_any_too() -> N
     found = walk(state, unary, candidates, predecessors, 0 * successors, anchors)
     assert torch.equal(found[1], candidates[1, :, 0])
     assert torch.equal(found[[0, 2]], candidates[[0, 2], :, 2])
+
+
+@pytest.mark.parametrize(("count", "rank", "dtype"), in_turn([(16, 24), (5, 256), (1, 3)]))
+def test_a_sampled_walk_draws_from_what_it_says(count: int, rank: int, dtype: torch.dtype) -> None:
+    state, unary, candidates, predecessors, successors, anchors = given = slots_of(4, 6, count, rank, dtype)
+    successors /= rank**0.5
+    temperature = torch.tensor([1.0, 0.3, 0.0, 2.0], device=DEVICE)
+    uniform = torch.rand(4, 9, dtype=torch.float64, device=DEVICE)[:, 2:8]
+    tokens, q = sampled_walk(*given, temperature, uniform)
+    last = anchors
+    for k in range(6):  # each step along the path that was taken
+        terms = successors[candidates[:, k]].double() * (predecessors[last].double() * state[:, k].double())[:, None]
+        scores = unary[:, k].double() + terms.sum(-1)
+        exact = (scores / temperature[:, None]).softmax(-1)
+        exact[2] = torch.zeros_like(exact[2]).scatter(0, scores[2].argmax(-1), 1.0)
+        torch.testing.assert_close(q[:, k].double(), exact, rtol=1e-4, atol=1e-6)
+        place = reference.choose(q[:, k], uniform[:, k])
+        last = candidates[:, k].gather(1, place[:, None])[:, 0]
+        assert torch.equal(tokens[:, k], last)
+    assert torch.equal(tokens[2], walk(*given)[2])
+    unary[1] = math.nan  # stands for no request
+    others, _ = sampled_walk(*given, temperature, uniform)
+    assert torch.equal(others[2:], tokens[2:]) and (others[1, :, None] == candidates[1]).any(-1).all()

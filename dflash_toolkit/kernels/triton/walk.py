@@ -29,8 +29,9 @@ def _slot(
 
 @triton.jit(do_not_specialize=["K", "C"])
 def _walk_kernel(
-    state_p, unary_p, candidates_p, predecessors_p, successors_p, anchors_p, out_p, K, C, R,
-    stride_state, stride_unary, stride_candidates, C_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    state_p, unary_p, candidates_p, predecessors_p, successors_p, anchors_p, temperature_p, uniform_p, out_p, q_p,
+    K, C, R, stride_state, stride_unary, stride_candidates, stride_uniform,
+    C_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, SAMPLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_b = tl.program_id(0).to(tl.int64)
     state_p += i_b * stride_state
@@ -41,6 +42,10 @@ def _walk_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     anchor = tl.load(anchors_p + i_b)
+    if SAMPLED:
+        temperature = tl.load(temperature_p + i_b)
+        greedy = temperature == 0.0
+        temperature = tl.where(greedy, 1.0, temperature)
     b_last = tl.load(predecessors_p + anchor * R + o_r, mask=o_r < R, other=0.0).to(tl.float32)
     b_ids, b_unary, b_state, b_successors, b_predecessors = _slot(
         state_p, unary_p, candidates_p, predecessors_p, successors_p, 0, K, C, R, C_BLOCK, R_BLOCK
@@ -56,6 +61,13 @@ def _walk_kernel(
         # rows that stand for no request may hold NaN; they get a candidate all the same
         chosen = tl.min(tl.where((b_score == best) & (o_c < C), o_c, C_BLOCK), axis=0)
         chosen = tl.where(chosen == C_BLOCK, 0, chosen)
+        if SAMPLED:
+            b_q = tl.exp((b_score - best) / temperature)
+            b_q = tl.where(greedy, (o_c == chosen).to(tl.float32), b_q / tl.sum(b_q, axis=0))
+            tl.store(q_p + (i_b * K + k) * C + o_c, b_q, mask=o_c < C)
+            b_mass = tl.cumsum(b_q.to(tl.float64), axis=0)
+            threshold = tl.load(uniform_p + i_b * stride_uniform + k) * tl.max(b_mass, axis=0)
+            chosen = tl.minimum(tl.min(tl.where(b_mass > threshold, o_c, C_BLOCK), axis=0), C - 1)
         tl.store(out_p + i_b * K + k, tl.sum(tl.where(o_c == chosen, b_ids, 0), axis=0))
         b_last = tl.sum(tl.where((o_c == chosen)[:, None], b_predecessors.to(tl.float32), 0.0), axis=0)
         b_ids, b_unary, b_state = n_ids, n_unary, n_state
@@ -66,12 +78,34 @@ def walk(
     state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
 ) -> Tensor:
     """The tokens int64 [B, K] of K slots, each the best of its candidates beside the one before; see the reference."""
-    batch, slots, count = candidates.shape
-    rank = state.shape[2]
+    return _launch(state, unary, candidates, predecessors, successors, anchors, None, None)[0]
+
+
+def sampled_walk(
+    state: Tensor,
+    unary: Tensor,
+    candidates: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+    anchors: Tensor,
+    temperature: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `walk`, with each token drawn, and what it was drawn from, fp32 [B, K, C]; see the reference."""
+    return _launch(state, unary, candidates, predecessors, successors, anchors, temperature, uniform)
+
+
+def _launch(
+    state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor,
+    temperature: Tensor | None, uniform: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (batch, slots, count), rank = candidates.shape, state.shape[2]
     out = torch.empty(batch, slots, dtype=torch.int64, device=state.device)
+    q = unary if uniform is None else torch.empty(batch, slots, count, dtype=torch.float32, device=state.device)
     _walk_kernel[(batch,)](
-        state, unary, candidates, predecessors, successors, anchors, out, slots, count, rank,
-        state.stride(0), unary.stride(0), candidates.stride(0),
-        C_BLOCK=next_power_of_two(count), R_BLOCK=next_power_of_two(rank), **pdl(state),
+        state, unary, candidates, predecessors, successors, anchors, unary if temperature is None else temperature,
+        unary if uniform is None else uniform, out, q, slots, count, rank,
+        state.stride(0), unary.stride(0), candidates.stride(0), 0 if uniform is None else uniform.stride(0),
+        C_BLOCK=next_power_of_two(count), R_BLOCK=next_power_of_two(rank), SAMPLED=uniform is not None, **pdl(state),
     )  # fmt: skip
-    return out
+    return out, q
