@@ -33,8 +33,13 @@ def start_server() -> None:
 
 def start(program: str, arguments: list[str], until: tuple[Path, int] | None = None) -> BaseProcess:
     """`main(arguments)` of a module, as a command would run it; `until` as for `stop_at`."""
+    return call(_run, program, arguments, until)
+
+
+def call(function: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """`function(*arguments)` in a process that has begun."""
     start_server()
-    process = CONTEXT.Process(target=_run, args=(program, arguments, until))
+    process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
 

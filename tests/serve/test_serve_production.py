@@ -311,6 +311,7 @@ def test_where_nothing_can_be_written_requests_are_answered_all_the_same(target_
                     return reply.status_code == 200
                 return False
 
+            wait_until(path.exists)
             for _ in range(3):
                 transport = httpx.HTTPTransport(uds=str(path))
                 wait_until(answered)

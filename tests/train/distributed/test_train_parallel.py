@@ -1,19 +1,20 @@
 """Several processes are one run: the same losses, the same resume point, the same end when something breaks."""
 
+import importlib
 import json
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from forked import ended, free_port, run_several, start_several, stop_at, wait_stopped
+from forked import call, ended, free_port, run_several, start_several, stop_at, wait_stopped
 from paths import ROOT
 from programs import Program
 from test_train_features import config, forwards, run_of
@@ -80,29 +81,51 @@ def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     return output
 
 
+def _launch(launcher: str, arguments: list[str], log: Path) -> None:
+    """The process of a launcher; what it and those that it starts say is added to `log`."""
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    module = importlib.import_module(launcher)
+    if launcher == "deepspeed.launcher.runner":
+        module.subprocess = SimpleNamespace(Popen=_PerMachine)
+    module.main(arguments)
+
+
+class _PerMachine:
+    """DeepSpeed's other launcher, which its first starts on every machine: here in the first one's process."""
+
+    returncode = 0
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        os.environ |= env
+        at = command.index("deepspeed.launcher.launch")
+        sys.argv = command[at:]
+        importlib.import_module(command[at]).main()
+
+    def wait(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("way", ["torchrun on two machines", "deepspeed"])
 def test_processes_of_a_launcher_are_one_run(way: str, dflash_train: Program, tmp_path: Path, whole: Path) -> None:
     """Each machine has a launcher and a first process of its own."""
-    machines, arguments = 2 if "two" in way else 1, dflash_train.words(*SHORT)
+    machines, arguments, log = 2 if "two" in way else 1, dflash_train.words(*SHORT), tmp_path / "log"
     if way == "deepspeed":
         pytest.importorskip("deepspeed")
         (tmp_path / "hosts").write_text("localhost slots=2\n")
-        words = ["deepspeed.launcher.runner", f"--hostfile={tmp_path / 'hosts'}", "--master_addr=127.0.0.1",
-                 f"--master_port={free_port()}", "--no_ssh", "--node_rank=0", "--module"]  # fmt: skip
+        launcher = "deepspeed.launcher.runner"
+        words = [f"--hostfile={tmp_path / 'hosts'}", "--master_addr=127.0.0.1", f"--master_port={free_port()}",
+                 "--no_ssh", "--node_rank=0", "--module"]  # fmt: skip
         arguments.append("device=cpu")
     else:
+        launcher = "torch.distributed.run"
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
-        words = ["torch.distributed.run", *meeting, "--nnodes=2", "--nproc-per-node=1", "-m"]
-    launchers = [
-        subprocess.Popen(
-            [sys.executable, "-m", *words, "train.cli", *arguments],
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for _ in range(machines)
-    ]  # fmt: skip
-    said = "".join(launcher.communicate(timeout=240)[0] for launcher in launchers)
-    assert [launcher.returncode for launcher in launchers] == [0] * machines, said
+        words = [*meeting, "--nnodes=2", "--nproc-per-node=1", "-m"]
+    launchers = [call(_launch, launcher, [*words, "train.cli", *arguments], log) for _ in range(machines)]
+    assert ended(launchers) == [0] * machines, log.read_text()
+    said = log.read_text()
     assert said.count("vllm serve") == said.count("2 processes") == 1, "only the first process speaks"
     assert_same_run(whole, tmp_path / "run")
     answers = [(tmp_path / "run/work" / name).read_text().splitlines() for name in ("answers.jsonl", "answers.1.jsonl")]
