@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .delta import DeltaMemory
 from .mix import LossMix, RowTerms
-from .weight import Weight
+from .weight import Stacked, Weight
 
 SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
 
@@ -119,7 +119,7 @@ class Ops(Protocol):
         self, partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
     ) -> tuple[Tensor, Tensor]: ...
 
-    def experts_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
+    def experts_mlp(self, x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor: ...
 
     def rope_write(
         self,

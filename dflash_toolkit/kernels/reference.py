@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .delta import DeltaMemory
 from .mix import LossMix, RowTerms
-from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Weight, cast_fp8, dense, is_quantized, quantize_groups
+from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, cast_fp8, dense, is_quantized, quantize_groups
 
 
 def filtered_probabilities(
@@ -488,7 +488,7 @@ def top_experts(
     return weights, experts.int()
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
     """What the experts of each row make of it, times their weights.
 
     Args:
@@ -503,8 +503,8 @@ def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     found = x.new_empty(experts.shape[1], *x.shape)
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
-        found[ranks, rows] = F.linear(F.silu(gate) * up, down[expert]) * weights[rows, ranks, None].to(x.dtype)
+        gate, up = linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+        found[ranks, rows] = linear(F.silu(gate) * up, down[expert]) * weights[rows, ranks, None].to(x.dtype)
     return found
 
 

@@ -83,6 +83,10 @@ class BlockScaledFp8:
         """The values in another format."""
         return (self.data.float() * self.row_scales().repeat_interleave(BLOCK, 1)).to(dtype)
 
+    def __getitem__(self, i: int) -> "BlockScaledFp8":
+        """One of several matrices [E, N, K] with scales [E, N / 128, K / 128], as a view."""
+        return BlockScaledFp8(self.data[i], self.scale[i])
+
     def split(self, rows: list[int]) -> "list[BlockScaledFp8]":
         """So many rows each, multiples of 128, as views."""
         scales = self.scale.split([n // BLOCK for n in rows])
@@ -101,6 +105,7 @@ class BlockScaledFp8:
 
 
 Weight = Tensor | RowScaledFp8 | BlockScaledFp8  # [N, K]
+Stacked = Tensor | BlockScaledFp8  # [E, N, K], of which [i] is a `Weight`
 
 
 def parts(weight: Weight) -> tuple[Tensor, Tensor | None]:

@@ -8,26 +8,29 @@ from dflash_toolkit.kernels.triton import experts
 EXPERTS, TOP, HIDDEN, WIDTH = 128, 8, 2048, 768
 
 
-def case(rows: int, swiglu: bool) -> Case:
-    tile, taken = experts.experts_tile(rows, TOP, EXPERTS, HIDDEN if swiglu else WIDTH, fp32=False)
-    gathered = rows > experts.FEW_ROWS
+def case(rows: int, swiglu: bool, fp8: bool) -> Case:
+    tile, taken = experts.experts_tile(rows, TOP, EXPERTS, HIDDEN if swiglu else WIDTH, fp8=fp8)
+    gathered, in_loop = rows > experts.FEW_ROWS, rows <= experts.QUANTIZED_IN_LOOP
     pointers = {
-        "x_p": "*bf16", "w_p": "*bf16", "expert_p": "*i32", "weight_p": "*fp32", "pair_p": "*i32", "count_p": "*i32",
+        "x_p": "*fp8e4nv" if fp8 and not in_loop else "*bf16", "w_p": "*fp8e4nv" if fp8 else "*bf16",
+        "x_scale_p": "*fp32", "w_scale_p": "*fp32", "expert_p": "*i32", "weight_p": "*fp32",
+        "pair_p": "*i32", "count_p": "*i32",
         "out_p": "*bf16" if swiglu or rows > experts.MAX_ROWS else "*fp32",
     }  # fmt: skip
     constexprs = {
         "TOP": TOP, "SIDE": TOP, "T": taken, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_N": True,
         "EVEN_K": True, "GATHERED": gathered, "BY_PAIR": not gathered and rows * TOP <= EXPERTS, "SWIGLU": swiglu,
-        "PDL": True,
+        "SCALED": fp8, "QUANTIZE": in_loop, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True,
     }  # fmt: skip
     sizes = dict.fromkeys(("M", "N", "K"), "i32")
     return Case(experts._experts_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
 
 
 CASES = {
-    f"{'gates and ups' if swiglu else 'down'} of {rows} rows": case(rows, swiglu)
+    f"{'gates and ups' if swiglu else 'down'} of {rows} rows{', fp8' * fp8}": case(rows, swiglu, fp8)
     for rows in (16, 32, 64, 128, 256, 512, 8192)
     for swiglu in (True, False)
+    for fp8 in (False, True)
 } | {
     "whose rows": Case(
         experts._group_rows_kernel,

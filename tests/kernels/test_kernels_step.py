@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
@@ -42,10 +43,15 @@ def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, name, type(getattr(attention, name))(tokens))
     monkeypatch.setattr(attention, "CUTS", ((32, 3),))
 
+    def wide(x: TensorHandle) -> Any:
+        fp8 = x.dtype.scalar.primitive_bitwidth == 8
+        return _convert_float(x.data, x.dtype.scalar, tl.float16, None).view("float16") if fp8 else x.data
+
     def dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
         total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(total.dtype) * b.data[None, k].astype(total.dtype)
+        left, right = (wide(x).astype(total.dtype) for x in (a, b))
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[None, k]
         return TensorHandle(total, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)

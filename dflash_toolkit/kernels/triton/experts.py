@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
+from ..weight import BLOCK, FP8_MAX, LEAST, Stacked, parts
+from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 FEW_ROWS = 64  # up to which no row is gathered
@@ -84,17 +86,46 @@ def _group_rows_kernel(expert_p, pair_p, count_p, M, TOP: tl.constexpr, BLOCK: t
     tl.store(count_p + i_e, count)
 
 
+@triton.jit
+def _accumulate_blocks(
+    x_p, x_scale_p, w_p, w_scale_p, o_n, o_m, m_m, K,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """`accumulate` of a matrix in fp8 blocks; see `fp8_blocks.py`. QUANTIZE: x has no scales yet."""
+    blocks = K // BLOCK_K
+    o_k = tl.arange(0, BLOCK_K)
+    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
+    p_x = x_p + o_m[None, :] * K + o_k[:, None]
+    p_w_scale = w_scale_p + o_n // BLOCK_K * blocks
+    p_x_scale = x_scale_p + o_m * blocks
+    b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
+    for _ in range(0, K, BLOCK_K):
+        b_w = tl.load(p_w, eviction_policy="evict_first")
+        b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        if QUANTIZE:
+            b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+        else:
+            b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
+        b_acc += tl.dot(b_w, b_x) * (b_x_scale[None, :] * tl.load(p_w_scale)[:, None])
+        p_w += BLOCK_K
+        p_x += BLOCK_K
+        p_w_scale += 1
+        p_x_scale += 1
+    return b_acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def _experts_kernel(
-    x_p, w_p, expert_p, weight_p, pair_p, count_p, out_p, M, N, K,
+    x_p, x_scale_p, w_p, w_scale_p, expert_p, weight_p, pair_p, count_p, out_p, M, N, K,
     TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SWIGLU: out [M * TOP, N / 2] of x [M, K] and w [E, N, K]; else out [TOP, M, N], weighted, of x [M * TOP, K].
 
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: its expert is that of a pair, if it is the first one
-    of it.
+    of it. SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K].
     """
     i_n, i_e = tl.program_id(0), tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -129,7 +160,13 @@ def _experts_kernel(
         o_x = b_pair
         if SWIGLU:
             o_x = b_pair // TOP
-        b_acc = accumulate(x_p, p_w, o_w, o_x, m_t, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, False)
+        if SCALED:
+            p_w_scale = w_scale_p + expert.to(tl.int64) * (N // BLOCK_K) * (K // BLOCK_K)
+            b_acc = _accumulate_blocks(
+                x_p, x_scale_p, p_w, p_w_scale, o_w, o_x, m_t, K, T, BLOCK_N, BLOCK_K, QUANTIZE, FP8_MAX, LEAST
+            )
+        else:
+            b_acc = accumulate(x_p, p_w, o_w, o_x, m_t, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, False)
         o_out = b_pair
         if not SWIGLU:
             b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
@@ -153,10 +190,15 @@ def top_experts(
     return weights, experts
 
 
-def experts_tile(rows: int, top: int, experts: int, k: int, fp32: bool, shared: int = SHARED_BYTES) -> tuple[Tile, int]:
+def experts_tile(
+    rows: int, top: int, experts: int, k: int, *, fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES
+) -> tuple[Tile, int]:
     """How the GEMMs of all experts with K columns are cut, and the rows of an expert that are multiplied at a time."""
     # of gathered ones twice what an expert has if all are asked for alike
     taken = padded(rows) if rows <= FEW_ROWS else min(128, padded(-(-2 * rows * top // experts)))
+    if fp8:
+        # a block's sums stand beside the whole: a wide tile of 128 rows would not stay in registers
+        return Tile(128, BLOCK, 4, 8) if rows > MAX_ROWS and taken >= 64 else Tile(64, BLOCK, 4, 4), min(taken, 64)
     if rows > MAX_ROWS and taken >= 64 and not fp32:
         return Tile(128, 64, 4, 8), taken
     block_k = min(64 if fp32 else 128, padded(k))
@@ -164,26 +206,32 @@ def experts_tile(rows: int, top: int, experts: int, k: int, fp32: bool, shared: 
     return Tile(64, block_k, 3 if fits else 2, 4), taken
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
     """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
-    (rows, top), (count, d, width) = experts.shape, down.shape
+    (rows, top), (count, d, width) = experts.shape, parts(down)[0].shape
     pairs = counts = experts
     if rows > FEW_ROWS:
         pairs = torch.empty(count, rows, dtype=torch.int32, device=x.device)
         counts = torch.empty(count, dtype=torch.int32, device=x.device)
         _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(x))
 
-    def multiply(rows_of: Tensor, matrices: Tensor, out: Tensor, swiglu: bool) -> Tensor:
-        n, k = matrices.shape[1:]
+    def multiply(given: Tensor, matrices: Stacked, out: Tensor, swiglu: bool) -> Tensor:
+        data, scale = parts(matrices)
+        n, k = data.shape[1:]
         shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
-        tile, taken = experts_tile(rows, top, count, k, x.dtype == torch.float32, shared)
+        fp32, fp8 = x.dtype == torch.float32, scale is not None
+        tile, taken = experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared)
+        in_loop = rows <= QUANTIZED_IN_LOOP
+        given, given_scale = quantize_groups(given) if fp8 and not in_loop else (given, given)
         by_pair = rows <= FEW_ROWS and rows * top <= count
         grid = (-(-n // tile.block_n), rows * top if by_pair else count, max(1, rows // LONG))
         _experts_kernel[grid](
-            rows_of, matrices, experts, weights, pairs, counts, out, rows, n, k,
+            given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out,
+            rows, n, k,
             TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
-            SWIGLU=swiglu, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+            SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, FP8_MAX=FP8_MAX, LEAST=LEAST,
+            num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
         )  # fmt: skip
         return out
 

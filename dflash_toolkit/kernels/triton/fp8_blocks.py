@@ -21,7 +21,7 @@ GROUPS = 8  # that a program of the other way quantizes
 
 
 @triton.jit
-def _quantize(b_x, axis: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr):
+def quantize(b_x, axis: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr):
     """Groups of 128 values along an axis in fp8, and their scales."""
     b_x = b_x.to(tl.float32)
     b_most = tl.maximum(tl.max(tl.abs(b_x), axis=axis), LEAST)
@@ -45,7 +45,7 @@ def _group_round_kernel(
     b_x = tl.load(x_p + o_k, mask=mask[:, None], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    b_y, b_scale = _quantize(b_x, 1, FP8_MAX, LEAST)
+    b_y, b_scale = quantize(b_x, 1, FP8_MAX, LEAST)
     tl.store(data_p + o_k, b_y, mask=mask[:, None])
     tl.store(scale_p + i_m * (K // BLOCK_K) + o_g, b_scale, mask=mask)
 
@@ -81,7 +81,7 @@ def _block_linear_kernel(
         b_w = tl.load(p_w, eviction_policy="evict_first")
         b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
         if QUANTIZE:
-            b_x, b_x_scale = _quantize(b_x, 0, FP8_MAX, LEAST)
+            b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
         else:
             b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
         b_w_scale = tl.load(p_w_scale)
