@@ -83,8 +83,8 @@ class BlockScaledFp8:
         """The values in another format."""
         return (self.data.float() * self.row_scales().repeat_interleave(BLOCK, 1)).to(dtype)
 
-    def __getitem__(self, i: int) -> "BlockScaledFp8":
-        """One of several matrices [E, N, K] with scales [E, N / 128, K / 128], as a view."""
+    def __getitem__(self, i: int | slice) -> "BlockScaledFp8":
+        """One or more of several matrices [E, N, K] with scales [E, N / 128, K / 128], as a view."""
         return BlockScaledFp8(self.data[i], self.scale[i])
 
     def split(self, rows: list[int]) -> "list[BlockScaledFp8]":

@@ -58,6 +58,7 @@ class MoeSpec:
     intermediate_size: int  # I of an expert
     normalized: bool  # the weights of a row's own experts add up to 1
     shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
+    fp8_blocks: bool = False  # the experts' matrices are `BlockScaledFp8`
 
     @property
     def experts(self) -> int:
@@ -133,9 +134,7 @@ class ModelSpec:
     @property
     def fp8_blocks(self) -> bool:
         """Whether any matrix is in fp8, scaled by blocks."""
-        return any(
-            layer.mixer.fp8_blocks or (isinstance(layer.ffn, MlpSpec) and layer.ffn.fp8_blocks) for layer in self.layers
-        )
+        return any(layer.mixer.fp8_blocks or layer.ffn.fp8_blocks for layer in self.layers)
 
     @property
     def kv_heads(self) -> tuple[int, int]:
@@ -193,23 +192,18 @@ class ModelSpec:
             num_kv_heads=c.num_key_value_heads,
             head_dim=head_dim,
         )
-        d, i, width, kv_width = c.hidden_size, c.intermediate_size, mixer.width, mixer.num_kv_heads * head_dim
+        d, width, kv_width = c.hidden_size, mixer.width, mixer.num_kv_heads * head_dim
         attention = {"q": (width, d), "k": (kv_width, d), "v": (kv_width, d), "o": (d, width)}
-        mlp = {"gate": (i, d), "up": (i, d), "down": (d, i)}
 
         def held(part: str, shapes: dict[str, tuple[int, int]]) -> bool:
             return in_fp8.hold({f"{part}.{matrix}_proj": shape for matrix, shape in shapes.items()})
 
         def layer_of(layer: int) -> LayerSpec:
             part, ffn = f"model.layers.{layer}", architecture.ffn(c, layer)
-            if isinstance(ffn, MlpSpec):
-                ffn = replace(ffn, fp8_blocks=held(f"{part}.mlp", mlp))
-            elif f"{part}.mlp.experts.0.gate_proj" in in_fp8:
-                raise UnsupportedModel(
-                    f"target {name}: experts in fp8 are not served by this engine, "
-                    f"but vLLM may (dflash-serve --engine vllm)"
-                )
-            return LayerSpec(replace(mixer, fp8_blocks=held(f"{part}.self_attn", attention)), ffn)
+            i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
+            ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate": (i, d), "up": (i, d), "down": (d, i)})
+            attention_in_fp8 = held(f"{part}.self_attn", attention)
+            return LayerSpec(replace(mixer, fp8_blocks=attention_in_fp8), replace(ffn, fp8_blocks=ffn_in_fp8))
 
         return cls(
             hidden_size=c.hidden_size,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
 from ..kernels.ops import Ops, ops_for
-from ..kernels.weight import BlockScaledFp8, RowScaledFp8, Weight, parts
+from ..kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, parts
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -24,11 +24,11 @@ STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one te
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
 
-def _named(name: str, weight: Weight) -> dict[str, Tensor]:
+def _named(name: str, weight: Weight, kind: str = ".weight") -> dict[str, Tensor]:
     """The tensors of a checkpoint that a matrix is."""
     assert not isinstance(weight, RowScaledFp8), "an own copy, which is not loaded"
     data, scale = parts(weight)
-    return {f"{name}.weight": data} | ({} if scale is None else {f"{name}.weight_scale_inv": scale})
+    return {f"{name}{kind}": data} | ({} if scale is None else {f"{name}{kind}_scale_inv": scale})
 
 
 @dataclass(slots=True)
@@ -96,28 +96,36 @@ class MoeWeights:
 
     spec: MoeSpec
     router: Tensor  # [E, D]
-    gate_up: Tensor  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
-    down: Tensor  # [E, D, I]
+    gate_up: Stacked  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
+    down: Stacked  # [E, D, I]
 
     @classmethod
     def empty(cls, spec: MoeSpec, d: int, new: Callable[..., Tensor]) -> "MoeWeights":
         count, i = spec.experts, spec.intermediate_size
-        return cls(spec, router=new(count, d), gate_up=new(count, 2 * i, d), down=new(count, d, i))
+
+        def stacked(n: int, k: int) -> Stacked:
+            if not spec.fp8_blocks:
+                return new(count, n, k)
+            scale = new(count, n // BLOCK, k // BLOCK, dtype=torch.float32)
+            return BlockScaledFp8(new(count, n, k, dtype=torch.float8_e4m3fn), scale)
+
+        return cls(spec, router=new(count, d), gate_up=stacked(2 * i, d), down=stacked(d, i))
 
     def parameter_views(self, stacked: bool) -> dict[str, Tensor]:
         """`stacked`: all experts are one tensor, as in modules; else each has its own, as in most checkpoints."""
         count, i = self.spec.num_experts, self.spec.intermediate_size
         found = {"mlp.gate.weight": self.router[:count]}
         if stacked:
-            found |= {"mlp.experts.gate_up_proj": self.gate_up[:count], "mlp.experts.down_proj": self.down[:count]}
+            for part, whole in (("gate_up", self.gate_up), ("down", self.down)):
+                found |= _named(f"mlp.experts.{part}_proj", whole[:count], "")
         experts = {} if stacked else {f"experts.{expert}": expert for expert in range(count)}
         if self.spec.shared:
             found["mlp.shared_expert_gate.weight"] = self.router[count:]
             experts["shared_expert"] = count
         for name, at in experts.items():
-            gate, up = self.gate_up[at].split(i)
+            gate, up = self.gate_up[at].split([i, i])
             for part, view in (("gate", gate), ("up", up), ("down", self.down[at])):
-                found[f"mlp.{name}.{part}_proj.weight"] = view
+                found |= _named(f"mlp.{name}.{part}_proj", view)
         return found
 
 

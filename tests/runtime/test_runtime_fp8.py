@@ -36,6 +36,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "intermediate_size": 256,
+    "moe_intermediate_size": 128,
 }
 
 
@@ -47,28 +48,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def target(folder: Path) -> Iterator[Target]:
+@contextlib.contextmanager
+def in_modules(folder: Path) -> Iterator[Target]:
     """By transformers' modules for FP8, whose kernel comes from the hub; here what it computes is computed by torch."""
     pytest.importorskip("accelerate")
-    from transformers.integrations.finegrained_fp8 import FP8Linear
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = reference.linear(x.flatten(0, -2), BlockScaledFp8(self.weight, self.weight_scale_inv), self.bias)
         return rows.unflatten(0, x.shape[:-1])
 
+    def of_expert(self: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: None = None) -> Tensor:
+        return reference.linear(x, BlockScaledFp8(weight, scale))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FP8Linear, "forward", forward)
+        patch.setattr(FP8Experts, "linear", of_expert)
         patch.setattr(target_module, "_computes_fp8", lambda where: True)
         with pytest.MonkeyPatch.context() as gpu:  # without one transformers would dequantize
             gpu.setattr(torch.cuda, "is_available", lambda: True)
             gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
             found = Target.load(str(folder), "cpu")
-        assert isinstance(found.layers[0].mlp.up_proj, FP8Linear) and found.dtype == torch.float32
+        mlp = found.layers[0].mlp
+        assert isinstance(getattr(mlp, "up_proj", None), FP8Linear) or isinstance(mlp.experts, FP8Experts)
+        found.model.config._experts_implementation = "eager"  # one after the other
+        assert found.dtype == torch.float32
         yield found
 
 
-def test_the_engine_writes_what_transformers_modules_in_fp8_write(folder: Path, target: Target) -> None:
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE"])
+def test_the_engine_writes_what_transformers_modules_in_fp8_write(name: str, tmp_path: Path) -> None:
+    in_fp8(ARCHITECTURES[name].target(**SIZES), tmp_path)
+    with in_modules(tmp_path) as target:
+        check_answers(tmp_path, target)
+
+
+def check_answers(folder: Path, target: Target) -> None:
     """With a drafter and without, from files and from modules, in batches and behind chunks of prompts."""
     drafter = make_drafter(target, taps=1)
     prompts = prompts_of(*range(3, 19, 2))
