@@ -141,23 +141,24 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 def in_fp8(target: Target) -> TargetWeights:
     """The weights of a target, quantized by blocks."""
     config: Any = copy.deepcopy(target.config)
     config.quantization_config = dict(FORM)
     weights = TargetWeights.empty(ModelSpec.of_target(config), target.device, target.dtype)
     state = dict(target.model.state_dict())
-    for name in weights.parameter_views():
-        if name.endswith("_scale_inv"):
-            matrix = BlockScaledFp8.of(state[name.removesuffix("_scale_inv")])
-            state[name.removesuffix("_scale_inv")], state[name] = matrix.data, matrix.scale
-    load_weights("target", weights.parameter_views(), state)
+    views = weights.parameter_views(stacked=True)
+    for scale in (name for name in views if name.endswith("_scale_inv")):
+        name = scale.removesuffix("_scale_inv")
+        matrix = BlockScaledFp8.of(state[name].flatten(0, -2))  # experts' blocks are blocks of them all
+        state[name], state[scale] = (t.view(views[at].shape) for t, at in ((matrix.data, name), (matrix.scale, scale)))
+    load_weights("target", views, state)
     return weights
 
 
-def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks() -> None:
-    target, drafter = pair("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks(kind: str) -> None:
+    target, drafter = pair(kind)
     weights, drafts = in_fp8(target), DrafterWeights.of_module(drafter)
     prompts, params = prompts_of(160), SamplingParams(max_tokens=48, ignore_eos=True)
 
@@ -177,6 +178,7 @@ def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks() -> None:
         assert sum(len(answer.steps) for answer in drafted) < 160 * 47 / 2.5, "drafts were accepted"
 
 
+@pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
 def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str, dflash2: bool) -> None:
     target, drafter = pair(dflash2=dflash2)
