@@ -16,6 +16,10 @@ TRAINING = [
     "run.evaluate_every=10", "run.evaluate_tokens=8", "prompts.held_out=2",
 ]  # fmt: skip
 
+DFLASH2 = [
+    "drafter.kind=dflash2", "drafter.conv_group_size=8", "drafter.selector_rank=6", "run.export_selector=always",
+]  # fmt: skip
+
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}

@@ -21,7 +21,7 @@ from conftest import Clock, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
-from programs import Program, lines
+from programs import DFLASH2, Program, lines
 from programs import train_argv as argv
 from safetensors.torch import load_file
 
@@ -143,7 +143,7 @@ def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
 
 
 def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: Program, tmp_path: Path) -> None:
-    packed = ["optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
+    packed = [*DFLASH2, "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
     dflash_train(*packed, output="whole")
     run_killed_after(3, dflash_train.words(*packed), dflash_train.output / "work/metrics.jsonl")
     dflash_train(*packed)
@@ -153,14 +153,17 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: P
 
 
 @pytest.mark.gpu
-def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(target_dir: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [[], DFLASH2], ids=["dflash", "dflash2"])
+def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(
+    kind: list[str], target_dir: Path, data: Path, tmp_path: Path
+) -> None:
     """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine.
 
     Every part is a process of its own: what this one compiled for other tests decides how it compiles the step.
     """
     users = [
         "dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
-        "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000",
+        "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", *kind,
     ]  # fmt: skip
     assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
     for count in (6, 15):  # between resume points; behind an evaluation

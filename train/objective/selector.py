@@ -52,7 +52,7 @@ class Selector:
         before = torch.cat([blocks.inputs[:, :, :1], blocks.labels[:, :, 1:-1]], dim=2).flatten(0, 1)
         scores, drafted = self.head(every, grid(rows.unary), grid(rows.candidates), before)
         at = rows.candidates == blocks.labels[:, :, 1:].flatten()[slot, None]  # [R, C]
-        losses = F.cross_entropy(scores.flatten(0, 1)[slot], at.long().argmax(1), reduction="none")
+        losses = F.cross_entropy(scores.flatten(0, 1).index_select(0, slot), at.long().argmax(1), reduction="none")
         return Chain(losses * at.any(1), drafted.view(*blocks.labels.shape[:2], -1))
 
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_dflash2, make_drafter, make_target
 from forked import call, ended, free_port, run_several, start_several, stop_at, wait_stopped
 from paths import ROOT
-from programs import Program
+from programs import DFLASH2, Program
 from test_train_features import config, forwards, run_of
 from test_train_loop import argv, lines_without_speed, losses, rows
 from torch import Tensor
@@ -174,7 +174,7 @@ def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
 def test_packed_rows_are_dealt_to_several_processes_as_to_one(
     world: int, dflash_train: Program, tmp_path: Path
 ) -> None:
-    packed = [*SHORT, "optim.pack_tokens=128", "optim.pack_blocks=12"]
+    packed = [*SHORT, *DFLASH2, "optim.pack_tokens=128", "optim.pack_blocks=12"]
     dflash_train(*packed, f"optim.accumulate={world}", output="one")
     sharded = ["run.fsdp=true", "run.target_tensor_parallel_size=2"] if world == 4 else []
     several = dflash_train.words(*packed, "optim.recompute=true", *sharded, output="several")
@@ -261,7 +261,7 @@ def test_recomputed_activations_change_nothing() -> None:
     target = make_target()
     gradients, kept = [], []
     for recompute in (False, True):
-        drafter = make_drafter(target).train()
+        drafter = make_dflash2(target).train()
         drafter.recompute = recompute
         features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows(3))
         blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(0))
