@@ -40,6 +40,7 @@ from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
+from .triton.row_top import row_top
 from .triton.sample import sample
 from .triton.walk import sampled_walk, walk
 from .weight import BlockScaledFp8, Weight, dense, parts
@@ -68,6 +69,7 @@ __all__ = [
     "rejection_sample",
     "rope_write",
     "row_loss_",
+    "row_top",
     "sample",
     "sampled_walk",
     "top_experts",

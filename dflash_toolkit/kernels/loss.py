@@ -13,8 +13,6 @@ from torch import Tensor
 from .mix import CROSS_ENTROPY, PLAIN, LogitScale, LossMix, RowTerms
 from .ops import ops_for
 
-GROUP = 64  # logits whose largest stands for all of them while the best of a row are looked for
-
 
 @dataclass(slots=True)
 class RowLoss:
@@ -135,31 +133,12 @@ class _Best:
         self._inject = inject
 
     def take(self, logits: Tensor, labels: Tensor, rows: slice) -> None:
-        values, tokens = largest(logits, self.tokens.shape[1])
+        values, tokens = ops_for(logits.device).row_top(logits, self.tokens.shape[1])
         if self._inject:
             left_out = (tokens != labels[:, None]).all(1)
             tokens[:, -1] = torch.where(left_out, labels, tokens[:, -1])
             values[:, -1] = torch.where(left_out, logits.gather(1, labels[:, None])[:, 0], values[:, -1])
         self.tokens[rows], self.logits[rows] = tokens, values
-
-
-def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of logits [R, V] and their columns, largest first; of tied ones any.
-
-    They lie in the groups of columns whose largest ones are largest. So the row is read once, where `topk` reads it
-    once for every few bits of a logit.
-    """
-    vocabulary = logits.shape[1]
-    groups = vocabulary // GROUP
-    if groups <= 2 * count:
-        return logits.topk(count)
-    whole = groups * GROUP
-    first = logits[:, :whole].unflatten(1, (groups, GROUP)).amax(-1).topk(count).indices * GROUP
-    columns = (first[..., None] + torch.arange(GROUP, device=logits.device)).flatten(1)
-    rest = torch.arange(whole, vocabulary, device=logits.device).expand(len(logits), -1)
-    columns = torch.cat([columns, rest], dim=1)
-    values, places = logits.gather(1, columns).topk(count)
-    return values, columns.gather(1, places)
 
 
 class _Head:

@@ -211,6 +211,8 @@ class Ops(Protocol):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    def row_top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
+
     def row_loss_(
         self,
         logits: Tensor,

@@ -811,6 +811,15 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 # ---- the loss --------------------------------------------------------------------------------------
 
 
+def row_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each row of [R, V], fp32 [R, count], and their columns, int64 [R, count].
+
+    The largest come first; of tied ones any.
+    """
+    found = logits.topk(count)
+    return found.values.float(), found.indices
+
+
 def row_loss_(
     logits: Tensor,
     labels: Tensor,

@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import row_loss
+from dflash_toolkit.kernels.triton import row_loss, row_top
 
 POINTERS = {
     "logits_p": "*bf16", "labels_p": "*i64", "target_p": "*bf16", "at_p": "*i64", "cross_entropy_p": "*fp32",
@@ -24,4 +24,11 @@ CASES = {
     "cross-entropy": case(False, False),
     "distributions": case(True, False),
     "distributions at a temperature": case(True, True),
+    "largest": Case(
+        row_top._row_top_kernel,
+        {"logits_p": "*bf16", "values_p": "*fp32", "columns_p": "*i64", "V": "i32", "stride": "i32"},
+        {"COUNT": 16, "C_BLOCK": 16, "LANES": row_top.LANES, "PIECES": 128},
+        num_warps=4,
+        ragged=("V",),
+    ),
 }

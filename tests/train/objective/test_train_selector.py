@@ -10,7 +10,6 @@ from test_train_losses import blocks as sampled
 from torch import Tensor
 
 from dflash_toolkit import Target
-from dflash_toolkit.kernels.loss import largest
 from dflash_toolkit.kernels.mix import PLAIN, LogitScale
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
 from train.config import LossOptions
@@ -109,15 +108,6 @@ def test_totals_hold_what_the_selector_says() -> None:
         again = DraftLoss.of_totals(found.totals() * 2, 4)
         for name in ("selector_loss", "acceptance_length", "unary_length", "oracle_length", "loss"):
             torch.testing.assert_close(getattr(again, name).float(), getattr(found, name).detach(), equal_nan=True)
-
-
-@pytest.mark.parametrize(("vocabulary", "count"), [(300, 16), (64 * 40, 16), (64 * 40 + 17, 16), (64 * 9 + 1, 4)])
-def test_the_largest_logits_are_found_in_the_best_groups(vocabulary: int, count: int) -> None:
-    logits = torch.randperm(20 * vocabulary).float().view(20, vocabulary)
-    logits[0] = torch.arange(vocabulary)  # all in the last group, and behind it
-    values, columns = largest(logits, count)
-    expected = logits.topk(count)
-    assert torch.equal(values, expected.values) and torch.equal(columns, expected.indices)
 
 
 @torch.no_grad()
