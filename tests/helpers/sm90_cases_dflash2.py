@@ -25,11 +25,17 @@ def top_case(rows: int, kind: str) -> Case:
     scaled, rounded = kind != "bf16", kind == "rounded"
     tile = linear.tile_of_quantized(rows) if rounded else linear.tile_for("argmax", 151936, 4096, rows, scaled)
     constexprs = {
-        "T": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "COUNT": 16, "EVEN_N": True, "EVEN_K": True,
-        "SCALED": scaled, "ROUNDED": rounded, "LOGIT": linear.tl.bfloat16, "PDL": True,
+        "T": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "COUNT": 16, "SLOTS": 16,
+        "EVEN_N": True, "EVEN_K": True, "SCALED": scaled, "ROUNDED": rounded, "LOGIT": linear.tl.bfloat16, "PDL": True,
     }  # fmt: skip
     pointers = {"x_p": "*fp8e4nv" if rounded else "*bf16", "w_p": "*fp8e4nv" if scaled else "*bf16"}
-    pointers |= {"scale_p": "*fp32", "row_scale_p": "*fp32", "keys_p": "*i64"} | dict.fromkeys("MNK", "i32")
+    pointers |= {
+        "scale_p": "*fp32",
+        "row_scale_p": "*fp32",
+        "keys_p": "*i32",
+        "counts_p": "*i32",
+        "bounds_p": "*i32",
+    } | dict.fromkeys("MNK", "i32")
     return Case(linear._top_kernel, pointers, constexprs, tile.warps, tile.stages, ("M",))
 
 
@@ -48,8 +54,8 @@ CASES = {
     "top of 16 widened": top_case(16, "widened"),
     "merge of the tops": Case(
         best._merge_top_kernel,
-        {"keys_p": "*i64", "values_p": "*fp32", "ids_p": "*i64", "M": "i32", "tiles": "i32"},
-        {"BLOCK": 2048, "BLOCK_N": 128, "COUNT": 16, "SLOTS": 16, "PDL": True},
+        {"keys_p": "*i32", "counts_p": "*i32", "values_p": "*fp32", "ids_p": "*i64", "M": "i32", "tiles": "i32"},
+        {"BLOCK": 2048, "BLOCK_N": 128, "COUNT": 16, "SLOTS": 16, "WIDE": False, "PDL": True},
         8,
         ragged=("M", "tiles"),
     ),

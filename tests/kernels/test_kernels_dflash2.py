@@ -199,6 +199,17 @@ def test_of_tied_logits_the_lowest_columns_come_first(sign: int, m: int, dtype: 
     assert values.tolist() == [sorted(row, reverse=True)[:32] for row in logits]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tiles_may_leave_out_only_what_others_have_enough_of(dtype: torch.dtype) -> None:
+    x = guarded(torch.randint(1, 3, (3, 8)).to(dtype))
+    weight = guarded(torch.randint(-1, 2, (1100, 8)).to(dtype))  # nine tiles, and ties of the best in all of them
+    logits = (x.double() @ weight.double().T).tolist()
+    with patch.object(linear, "merge_top", wraps=linear.merge_top) as merge:
+        _, ids = linear.linear_top(x, weight, 4)
+    assert ids.tolist() == [sorted(range(1100), key=lambda n: (-row[n], n))[:4] for row in logits]
+    assert DEVICE == "cuda" or merge.call_args.args[1].min() < 4
+
+
 def test_ties_of_the_top_are_those_of_logits_in_the_models_dtype() -> None:
     # 2048 + 1 is no fp16 number: as a stored logit it ties with 2048, and the lower column comes first
     x = guarded(torch.ones(2, 32, dtype=torch.float16))

@@ -46,10 +46,21 @@ def reduce_best(best: Tensor, index: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def _spread(b_key, o_t, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
+    """Keys of tiles o_t as those of all columns; a value of 16 bits has its column in the low bits, its own zeros."""
+    if WIDE:
+        return b_key
+    b_order = tl.where(b_key < 0, b_key | (BLOCK_N - 1), b_key & -BLOCK_N)  # of a negative one's order they are ones
+    b_spread = key_of(b_order, (o_t + 1) * BLOCK_N - 1 - (b_key & (BLOCK_N - 1)))
+    return tl.where(b_key == -(2**31), -(2**63), b_spread)
+
+
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _merge_top_kernel(
-    keys_p, values_p, ids_p, M, tiles,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    keys_p, counts_p, values_p, ids_p, M, tiles,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The COUNT largest keys of a row are in the COUNT tiles with the largest first ones."""
     i_m = tl.program_id(0)
@@ -58,15 +69,19 @@ def _merge_top_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b_first = tl.load(keys_p + o_t.to(tl.int64) * COUNT * M + i_m, mask=o_t < tiles, other=lowest)
+    b_first = tl.load(keys_p + o_t.to(tl.int64) * COUNT * M + i_m, mask=o_t < tiles, other=0)
+    b_first = tl.where(o_t < tiles, _spread(b_first, o_t, BLOCK_N, WIDE), lowest)
     b_tile = tl.full([SLOTS], -1, dtype=tl.int32)
     for i in range(COUNT):
         top = tl.max(b_first, axis=0)
         tile = ((0x7FFFFFFF - (top & 0x7FFFFFFF)) // BLOCK_N).to(tl.int32)
         b_tile = tl.where((o_c == i) & (top != lowest), tile, b_tile)
         b_first = tl.where(b_first == top, lowest, b_first)
+    b_count = tl.load(counts_p + b_tile, mask=b_tile >= 0, other=0)
+    there = o_c[None, :] < b_count[:, None]
     p_key = keys_p + (b_tile.to(tl.int64)[:, None] * COUNT + o_c[None, :]) * M + i_m
-    b_key = tl.load(p_key, mask=(b_tile >= 0)[:, None] & (o_c < COUNT)[None, :], other=lowest)
+    b_key = tl.load(p_key, mask=there, other=0)
+    b_key = tl.where(there, _spread(b_key, b_tile[:, None], BLOCK_N, WIDE), lowest)
     b_found = tl.full([SLOTS], -(2**63), dtype=tl.int64)
     for i in range(COUNT):
         top = tl.max(tl.max(b_key, axis=1), axis=0)
@@ -78,14 +93,17 @@ def _merge_top_kernel(
     tl.store(ids_p + i_m * COUNT + o_c, 0x7FFFFFFF - (b_found & 0x7FFFFFFF), mask=o_c < COUNT)
 
 
-def merge_top(keys: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Values fp32 and columns int64 [M, count] of keys [tiles, count, M], of tiles of so many columns."""
+def merge_top(keys: Tensor, counts: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Values fp32 and columns int64 [M, count] of keys [tiles, count, M], of tiles of so many columns.
+
+    Of tile t the first counts[t] keys are there, int32 [tiles].
+    """
     tiles, count, m = keys.shape
     values = torch.empty(m, count, dtype=torch.float32, device=keys.device)
     ids = torch.empty(m, count, dtype=torch.int64, device=keys.device)
     _merge_top_kernel[(m,)](
-        keys, values, ids, m, tiles,
-        BLOCK=next_power_of_two(tiles), BLOCK_N=columns, COUNT=count, SLOTS=next_power_of_two(count), num_warps=8,
-        **pdl(keys),
+        keys, counts, values, ids, m, tiles,
+        BLOCK=next_power_of_two(tiles), BLOCK_N=columns, COUNT=count, SLOTS=next_power_of_two(count),
+        WIDE=keys.dtype == torch.int64, num_warps=8, **pdl(keys),
     )  # fmt: skip
     return values, ids

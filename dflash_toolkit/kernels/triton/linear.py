@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_ROWS, padded, pdl, shared_memory
+from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
 from ..weight import Weight, is_quantized, parts
 from .best import key_of, merge_top, ordered, reduce_best
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
@@ -108,14 +108,19 @@ def _argmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _top_kernel(
-    x_p, w_p, scale_p, row_scale_p, keys_p, M, N, K,
-    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr,
+    x_p, w_p, scale_p, row_scale_p, keys_p, counts_p, bounds_p, M, N, K,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr,
     LOGIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The COUNT largest logits among BLOCK_N columns, as keys and the largest first: keys [tiles, COUNT, M].
+    """The largest logits among BLOCK_N columns, as keys and the largest first: keys [tiles, COUNT, M].
 
-    LOGIT: what they are rounded to. Of 16 bits, a value and its column in the tile are one integer of 32.
+    A tile writes as many as may be among the COUNT largest of a row, and in counts [tiles] how many those are: no value
+    below that of COUNT others can be, and tiles that are ready tell theirs. Of tiles t with the same t % COUNT the
+    largest values so far are in bounds [COUNT, M]; as they are of different columns, none below them all is needed. How
+    many are written depends on which tiles are ready; what is the best of them does not.
+
+    LOGIT: what logits are rounded to. Of 16 bits, a value and its column in the tile are one integer of 32.
     """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -136,20 +141,28 @@ def _top_kernel(
     if wide:
         b_key = key_of(b_order, o_n[:, None])
         lowest = tl.full([], -(2**63), dtype=tl.int64)
+        of_value = tl.full([], -(2**32), dtype=tl.int64)
     else:
         b_key = (b_order & -BLOCK_N) | (BLOCK_N - 1 - tl.arange(0, BLOCK_N))[:, None]
         lowest = tl.full([], -(2**31), dtype=tl.int32)
+        of_value = tl.full([], -BLOCK_N, dtype=tl.int32)
     b_key = tl.where((o_n < N)[:, None], b_key, lowest)
-    for i in range(COUNT):
-        b_top = tl.max(b_key, axis=0)
+    b_top = tl.max(b_key, axis=0)
+    o_s = tl.arange(0, SLOTS)[:, None]
+    p_bounds, m_bounds = bounds_p + o_s * M + o_m[None, :], (o_s < COUNT) & m_m[None, :]
+    b_bounds = tl.load(p_bounds, mask=m_bounds, other=lowest, cache_modifier=".cg")  # L1 would keep what was
+    b_bound = tl.min(tl.where(o_s < COUNT, b_bounds, -1 - lowest), axis=0)  # the largest integer there is
+    tl.atomic_max(bounds_p + i_n % COUNT * M + o_m, b_top & of_value, mask=m_m, sem="relaxed")
+    keys_p += i_n.to(tl.int64) * COUNT * M + o_m
+    n = 0
+    more = True
+    while more:
+        tl.store(keys_p + n * M, b_top, mask=m_m)
         b_key = tl.where(b_key == b_top[None, :], lowest, b_key)
-        b_found = b_top
-        if not wide:
-            # the bits that the column took are zeros of the value, of a negative one's order ones
-            b_value = tl.where(b_top < 0, b_top | (BLOCK_N - 1), b_top & -BLOCK_N)
-            b_found = key_of(b_value, (i_n + 1) * BLOCK_N - 1 - (b_top & (BLOCK_N - 1)))
-            b_found = tl.where(b_top == lowest, -(2**63), b_found)
-        tl.store(keys_p + (i_n * COUNT + i).to(tl.int64) * M + o_m, b_found, mask=m_m)
+        b_top = tl.max(b_key, axis=0)
+        n += 1
+        more = (n < COUNT) & (tl.max(((b_top >= b_bound) & m_m).to(tl.int32), axis=0) > 0)
+    tl.store(counts_p + i_n, n)
 
 
 @triton.jit
@@ -259,11 +272,15 @@ def launch_top(x: Weight, weight: Weight, count: int, dtype: torch.dtype, tile: 
     (rows, row_scale), (data, scale) = parts(x), parts(weight)
     (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
-    keys = torch.empty(tiles, count, m, dtype=torch.int64, device=rows.device)
+    number = torch.int64 if dtype == torch.float32 else torch.int32
+    keys = torch.empty(tiles, count, m, dtype=number, device=rows.device)
+    counts = torch.empty(tiles, dtype=torch.int32, device=rows.device)
+    bounds = torch.full((count, m), torch.iinfo(number).min, dtype=number, device=rows.device)
     _top_kernel[(tiles,)](
-        rows, data, data if scale is None else scale, data if row_scale is None else row_scale, keys, m, n, k,
-        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_quantized(x), LOGIT=FORMATS[dtype],
+        rows, data, data if scale is None else scale, data if row_scale is None else row_scale, keys, counts, bounds,
+        m, n, k, T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count,
+        SLOTS=next_power_of_two(count), EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0,
+        SCALED=scale is not None, ROUNDED=is_quantized(x), LOGIT=FORMATS[dtype],
         num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
-    return merge_top(keys, tile.block_n)
+    return merge_top(keys, counts, tile.block_n)
