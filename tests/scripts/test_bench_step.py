@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_target
 
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import SyntheticAcceptance
+from dflash_toolkit.runtime.shapes import random_target
 from scripts.bench import step as bench_step
 
 pytest.importorskip("triton")
@@ -66,6 +69,15 @@ def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(gemm: str, between: l
     assert found == pytest.approx(
         {"head": 2 * took, "gemms": 152.0, "draft": 82.0, "attention": 8.0, "context": 4.0, "rest": 2.0}
     )
+
+
+def test_of_experts_a_step_reads_those_that_its_rows_likely_have() -> None:
+    spec = ModelSpec.of_target(make_target("qwen3_moe", layers=2).config)  # two of five experts, then a dense layer
+    weights = random_target(spec, torch.device("cpu"), torch.float32)
+    read = [bench_step.step_bytes(weights, None, batch, block) for batch, block in ((1, 1), (2, 1), (1, 2), (64, 8))]
+    experts = sum(t.nbytes for t in (weights.layers[0].ffn.gate_up, weights.layers[0].ffn.down))
+    assert read[1] == read[2] and read[3] - read[0] == pytest.approx(0.6 * experts, abs=2)
+    assert read[3] - read[1] == pytest.approx(0.6**2 * experts, abs=2)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
