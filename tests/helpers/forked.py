@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ import torch
 from paths import FOLDERS, ROOT
 
 CONTEXT = multiprocessing.get_context("forkserver")
-IMPORTED = ["conftest", "train.cli", "train.data_cli", "deepspeed"]  # what is not there is left out
+# what is not there is left out
+IMPORTED = ["conftest", "train.cli", "train.data_cli", "deepspeed", "serve.front", "dflash_toolkit.runtime.loop"]
 
 
 def start_server() -> None:
@@ -73,6 +75,83 @@ def wait_stopped(process: BaseProcess) -> None:
         assert process.is_alive(), "it has ended before it came there"
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+# ---- a server with its processes -------------------------------------------------------------------------------
+
+
+class Command:
+    """A program whose own processes are forked, too, as it would have them spawned.
+
+    Args:
+        folder: gets its files `out` and `err`, unless `said` is where both go, and `children`.
+        environment: its variables, besides those of the tests.
+    """
+
+    def __init__(
+        self, program: str, arguments: list[str], folder: Path, said: str | None = None, **environment: str
+    ) -> None:
+        self.out, self.err, self._started = (folder / name for name in ("out", "err", "children"))
+        written = (said or str(self.out), said or str(self.err))
+        self._process = call(_serve, program, arguments, written, self._started, environment)
+        self.pid = self._process.pid or 0
+
+    def line(self) -> str:
+        """The first that it writes to stdout."""
+        while "\n" not in (said := self.out.read_text() if self.out.exists() else ""):
+            assert self._process.is_alive(), self.err.read_text()
+            time.sleep(0.01)
+        return said.partition("\n")[0]
+
+    def children(self) -> list[int]:
+        """Its processes that live, in the order in which they were started."""
+        started = map(int, self._started.read_text().split())
+        return [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+    def end(self, timeout_s: float) -> int | None:
+        """Its exit code, once it has ended."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class _Child(CONTEXT.Process):  # type: ignore[name-defined, misc]
+    """A process that writes where the one that starts it does."""
+
+    said: tuple[str, str]
+    started: Path
+
+    def start(self) -> None:
+        self.__dict__["said"] = self.said
+        super().start()
+        with self.started.open("a") as file:
+            file.write(f"{self.pid}\n")
+
+    def run(self) -> None:
+        _write_to(self.said)
+        super().run()
+
+
+def _serve(
+    program: str, arguments: list[str], said: tuple[str, str], started: Path, environment: dict[str, str]
+) -> None:
+    os.environ |= environment | {"OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    _write_to(said)
+    _Child.said, _Child.started = said, started
+    started.touch()
+    server: Any = multiprocessing.forkserver._forkserver
+    server.ensure_running = multiprocessing.resource_tracker.ensure_running  # that of the tests runs
+    spawned: Any = SimpleNamespace(Process=_Child, Pipe=CONTEXT.Pipe)
+    multiprocessing.get_context = lambda method=None: spawned
+    sys.exit(importlib.import_module(program).main(arguments))
+
+
+def _write_to(said: tuple[str, str]) -> None:
+    for stream, path in enumerate(said, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
 
 
 # ---- several processes that are one run ------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from paths import ROOT
+from forked import Command
 from test_serve_api import error_of, serving
 from test_serve_engine import LATE_S, gated, make_engine, wait_until
 
@@ -201,34 +199,14 @@ def test_connections_are_looked_after_while_nothing_is_sent() -> None:
 
 
 @contextlib.contextmanager
-def command(target_dir: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running `dflash-serve` and its first line."""
-    argv = [sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--port", "0", "--device", "cpu"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
-    with subprocess.Popen(
-        [*argv, "--served-model-name", "org/tiny", *options],
-        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            yield process, line
-        finally:
-            process.kill()
-
-
-def children(pid: int) -> list[int]:
-    """Processes that run Python for another."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (
-                f"PPid:\t{pid}\n" in (folder / "status").read_text()
-                and b"spawn_main" in (folder / "cmdline").read_bytes()
-            ):
-                found.append(int(folder.name))
-    return sorted(found)  # the engine's, then fronts'
+def command(target_dir: Path, folder: Path, *options: str, **more: Any) -> Iterator[Command]:
+    """A running `dflash-serve`, whose processes are forked from one that has imported everything."""
+    argv = ["--target", str(target_dir), "--port", "0", "--device", "cpu", "--served-model-name", "org/tiny", *options]
+    process = Command("serve.cli", argv, folder, **more)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 def test_an_engine_that_is_killed_is_started_again_and_what_it_has_is_finished_at_the_end(
@@ -241,11 +219,11 @@ def test_an_engine_that_is_killed_is_started_again_and_what_it_has_is_finished_a
         transport=httpx.HTTPTransport(uds=path), base_url="http://x", timeout=LATE_S,
         headers={"Authorization": "Bearer k"},
     )  # fmt: skip
-    with client as c, command(target_dir, *options, DFLASH_API_KEY="k") as (process, line):  # `also` is a second name
-        assert f"unix:{path}" in line
+    with client as c, command(target_dir, tmp_path, *options, DFLASH_API_KEY="k") as process:  # `also`: a second name
+        assert f"unix:{path}" in process.line()
         ask = lambda: c.post("/v1/completions", json=LONG)  # noqa: E731
         before = ask().json()["choices"][0]["text"]
-        (engine,) = children(process.pid)
+        (engine,) = process.children()
         os.kill(engine, signal.SIGKILL)
         killed = time.monotonic()
         wait_until(lambda: c.get("/ready").status_code == 503)
@@ -259,23 +237,24 @@ def test_an_engine_that_is_killed_is_started_again_and_what_it_has_is_finished_a
         with c.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as reply:
             events = reply.iter_lines()
             next(events)
-            process.send_signal(signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
             lines = [line for line in events if line]
         assert lines[-1] == "data: [DONE]" and "length" in lines[-2], "the answer is whole"
-        _, err = process.communicate(timeout=LATE_S)
+        assert process.end(LATE_S) == 0
         assert not os.path.exists(path)
         with pytest.raises((OSError, http.client.HTTPException)), socket.socket(socket.AF_UNIX) as late:
             late.connect(path)
-    assert process.returncode == 0
-    said = [json.loads(line) for line in err.splitlines()]
+    said = [json.loads(line) for line in process.err.read_text().splitlines()]
     assert any("ended by itself (exit code -9)" in line["message"] for line in said)
-    assert not children(process.pid)
+    assert not process.children()
 
 
-def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_on_alone(target_dir: Path) -> None:
+def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_on_alone(
+    target_dir: Path, tmp_path: Path
+) -> None:
     options = ("--api-server-count", "3", "--max-num-seqs", "1", "--max-queue", "0")
-    with command(target_dir, *options) as (process, line):
-        url = line.split()[1].removesuffix("/v1")
+    with command(target_dir, tmp_path, *options) as process:
+        url = process.line().split()[1].removesuffix("/v1")
         ask = lambda **more: httpx.post(f"{url}/v1/completions", json=LONG | more, timeout=LATE_S)  # noqa: E731
         # each on a connection of its own, which any front gets
         assert len({ask().json()["choices"][0]["text"] for _ in range(12)}) == 1
@@ -285,7 +264,7 @@ def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_o
             assert 'vllm:generation_tokens_total{model_name="org/tiny"} 600.0' in counted
             assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="org/tiny"} 12.0' in counted
             assert "dflash_requests_open 0.0" in counted and counted.count("vllm:num_requests_running{") == 1
-        engine, *fronts = children(process.pid)
+        engine, *fronts = process.children()
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as running:
             next(events := running.iter_lines())
             os.kill(engine, signal.SIGSTOP)  # so that it does not end meanwhile
@@ -293,29 +272,23 @@ def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_o
             os.kill(engine, signal.SIGCONT)
             assert "data: [DONE]" in list(events)
         os.kill(fronts[0], signal.SIGKILL)
-        _, err = process.communicate(timeout=LATE_S)
-    assert process.returncode == 1 and "front1 ended by itself (exit code -9); the server ends" in err
+        assert process.end(LATE_S) == 1
+    assert "front1 ended by itself (exit code -9); the server ends" in process.err.read_text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in (engine, *fronts)), "the others were told to end"
 
 
 def test_where_nothing_can_be_written_requests_are_answered_all_the_same(target_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    argv = [sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--uds", str(path), "--device", "cpu"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with open("/dev/full", "w") as full, subprocess.Popen(argv, cwd=ROOT, env=env, stdout=full, stderr=full) as process:
-        try:
+    with command(target_dir, tmp_path, "--uds", str(path), said="/dev/full") as process:
 
-            def answered() -> bool:
-                with contextlib.suppress(httpx.TransportError), httpx.Client(transport=transport) as client:
-                    reply = client.post("http://x/v1/completions", json=LONG | {"model": str(target_dir)})
-                    return reply.status_code == 200
-                return False
+        def answered() -> bool:
+            with contextlib.suppress(httpx.TransportError), httpx.Client(transport=transport) as client:
+                return client.post("http://x/v1/completions", json=LONG).status_code == 200
+            return False
 
-            wait_until(path.exists)
-            for _ in range(3):
-                transport = httpx.HTTPTransport(uds=str(path))
-                wait_until(answered)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LATE_S) == 0
-        finally:
-            process.kill()
+        wait_until(path.exists)
+        for _ in range(3):
+            transport = httpx.HTTPTransport(uds=str(path))
+            wait_until(answered)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.end(LATE_S) == 0
