@@ -193,10 +193,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def _block_scaled(x: Tensor, weight: BlockScaledFp8) -> Tensor:
-    """The product in fp32, of rows quantized by 128 columns: what these add, exact, is scaled, and added in order."""
-    rows, scales = quantize_groups(x)
+    """The product in fp32, of rows quantized by 128 columns: what these add, exact, is scaled, and added in order.
+
+    Those of a weight with whole rows for blocks are quantized whole.
+    """
+    size = x.shape[1] if weight.whole else BLOCK
+    rows, scales = quantize_groups(x, size)
     total = torch.zeros(len(x), len(weight), device=x.device)
-    columns = zip(rows.split(BLOCK, 1), weight.data.split(BLOCK, 1), scales.T, weight.row_scales().T, strict=True)
+    columns = zip(rows.split(size, 1), weight.data.split(size, 1), scales.T, weight.row_scales().T, strict=True)
     for a, b, scale_a, scale_b in columns:
         total += (a.double() @ b.double().T).float() * (scale_a[:, None] * scale_b)
     return total

@@ -50,22 +50,26 @@ class BlockScaledFp8:
 
     Its GEMMs quantize their rows too, by `quantize_groups`, and scale what each block of columns adds in fp32. `ways`
     matrices may have their rows in turn, as gates and ups do: row r is row r // ways of matrix r % ways, and so are
-    the rows of the scales.
+    the rows of the scales. `whole`: a block is a whole row, of the weights and of what they are multiplied with.
     """
 
     data: Tensor  # float8_e4m3fn [N, K]
-    scale: Tensor  # fp32 [N / 128, K / 128]
+    scale: Tensor  # fp32 [N / 128, K / 128]; whole: [N, 1]
     ways: int = 1
+    whole: bool = False
 
     @classmethod
-    def empty(cls, n: int, k: int, new: Callable[..., Tensor], ways: int = 1) -> "BlockScaledFp8":
+    def empty(cls, n: int, k: int, new: Callable[..., Tensor], ways: int = 1, whole: bool = False) -> "BlockScaledFp8":
         """Of N and K that are multiples of 128, N of `ways` times that; `new` is torch.empty, perhaps with a device."""
-        data = new(n, k, dtype=torch.float8_e4m3fn)
-        return cls(data, new(n // BLOCK, k // BLOCK, dtype=torch.float32), ways)
+        data, blocks = new(n, k, dtype=torch.float8_e4m3fn), (n, 1) if whole else (n // BLOCK, k // BLOCK)
+        return cls(data, new(*blocks, dtype=torch.float32), ways, whole)
 
     @classmethod
-    def of(cls, matrix: Tensor, ways: int = 1) -> "BlockScaledFp8":
+    def of(cls, matrix: Tensor, ways: int = 1, whole: bool = False) -> "BlockScaledFp8":
         """Quantize a matrix [N, K] so that the largest value of each block is the largest of the format."""
+        if whole:
+            rows = RowScaledFp8.of(matrix)
+            return cls(rows.data, rows.scale[:, None], ways, whole=True)
         found = cls.empty(len(matrix), matrix.shape[1], matrix.new_empty, ways)
         for i in range(ways):
             part = matrix[i::ways].float()
@@ -76,12 +80,17 @@ class BlockScaledFp8:
         return found
 
     def row_scales(self) -> Tensor:
-        """The scales of every row, fp32 [N, K / 128]."""
-        return self.scale.unflatten(0, (-1, self.ways)).repeat_interleave(BLOCK, 0).flatten(0, 1)
+        """The scales of every row, fp32 [N, K / 128]; of a whole one [N, 1]."""
+        return (
+            self.scale
+            if self.whole
+            else self.scale.unflatten(0, (-1, self.ways)).repeat_interleave(BLOCK, 0).flatten(0, 1)
+        )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The values in another format."""
-        return (self.data.float() * self.row_scales().repeat_interleave(BLOCK, 1)).to(dtype)
+        scales = self.row_scales()
+        return (self.data.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1).to(dtype)
 
     def __getitem__(self, i: int | slice) -> "BlockScaledFp8":
         """One or more of several matrices [E, N, K] with scales [E, N / 128, K / 128], as a view."""
@@ -89,12 +98,13 @@ class BlockScaledFp8:
 
     def split(self, rows: list[int]) -> "list[BlockScaledFp8]":
         """So many rows each, multiples of 128, as views."""
-        scales = self.scale.split([n // BLOCK for n in rows])
-        return [BlockScaledFp8(*each) for each in zip(self.data.split(rows), scales, strict=True)]
+        scales = self.scale.split([n if self.whole else n // BLOCK for n in rows])
+        each = zip(self.data.split(rows), scales, strict=True)
+        return [BlockScaledFp8(data, scale, whole=self.whole) for data, scale in each]
 
     def way(self, i: int) -> "BlockScaledFp8":
         """One of the matrices whose rows stand in turn, as a view."""
-        return BlockScaledFp8(self.data[i :: self.ways], self.scale[i :: self.ways])
+        return BlockScaledFp8(self.data[i :: self.ways], self.scale[i :: self.ways], whole=self.whole)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -123,14 +133,14 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
-def quantize_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_groups(rows: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Rows [M, K] as GEMMs with a block-scaled weight take them, quantized as DeepGEMM and vLLM do.
 
     Returns:
-        float8_e4m3fn [M, K], and fp32 scales [M, K / 128] that it is to be multiplied with: every 128 columns of a row
-        have one, by which the largest value of them is the largest of the format.
+        float8_e4m3fn [M, K], and fp32 scales [M, K / columns] that it is to be multiplied with: every 128 columns of a
+        row, or so many, have one, by which the largest value of them is the largest of the format.
     """
-    groups = rows.float().unflatten(1, (-1, BLOCK))
+    groups = rows.float().unflatten(1, (-1, columns))
     largest = groups.abs().amax(2, keepdim=True).clamp(min=LEAST)
     return (groups * (FP8_MAX / largest)).flatten(1).to(torch.float8_e4m3fn), largest[..., 0] / FP8_MAX
 

@@ -1,4 +1,4 @@
-"""Which matrices of a target are in fp8, scaled by blocks, read from its configuration."""
+"""Which matrices of a target are in fp8, scaled by blocks or rows, read from its configuration."""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +14,31 @@ if TYPE_CHECKING:
 # what the engine computes, of the keys that fix the arithmetic; a checkpoint may leave out all but the first two
 FORM = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
 FORM |= {"fmt": "e4m3", "scale_fmt": "float"}
+EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
+GROUP = {"weights": {**EIGHT, "strategy": "channel", "dynamic": False}}
+GROUP |= {"input_activations": {**EIGHT, "strategy": "token", "dynamic": True}}
+
+
+def _is_fp8_dynamic(stated: Mapping[str, Any]) -> bool:
+    """Whether all matrices are as llm-compressor's scheme FP8_DYNAMIC has them."""
+    groups = list((stated.get("config_groups") or {}).values())
+    if len(groups) != 1 or stated.get("format") != "float-quantized" or stated.get("kv_cache_scheme"):
+        return False
+    return groups[0].get("targets") == ["Linear"] and all(
+        (groups[0].get(part) or {}).get(key) == value for part, form in GROUP.items() for key, value in form.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """Modules whose weights are e4m3 with `weight_scale_inv` for blocks of 128 by 128, and whose rows are quantized."""
+    """Modules whose weights are e4m3 with `weight_scale_inv` for blocks of 128 by 128, and whose rows are quantized.
+
+    `whole`: with `weight_scale` for whole rows instead, of checkpoints of compressed-tensors.
+    """
 
     target: str  # its name
     kept: tuple[str, ...] | None  # patterns of modules that are not; None: all are not
+    whole: bool = False
 
     @classmethod
     def of(cls, config: "PreTrainedConfig") -> "Fp8Blocks":
@@ -30,13 +47,16 @@ class Fp8Blocks:
         if not asked:
             return cls(name, None)
         stated: dict[str, Any] = asked if isinstance(asked, dict) else asked.to_dict()
+        if stated.get("quant_method") == "compressed-tensors" and _is_fp8_dynamic(stated):
+            ignored = stated.get("ignore") or ()
+            return cls(name, tuple(key[3:] if key.startswith("re:") else re.escape(key) for key in ignored), whole=True)
         for key, value in FORM.items():
             found = stated.get(key, None if key in ("quant_method", "weight_block_size") else value)
             found = list(found) if isinstance(found, list | tuple) else found
             if found != value:
                 raise UnsupportedModel(
                     f"target {name}: quantized weights with {key} {found!r} are not served by this engine (it takes "
-                    f"{value!r}), but vLLM may (dflash-serve --engine vllm)"
+                    f"{value!r}, or FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
                 )
         return cls(name, tuple(stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()))
 

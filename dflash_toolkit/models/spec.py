@@ -27,6 +27,7 @@ class AttentionSpec:
     causal: bool = True  # inside the block
     window: int = 0  # 0 is full attention
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
+    fp8_whole: bool = False  # and their blocks are whole rows
 
     @property
     def width(self) -> int:
@@ -44,6 +45,7 @@ class MlpSpec:
 
     intermediate_size: int  # I
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
+    fp8_whole: bool = False  # and their blocks are whole rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +203,18 @@ class ModelSpec:
         def layer_of(layer: int) -> LayerSpec:
             part, ffn = f"model.layers.{layer}", architecture.ffn(c, layer)
             i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
+            if in_fp8.whole and where and f"{part}.mlp.experts" in in_fp8:
+                raise UnsupportedModel(
+                    f"target {name}: experts in fp8 with a scale a row are not served by this engine, "
+                    f"but vLLM may (dflash-serve --engine vllm)"
+                )
             ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate": (i, d), "up": (i, d), "down": (d, i)})
             attention_in_fp8 = held(f"{part}.self_attn", attention)
-            return LayerSpec(replace(mixer, fp8_blocks=attention_in_fp8), replace(ffn, fp8_blocks=ffn_in_fp8))
+            ffn = replace(ffn, fp8_blocks=ffn_in_fp8)
+            if isinstance(ffn, MlpSpec):
+                ffn = replace(ffn, fp8_whole=ffn_in_fp8 and in_fp8.whole)
+            whole = attention_in_fp8 and in_fp8.whole
+            return LayerSpec(replace(mixer, fp8_blocks=attention_in_fp8, fp8_whole=whole), ffn)
 
         return cls(
             hidden_size=c.hidden_size,

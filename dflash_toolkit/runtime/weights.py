@@ -28,7 +28,10 @@ def _named(name: str, weight: Weight, kind: str = ".weight") -> dict[str, Tensor
     """The tensors of a checkpoint that a matrix is."""
     assert not isinstance(weight, RowScaledFp8), "an own copy, which is not loaded"
     data, scale = parts(weight)
-    return {f"{name}{kind}": data} | ({} if scale is None else {f"{name}{kind}_scale_inv": scale})
+    if scale is None:
+        return {f"{name}{kind}": data}
+    whole = isinstance(weight, BlockScaledFp8) and weight.whole  # as compressed-tensors names them
+    return {f"{name}{kind}": data, f"{name}{kind}_scale{'' if whole else '_inv'}": scale}
 
 
 @dataclass(slots=True)
@@ -44,7 +47,8 @@ class AttentionWeights:
 
     @classmethod
     def empty(cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor]) -> "AttentionWeights":
-        matrix = functools.partial(BlockScaledFp8.empty, new=new) if spec.fp8_blocks else new
+        in_fp8 = functools.partial(BlockScaledFp8.empty, new=new, whole=spec.fp8_whole)
+        matrix: Callable[[int, int], Weight] = in_fp8 if spec.fp8_blocks else new
         return cls(
             qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
@@ -77,7 +81,8 @@ class MlpWeights:
     def empty(cls, spec: MlpSpec, d: int, new: Callable[..., Tensor]) -> "MlpWeights":
         i = spec.intermediate_size
         if spec.fp8_blocks:
-            return cls(BlockScaledFp8.empty(2 * i, d, new, ways=2), BlockScaledFp8.empty(d, i, new))
+            matrix = functools.partial(BlockScaledFp8.empty, new=new, whole=spec.fp8_whole)
+            return cls(matrix(2 * i, d, ways=2), matrix(d, i))
         return cls(gate_up=new(2 * i, d), down=new(d, i))
 
     def parameter_views(self) -> dict[str, Tensor]:

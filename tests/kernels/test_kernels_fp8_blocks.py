@@ -148,3 +148,25 @@ def test_what_multiplies_blocks_is_no_part_of_the_layer_kernel() -> None:
 def test_splits_depend_on_the_shape_alone(n: int, k: int, splits: int) -> None:
     assert {fp8_blocks.tile_for(n, k, rows, split=True).splits for rows in range(1, 129)} == {splits}
     assert {fp8_blocks.tile_for(n, k, rows).splits for rows in (1, 128, 129, 4096)} == {1}
+
+
+@pytest.mark.parametrize("m", [1, 33, 130])
+def test_blocks_may_be_whole_rows(m: int) -> None:
+    n, k = 256, 256
+    x = torch.randint(-8, 9, (m, k)).float()
+    x[:, 5] = 7 * 2.0**6  # the format's largest: what is quantized stays what it is
+    x = (x * 2.0 ** torch.randint(-9, 9, (m, 1))).to(DTYPE).to(DEVICE)
+    matrix = torch.randn(n, k, device=DEVICE) * torch.logspace(-2, 2, n, device=DEVICE)[:, None]
+    weight = BlockScaledFp8.of(matrix, ways=2, whole=True)
+    assert (weight.scale.shape, len(weight.split([128, 128])), weight.way(1).scale.shape) == ((n, 1), 2, (n // 2, 1))
+    assert torch.equal(weight.way(1).dense(torch.float32), weight.dense(torch.float32)[1::2])
+    assert ((weight.dense(torch.float32) - matrix).abs().amax(1) <= 16 * weight.scale[:, 0] * 1.001).all()
+    expected = x.double() @ weight.dense(torch.float64).T
+    bound = 2.0**-7 * expected.abs() + 2.0**-11 * x.double().abs() @ weight.dense(torch.float64).abs().T
+    for operations in (gpu, reference):
+        assert ((operations.linear(x, weight).double() - expected).abs() <= bound).all()
+        assert ((operations.linear_split_k(x, weight).double().sum(0) - expected).abs() <= bound).all()
+        gate, up = expected[:, 0::2], expected[:, 1::2]
+        error = (operations.linear_swiglu(x, weight).double() - F.silu(gate) * up).abs()
+        assert (error <= 2.0**-5 * gate.abs() * up.abs() + 1e-3).all()
+    assert torch.equal(gpu.linear(x[:1], weight)[0], gpu.linear(x, weight)[0])

@@ -1,6 +1,7 @@
 """Targets in fp8 blocks: from files and from modules; the engine writes what transformers' modules write."""
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,9 +23,10 @@ from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.weight import BlockScaledFp8
 from dflash_toolkit.models import target as target_module
+from dflash_toolkit.models.quantized import GROUP
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import load_config
-from dflash_toolkit.runtime import load_engine
+from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import check_fp8
 from dflash_toolkit.runtime.shapes import named_shape, random_target
 from dflash_toolkit.runtime.weights import TargetWeights
@@ -38,6 +40,10 @@ SIZES = {
     "intermediate_size": 256,
     "moe_intermediate_size": 128,
 }
+
+
+def rows_of_reference(x: Tensor, weight: BlockScaledFp8) -> Tensor:
+    return reference.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +61,7 @@ def in_modules(folder: Path) -> Iterator[Target]:
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        rows = reference.linear(x.flatten(0, -2), BlockScaledFp8(self.weight, self.weight_scale_inv), self.bias)
-        return rows.unflatten(0, x.shape[:-1])
+        return rows_of_reference(x, BlockScaledFp8(self.weight, self.weight_scale_inv))
 
     def of_expert(self: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: None = None) -> Tensor:
         return reference.linear(x, BlockScaledFp8(weight, scale))
@@ -176,3 +181,44 @@ def test_random_weights_in_fp8_are_of_the_size_of_others() -> None:
     assert named_shape("qwen3-8b").num_hidden_layers == 36 and not hasattr(
         named_shape("qwen3-8b"), "quantization_config"
     )
+
+
+# ---- FP8 by channels and tokens ------------------------------------------------------------------------------------
+
+DYNAMIC = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*layers.1.mlp.*"],
+    "config_groups": {"group_0": {"targets": ["Linear"], **GROUP}},
+}  # fmt: skip
+
+
+def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(tmp_path: Path) -> None:
+    dense = ARCHITECTURES["Qwen3"].target(**SIZES)
+    dense.model.save_pretrained(tmp_path)
+    dense.tokenizer.save_pretrained(tmp_path)
+    tensors = {}
+    for name, module in dense.model.named_modules():
+        if name.endswith("_proj") and "layers.1.mlp" not in name:
+            weight = BlockScaledFp8.of(module.weight, whole=True)
+            weight.scale.copy_(weight.scale.bfloat16())  # as such checkpoints have them
+            tensors |= {f"{name}.weight": weight.data, f"{name}.weight_scale": weight.scale.bfloat16()}
+            module.forward = functools.partial(rows_of_reference, weight=weight)
+    damage(tmp_path / "model.safetensors", tensors)
+    damage(tmp_path / "config.json", {"quantization_config": DYNAMIC})
+    options = EngineOptions(num_speculative_tokens=0, max_num_seqs=2, kv_cache_tokens=400)
+    engine = load_engine(str(tmp_path), None, "cpu", options=options)[0]
+    assert [(layer.mixer.fp8_whole, layer.ffn.fp8_whole) for layer in engine.runner.target.spec.layers] == [
+        (True, True), (True, False), (True, True), (True, True),
+    ]  # fmt: skip
+    prompts, params = prompts_of(5, 9, 14), SamplingParams(max_tokens=12, ignore_eos=True)
+    found = [answer.tokens for answer in engine.generate(prompts, params)]
+    expected = [generate(dense, None, prompt, params).tokens for prompt in prompts]
+    assert sum(ours == theirs for ours, theirs in zip(found, expected, strict=True)) >= 2
+
+
+def test_what_else_compressed_tensors_has_is_one_line(folder: Path) -> None:
+    static = {"group_0": {"targets": ["Linear"], **GROUP, "input_activations": None}}
+    for changes in ({"config_groups": static}, {"format": "pack-quantized"}, {"kv_cache_scheme": {"num_bits": 8}}):
+        config = config_of(folder)
+        config.quantization_config = DYNAMIC | changes
+        with pytest.raises(UnsupportedModel, match=r"quant_method 'compressed-tensors' .* --engine vllm"):
+            ModelSpec.of_target(config)

@@ -3,7 +3,8 @@
 What 128 columns add is one sum of the matrix instructions; scaled, it is added in fp32, block after block. Tiles stand
 as in `linear.py`, and beside one another for more rows than one tile has: splits apart, which (N, K) alone fixes up to
 MAX_ROWS rows, every number of rows gives the same bits. Few rows are quantized by every program that loads them, as a
-launch of its own takes longer; more of them once, by the same rule.
+launch of its own takes longer; more of them once, by the same rule. Where a whole row has one scale, of weights and of
+what they are multiplied with, sums are scaled at their end.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..launch import MAX_ROWS, padded, pdl
 from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8
+from .fp8 import quantize_rows
 from .tile import MULTIPROCESSORS, Tile, store_tile
 
 QUANTIZED_IN_LOOP = 32  # rows up to which every program quantizes what it loads
@@ -54,11 +56,12 @@ def _group_round_kernel(
 def _block_linear_kernel(
     x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr, QUANTIZE: tl.constexpr,
-    FP8_MAX: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
+    BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN...
 
-    QUANTIZE: x has no scales yet. WAYS: see `BlockScaledFp8`.
+    QUANTIZE: x has no scales yet. WAYS, WHOLE: see `BlockScaledFp8`.
     """
     i_m, i_n, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,17 +83,22 @@ def _block_linear_kernel(
     for _ in range(first, last, BLOCK_K):
         b_w = tl.load(p_w, eviction_policy="evict_first")
         b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
-        if QUANTIZE:
-            b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+        if WHOLE:
+            b_acc += tl.dot(b_w, b_x)
         else:
-            b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
-        b_w_scale = tl.load(p_w_scale)
-        b_scale = b_x_scale[None, :] * (b_w_scale[:, None] if WAYS > 1 else b_w_scale)
-        b_acc += tl.dot(b_w, b_x) * b_scale
+            if QUANTIZE:
+                b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+            else:
+                b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
+            b_w_scale = tl.load(p_w_scale)
+            b_scale = b_x_scale[None, :] * (b_w_scale[:, None] if WAYS > 1 else b_w_scale)
+            b_acc += tl.dot(b_w, b_x) * b_scale
+            p_x_scale += 1
+            p_w_scale += 1
         p_w += BLOCK_K
         p_x += BLOCK_K
-        p_x_scale += 1
-        p_w_scale += 1
+    if WHOLE:
+        b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_n)[:, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
@@ -125,13 +133,19 @@ def launch_linear(
     """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * BLOCK)) * BLOCK
-    in_loop = m <= QUANTIZED_IN_LOOP
-    rows, scale = (x, weight.scale) if in_loop else quantize_groups(x)
+    in_loop = m <= QUANTIZED_IN_LOOP and not weight.whole
+    rows, scale = x, weight.scale
+    if weight.whole:
+        quantized = quantize_rows(x)
+        rows, scale = quantized.data, quantized.scale
+    elif not in_loop:
+        rows, scale = quantize_groups(x)
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
-        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, WAYS=weight.ways, QUANTIZE=in_loop, FP8_MAX=FP8_MAX, LEAST=LEAST,
-        BIAS=bias is not None, SWIGLU=swiglu, num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, WAYS=weight.ways, QUANTIZE=in_loop, WHOLE=weight.whole,
+        FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
 
 
