@@ -28,7 +28,6 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
-from .reference import rejection_sample
 from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
@@ -41,7 +40,7 @@ from .triton.norm import add_rms_norm
 from .triton.rope import context_write, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import row_top
-from .triton.sample import sample
+from .triton.sample import rejection_sample, sample
 from .triton.walk import sampled_walk, walk
 from .weight import BlockScaledFp8, Weight, dense, parts
 

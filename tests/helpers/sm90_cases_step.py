@@ -27,14 +27,17 @@ def attention_case(whole: bool, causal: bool, counted: bool = False) -> Case:
     return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
 
 
-def sample_case(logits: str, ragged: tuple[str, ...] = ()) -> Case:
+def sample_case(logits: str, ragged: tuple[str, ...] = (), candidates: int = 0) -> Case:
     pointers = {
         "logits_p": logits, "temperature_p": "*fp32", "top_p_p": "*fp32", "top_k_p": "*i64", "min_p_p": "*fp32",
-        "uniform_p": "*fp64", "values_p": "*fp32", "ids_p": "*i32", "out_p": "*i64", "V": "i32",
+        "uniform_p": "*fp64", "values_p": "*fp32", "ids_p": "*i32", "out_p": "*i64", "V": "i32", "C": "i32",
     }  # fmt: skip
+    judged = {"draft_p": "*i64", "acceptance_p": "*fp64", "drafted_p": "*i64", "q_p": "*fp32"}
     sizes = {name: getattr(sample, name) for name in ("BLOCK", "TILE", "PIVOTS", "GROUPS")}
-    constexprs = sizes | {"ROOM": sample.CANDIDATES, "TILES": 64, "PDL": True}
-    return Case(sample._sample_kernel, pointers, constexprs, sample.WARPS, ragged=ragged)
+    constexprs = sizes | {"ROOM": sample.CANDIDATES, "TILES": 64, "C_BLOCK": candidates, "PDL": True}
+    if candidates:
+        return Case(sample._sample_kernel, pointers | judged, constexprs, sample.WARPS, ragged=ragged)
+    return Case(sample._sample_kernel, pointers, constexprs | dict.fromkeys(judged), sample.WARPS, ragged=ragged)
 
 
 def rope_write_case(partials: str, parts: int, heads: int, early: bool, counted: bool = False) -> Case:
@@ -104,4 +107,5 @@ CASES = {
     ),
     "sample fp32": sample_case("*fp32"),
     "sample of an odd vocabulary": sample_case("*bf16", ("logits_p", "V")),
+    "sampled drafts": sample_case("*fp32", candidates=16),
 }  # fmt: skip

@@ -225,6 +225,47 @@ def test_sampling_is_batch_invariant() -> None:
         assert kernel.sample(*(x[i : i + 1] for x in given)) == together[i]  # type: ignore[arg-type]
 
 
+def drafted(given: Arguments, count: int, likely: bool) -> Arguments:
+    """A draft of every row but each seventh, what it was sampled from, and the numbers that accept."""
+    m, vocab = given[0].shape
+    among = given[0].topk(count).indices if likely else torch.rand(m, vocab, device=DEVICE).argsort(-1)[:, :count]
+    q = torch.randn(m, count, device=DEVICE).mul(2).softmax(-1)
+    draft = among.gather(1, q.multinomial(1))[:, 0]
+    draft[::7] = -1
+    return draft, among, q, torch.rand(m, dtype=torch.float64, device=DEVICE)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(20, 16), (700, 5)])
+@pytest.mark.parametrize("likely", [True, False])
+def test_drafts_are_judged_and_replaced_as_by_the_definition(vocab: int, count: int, likely: bool, room: None) -> None:
+    given = mixed(2 * torch.randn(20, vocab))
+    judged = drafted(given, count, likely)
+    found = kernel.rejection_sample(*given, *judged)
+    assert found.tolist() == reference.rejection_sample(*given, *judged).tolist()
+    assert torch.equal(found[::7], kernel.sample(*given)[::7]), "where nothing was drafted"
+    one = [part[9:10] for part in (*given, *judged)]
+    assert torch.equal(kernel.rejection_sample(*one), found[9:10])
+
+
+@pytest.mark.parametrize("filters", [(0.8, 1.0, 12, 0.0), (0.8, 0.9, 8, 0.02)], ids=["temperature", "all"])
+def test_tokens_in_place_of_sampled_drafts_follow_the_filtered_distribution(
+    filters: tuple[float, float, int, float],
+) -> None:
+    draws = 20000 if DEVICE == "cuda" else 80
+    given = arguments(torch.randn(1, 12).repeat(draws, 1), [(*filters, u) for u in torch.rand(draws).tolist()])
+    among = given[0].topk(4).indices
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.4]], device=DEVICE).expand(draws, -1)  # the other way round than p
+    draft = among.gather(1, q.multinomial(1))[:, 0]
+    found = kernel.rejection_sample(*given, draft, among, q, torch.rand(draws, dtype=torch.float64, device=DEVICE))
+    p = kept(tuple(x[:1] for x in given))[0]  # type: ignore[arg-type]
+    p = p / p.sum()
+    for distribution, same in ((p, True), ((given[0][0].double() / 3).softmax(-1), False)):
+        statistic, limit = chi_square(found.bincount(minlength=12).cpu(), distribution.cpu())
+        assert (statistic < limit) == same
+    overlap = float(torch.minimum(p[among[0]], q[0].double()).sum())
+    assert abs(float((found == draft).double().mean()) - overlap) < 4 * (overlap * (1 - overlap) / draws) ** 0.5
+
+
 @pytest.mark.parametrize("mode", [Mode.SAMPLED, Mode.FULL])
 def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> None:
     batch, block, vocab, width = 4, 3, 70, 32

@@ -141,6 +141,20 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
+@pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
+def test_answers_to_sampled_drafts_are_the_same_alone_and_in_a_batch(dflash2: bool) -> None:
+    target, drafter = pair(dflash2=dflash2)
+    prompts = prompts_of(24)
+    ways = [{}, {"top_p": 0.9, "top_k": 40}, {"presence_penalty": 0.5, "logprobs": 2}, {"temperature": 0.0}]
+    each = [SamplingParams(**{"temperature": 1.2, "max_tokens": 32, "seed": i} | ways[i % 4]) for i in range(24)]
+    engines = [make_engine(target, drafter, max_num_seqs=n, draft_sample_method="probabilistic") for n in (8, 1)]
+    together, alone = (engine.generate(prompts, each) for engine in engines)
+    assert [(g.tokens, g.steps) for g in together] == [(g.tokens, g.steps) for g in alone]
+    plain = make_engine(target, None).generate(prompts, each)
+    same = [a.tokens == b.tokens for a, b in zip(together, plain, strict=True)]
+    assert all(same[3::4]) and not all(same), "greedy answers stay, of the others some differ"
+
+
 def in_fp8(target: Target) -> TargetWeights:
     """The weights of a target, quantized by blocks."""
     config: Any = copy.deepcopy(target.config)

@@ -3,7 +3,7 @@
 A probability is held as a whole number of 2^-42 parts of the largest one. Sums of whole numbers do not depend on their
 order, so the edges of top-k and top-p are found by search (how much weight stands at this value and above?) instead of
 in sorted order, over the row or over its few candidates, with the same result. The draw is the inverse CDF in the order
-of the ids, as in the definition.
+of the ids, as in the definition. Where a draft was sampled, what it was sampled from is taken off a few of the numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -133,6 +133,56 @@ def _first_beyond(
 
 
 @triton.jit
+def _draft_or_rest(
+    row_p, temperature, values_p, ids_p, packed, n, edge, cut, top, least, share,
+    draft, acceptance, drafted_p, q_p, C, V,
+    TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The draft where it is accepted, else a token of what is left of the mass once q of it is taken off."""
+    o_t, o_c = tl.arange(0, TILES), tl.arange(0, C_BLOCK)
+    b_sums = tl.zeros([TILES], dtype=tl.int64)
+    for i in range(0, tl.cdiv(n, BLOCK)):
+        b_w = _kept(row_p, temperature, values_p, packed, i * BLOCK, n, edge, cut, top, least, BLOCK, False)
+        b_sums += tl.where(o_t == i, tl.sum(b_w, axis=0), 0)
+    total = tl.sum(b_sums, axis=0)
+
+    m_c = (o_c < C) & (draft >= 0)
+    b_ids = tl.load(drafted_p + o_c, mask=m_c, other=-1).to(tl.int32)
+    m_c &= (b_ids >= 0) & (b_ids < V)  # padding rows hold anything
+    b_q = tl.load(q_p + o_c, mask=m_c, other=0.0).to(tl.float64) * total.to(tl.float64)
+    last = tl.load(ids_p + cut, mask=packed & (cut < n), other=cut)  # the id that `cut` is the place of
+    b_l = _scaled(tl.load(row_p + b_ids, mask=m_c, other=-float("inf")), temperature)
+    b_p = tl.where((b_l > edge) | ((b_l == edge) & (b_ids <= last)), _mass(b_l, top, least), 0)
+    b_taken = tl.where(m_c, tl.minimum(b_p, b_q.to(tl.int64)), 0)
+    rest = total - tl.sum(b_taken, axis=0)
+    b_own = m_c & (b_ids == draft)
+    of_p, of_q = tl.sum(tl.where(b_own, b_p, 0), axis=0), tl.sum(tl.where(b_own, b_q, 0.0), axis=0)
+    accepted = (draft >= 0) & ((acceptance * of_q < of_p.to(tl.float64)) | (rest <= 0))
+
+    b_at = b_ids  # places of these tokens among the candidates
+    if packed:
+        b_at = tl.zeros([C_BLOCK], dtype=tl.int32)
+        for start in range(0, n, TILE):
+            o_n = start + tl.arange(0, TILE)
+            b_packed = tl.load(ids_p + o_n, mask=o_n < n, other=0x7FFFFFFF)
+            b_at += tl.sum((b_packed[:, None] < b_ids[None, :]).to(tl.int32), axis=0)
+    b_here = (b_at // BLOCK)[None, :] == o_t[:, None]
+    b_sums -= tl.sum(tl.where(b_here, b_taken[None, :], 0), axis=1)
+    threshold = tl.minimum((share * rest.to(tl.float64)).to(tl.int64), rest - 1)
+    tile = tl.sum((tl.cumsum(b_sums, axis=0) <= threshold).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(o_t < tile, b_sums, 0), axis=0)
+    b_w = _kept(row_p, temperature, values_p, packed, tile * BLOCK, n, edge, cut, top, least, BLOCK, False)
+    o_n = tile * BLOCK + tl.arange(0, BLOCK)
+    for i in range(0, C):
+        at = tl.sum(tl.where(o_c == i, b_at, 0), axis=0)
+        b_w -= tl.where(o_n == at, tl.sum(tl.where(o_c == i, b_taken, 0), axis=0), 0)
+    inside = tl.sum((before + tl.cumsum(b_w, axis=0) <= threshold).to(tl.int32), axis=0)
+    token = tl.minimum(tile * BLOCK + inside, n - 1)
+    token = tl.load(ids_p + token, mask=packed, other=token)
+    return tl.where(accepted, draft, token.to(tl.int64))
+
+
+@triton.jit
 def _pack(row_p, temperature, values_p, ids_p, V, bound, ROOM: tl.constexpr, BLOCK: tl.constexpr):
     """Write the columns at `bound` and above in the order of their ids, as far as there is room, and count them."""
     n = 0
@@ -184,8 +234,9 @@ def _wanted(top_p, total):
 @triton.jit
 def _sample_kernel(
     logits_p, temperature_p, top_p_p, top_k_p, min_p_p, uniform_p, values_p, ids_p, out_p, V,
+    draft_p, acceptance_p, drafted_p, q_p, C,
     BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PIVOTS: tl.constexpr,
-    GROUPS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, ROOM: tl.constexpr, C_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m = tl.program_id(0).to(tl.int64)
     row_p = logits_p + i_m * V
@@ -236,16 +287,44 @@ def _sample_kernel(
                     row_p, temperature, values_p, packed, n, edge, cut, top, 0.0, wanted - above - 1,
                     TILES, BLOCK, True,
                 )  # fmt: skip
-        token = _first_beyond(
-            row_p, temperature, values_p, packed, n, edge, cut, top, tl.load(min_p_p + i_m), tl.load(uniform_p + i_m),
-            TILES, BLOCK, False,
-        )  # fmt: skip
-        token = tl.load(ids_p + token, mask=packed, other=token)
+        least, share = tl.load(min_p_p + i_m), tl.load(uniform_p + i_m)
+        if C_BLOCK:
+            token = _draft_or_rest(
+                row_p, temperature, values_p, ids_p, packed, n, edge, cut, top, least, share,
+                tl.load(draft_p + i_m), tl.load(acceptance_p + i_m), drafted_p + i_m * C, q_p + i_m * C, C, V,
+                TILES, TILE, BLOCK, C_BLOCK,
+            ).to(tl.int32)  # fmt: skip
+        else:
+            token = _first_beyond(
+                row_p, temperature, values_p, packed, n, edge, cut, top, least, share, TILES, BLOCK, False
+            )
+            token = tl.load(ids_p + token, mask=packed, other=token)
     tl.store(out_p + i_m, token.to(tl.int64))
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     """A token int64 [M] of every row of logits [M, V]; the largest logit's where the temperature is 0."""
+    return _launch(logits, (temperature, top_p, top_k, min_p, uniform), (None, None, None, None), 0)
+
+
+def rejection_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    draft: Tensor,
+    candidates: Tensor,
+    q: Tensor,
+    acceptance: Tensor,
+) -> Tensor:
+    """As `sample`, but the draft int64 [M], sampled from q [M, C] of candidates [M, C], where it is accepted."""
+    judged = draft, acceptance, candidates.contiguous(), q.contiguous()
+    return _launch(logits, (temperature, top_p, top_k, min_p, uniform), judged, q.shape[1])
+
+
+def _launch(logits: Tensor, how: tuple[Tensor, ...], judged: tuple[Tensor | None, ...], count: int) -> Tensor:
     m, vocab = logits.shape
     if vocab > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab} tokens; sampling counts mass for at most {MAX_VOCAB}")
@@ -255,8 +334,9 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, mi
     ids = torch.empty(m, room, dtype=torch.int32, device=logits.device)
     out = torch.empty(m, dtype=torch.int64, device=logits.device)
     _sample_kernel[(m,)](
-        logits.contiguous(), temperature, top_p, top_k, min_p, uniform, values, ids, out, vocab,
+        logits.contiguous(), *how, values, ids, out, vocab, *judged, count,
         BLOCK=block, TILE=min(TILE, block), TILES=next_power_of_two(-(-vocab // block)), PIVOTS=PIVOTS,
-        GROUPS=min(GROUPS, block, room), ROOM=room, num_warps=WARPS, **pdl(logits),
+        GROUPS=min(GROUPS, block, room), ROOM=room, C_BLOCK=next_power_of_two(count) if count else 0,
+        num_warps=WARPS, **pdl(logits),
     )  # fmt: skip
     return out
