@@ -19,8 +19,10 @@ def convolve(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
         base: [T, D].
 
     Returns:
-        [B, Q, D] in x's dtype.
+        [B, Q, D] in x's dtype, or autocast's.
     """
+    if torch.is_autocast_enabled(x.device.type):  # as for the products beside it: half the bytes of a norm in fp32
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     rows, own = x.flatten(0, 1), dynamic.flatten(2).flatten(0, 1)
     if x.is_cuda:
         return _convolve(rows.contiguous(), own, base.contiguous(), block).view_as(x)

@@ -110,6 +110,8 @@ def test_sequences_of_blocks_are_convolved_as_rows_are() -> None:
     x, dynamic, base = sequences(torch.float16)
     found = training.convolve(x, dynamic[:, :, 1], base, 4)
     assert found.dtype == torch.float16
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert training.convolve(x.float(), dynamic[:, :, 1], base, 4).dtype == torch.bfloat16
     rows = x.detach().flatten(0, 1), dynamic.detach()[:, :, 1].flatten(2).flatten(0, 1), base.detach()
     torch.testing.assert_close(found.flatten(0, 1), reference.block_conv(*rows, 4).half(), rtol=1e-3, atol=1e-3)
 
