@@ -58,8 +58,10 @@ TABLE = {  # a module and the tests that answer for it, the quickest first; none
     ],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
     "train/objective/loss.py": [
-        "train/objective/test_train_losses.py", "train/objective/test_train_distribution.py",
+        "train/objective/test_train_losses.py", "train/objective/test_train_selector.py",
+        "train/objective/test_train_distribution.py",
     ],
+    "train/objective/selector.py": ["train/objective/test_train_selector.py"],
 }  # fmt: skip
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "out", "demo", "build", "dist", "shared", "results")
 
