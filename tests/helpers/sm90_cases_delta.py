@@ -13,17 +13,17 @@ FP32 = dict.fromkeys(("a_log_p", "gates_p", "out_gates_p", "state_p"), "*fp32") 
 WHERE = dict.fromkeys(("slots_p", "stay_p", "counts_p"), "*i32")
 
 
-def case(kernel: object, **constexprs: object) -> Case:
+def case(kernel: object, warps: int = 4, **constexprs: object) -> Case:
     constexprs["PDL"] = True
     names = [name for name in kernel.arg_names if name not in constexprs]
     kinds = {name: (FP32 | WHERE | SIZES).get(name, "*bf16") for name in names}
-    return Case(kernel, kinds, constexprs, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
+    return Case(kernel, kinds, constexprs, warps, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
 
 
 CASES = {
     "inputs of the rule": case(
         delta._delta_inputs_kernel, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
     ),
-    "the rule": case(delta._delta_rule_kernel, BLOCK_K=128, BLOCK_V=delta.COLUMNS),
+    "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS),
     "gated norm": case(delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from ..delta import DeltaMemory
 from ..launch import next_power_of_two, pdl
 
 CHANNELS = 64  # of a program of the convolution
-COLUMNS = 32  # of a head's values, of a program of the delta rule
+COLUMNS = 16  # of a head's values, of a program of the delta rule: one warp, which needs no barriers
 
 
 @triton.jit
@@ -106,6 +106,18 @@ def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS:
     return tl.where(before, b_x, tl.where(old, b_old, b_new))
 
 
+@triton.jit
+def _delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
+    """Query, key, value, decay and beta of one row, which are loaded a row ahead."""
+    there = row < end
+    b_q = tl.load(p_qk + row * C, mask=m_k & there, other=0.0).to(tl.float32)
+    b_k = tl.load(p_qk + row * C + keys, mask=m_k & there, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + row * C, mask=m_v & there, other=0.0).to(tl.float32)
+    decay = tl.load(p_gate + row * 2 * N, mask=there, other=0.0)
+    beta = tl.load(p_gate + row * 2 * N + N, mask=there, other=0.0)
+    return b_q, b_k, b_v, decay, beta
+
+
 @triton.jit(do_not_specialize=["S"])
 def _delta_rule_kernel(
     mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, out_p, S, MOST, C, N, G, H_K, H_V, scale,
@@ -125,15 +137,14 @@ def _delta_rule_kernel(
     gates_p += i_b * (MOST + S) * 2 * N + i_n
     out_p += i_b * S * N * H_V + i_n * H_V + o_v
     i_g = i_n // (N // G)
-    b_state = tl.load(p_state, mask=m_state & (stay + count > 0), other=0.0)
-    for row in range(stay + count):  # one body for old rows and new ones, and so one rounding
+    end = stay + count
+    p_qk, p_v = mixed_p + i_g * H_K + o_k, mixed_p + 2 * G * H_K + i_n * H_V + o_v
+    b_state = tl.load(p_state, mask=m_state & (end > 0), other=0.0)
+    b_q, b_k, b_v, decay, beta = _delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
+    for row in range(end):  # one body for old rows and new ones, and so one rounding
         if row == stay:
             tl.store(p_state, b_state, mask=m_state & (stay > 0))
-        p_row = mixed_p + row * C
-        b_q = tl.load(p_row + i_g * H_K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_k = tl.load(p_row + (G + i_g) * H_K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_v = tl.load(p_row + 2 * G * H_K + i_n * H_V + o_v, mask=m_v, other=0.0).to(tl.float32)
-        decay, beta = tl.load(gates_p + row * 2 * N), tl.load(gates_p + row * 2 * N + N)
+        n_q, n_k, n_v, n_decay, n_beta = _delta_row(p_qk, p_v, gates_p, row + 1, end, C, N, G * H_K, m_k, m_v)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6) * scale
         b_state *= decay
@@ -141,6 +152,7 @@ def _delta_rule_kernel(
         b_state += b_k[:, None] * b_delta[None, :]
         b_out = tl.sum(b_state * b_q[:, None], axis=0)
         tl.store(out_p + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
+        b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
     if count == 0:
         tl.store(p_state, b_state, mask=m_state & (stay > 0))
     for row in range(count, S):
@@ -205,7 +217,7 @@ def delta_rule(
     columns = min(COLUMNS, next_power_of_two(width_v))
     _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
         mixed, gates, memory.state, slots, stay, counts, out, block, memory.rows, channels, heads, groups,
-        width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, **pdl(mixed),
+        width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, num_warps=1, **pdl(mixed),
     )  # fmt: skip
     return out
 
