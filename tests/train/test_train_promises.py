@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import rich.console
 import torch
-from conftest import TEMPLATE, Clock, make_drafter
+from conftest import TEMPLATE, Clock, make_dflash2, make_drafter
 from programs import Program, altered, says, write
 from servers import Fake, whole
 from test_data_endpoint import FINE, WORDS, ask
@@ -23,9 +23,10 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights
-from train.config import OptimOptions
+from train.config import OptimOptions, TrainConfig
 from train.optim.optimizers import make_optimizer
 from train.responses import backends
+from train.run.cost import resume_bytes
 
 # ---- progress --------------------------------------------------------------------------------------------------
 
@@ -244,17 +245,23 @@ def test_the_drafter_of_dflash_data_drafts(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(kind: str, target: Target) -> None:
-    drafter = make_drafter(target).train().requires_grad_(True)
+def test_weight_decay_shrinks_matrices_and_leaves_vectors_and_codebooks_alone(kind: str, target: Target) -> None:
+    drafter = make_dflash2(target).train().requires_grad_(True)
     with torch.no_grad():
         for p in drafter.parameters():
             p.add_(0.5)
             p.grad = torch.zeros_like(p)  # all that moves a weight is the decay
     before = [p.detach().clone() for p in drafter.parameters()]
-    make_optimizer(drafter.named_parameters(), OptimOptions(optimizer=kind, learning_rate=0.1, weight_decay=0.5)).step()
-    assert {p.dim() for p in before} == {1, 2}
+    options = OptimOptions(optimizer=kind, learning_rate=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(drafter.named_parameters(), options)
+    optimizer.step()
+    assert {p.dim() for p in before} == {1, 2, 3}
     for (name, after), p in zip(drafter.named_parameters(), before, strict=True):
-        assert torch.allclose(after, p * (0.95 if p.dim() == 2 else 1.0)), name
+        decayed = p.dim() == 2 and "codebook" not in name  # a row of which is a token's own
+        assert torch.allclose(after, p * (0.95 if decayed else 1.0)), name
+    moments = [value for part in optimizer.parts for state in part.state.values() for value in state.values()]
+    kept = sum(value.numel() for value in [*drafter.parameters(), *moments] if value.dim())
+    assert resume_bytes(drafter, TrainConfig(target="t", optim=options)) == 4 * kept
 
 
 # ---- what is counted as training -------------------------------------------------------------------------------
