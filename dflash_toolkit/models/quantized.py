@@ -58,7 +58,9 @@ class Fp8Blocks:
                     f"target {name}: quantized weights with {key} {found!r} are not served by this engine (it takes "
                     f"{value!r}, or FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
                 )
-        return cls(name, tuple(stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()))
+        kept = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()
+        # beside what reads images the language model is a module of its own
+        return cls(name, tuple(key.replace("model.language_model.", "model.") for key in kept))
 
     def __contains__(self, module: str) -> bool:
         """By transformers' rule: a pattern that a module's name begins with, up to a dot, or ends with, keeps it."""

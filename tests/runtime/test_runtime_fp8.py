@@ -119,7 +119,7 @@ def test_modules_that_are_kept_are_no_blocks(folder: Path) -> None:
     assert [(layer.mixer.fp8_blocks, layer.ffn.fp8_blocks) for layer in spec.layers] == [
         (True, True), (False, False), (True, True), (True, True),
     ], "a name that ends with layers.3.mlp is not that of its matrices"  # fmt: skip
-    spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["model.layers.3.mlp"]))
+    spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["model.language_model.layers.3.mlp"]))
     assert [layer.ffn.fp8_blocks for layer in spec.layers] == [True, True, True, False]
     weights = TargetWeights.empty(spec, torch.device("meta"), torch.bfloat16)
     kinds = {name: view.dtype for name, view in weights.parameter_views().items()}
