@@ -1,9 +1,11 @@
 """Time how a token is drawn from logits [M, V]: the definition, which sorts, and the kernel, which does not.
 
     python scripts/bench/sample.py --rows 1 16 128 256 --output sample.json
+    python scripts/bench/sample.py --rows 16 128 --drafted 16 --output drafted.json
 
 Both run in a CUDA graph, as in a step. The logits are normal with a standard deviation of their own for every row,
-from flat to peaked; `candidates` says how many tokens stay in the median row.
+from flat to peaked; `candidates` says how many tokens stay in the median row. With `--drafted` every row judges a draft
+that was sampled from so many of its best tokens.
 """
 
 import argparse
@@ -37,9 +39,12 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype, least: float, greates
     return (spread * torch.randn(rows, vocab, device="cuda", generator=dice)).to(dtype)
 
 
-def call(ops: ModuleType, logits: Tensor, temperature: float, filters: dict[str, Any]) -> Callable[[], Tensor]:
+def call(
+    ops: ModuleType, logits: Tensor, temperature: float, filters: dict[str, Any], drafted: int
+) -> Callable[[], Tensor]:
     """Sampling with the same parameters in every row."""
     rows, vocab = logits.shape
+    dice = torch.Generator("cuda").manual_seed(1)
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
@@ -49,9 +54,15 @@ def call(ops: ModuleType, logits: Tensor, temperature: float, filters: dict[str,
         column(filters.get("top_p", 1.0)),
         column(filters.get("top_k", vocab), torch.int64),
         column(filters.get("min_p", 0.0)),
-        torch.rand(rows, dtype=torch.float64, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
+        torch.rand(rows, dtype=torch.float64, device="cuda", generator=dice),
     )
-    return lambda: ops.sample(logits, *given)
+    if not drafted:
+        return lambda: ops.sample(logits, *given)
+    best, candidates = logits.float().topk(drafted)
+    q = (best / temperature).softmax(-1)
+    draft = candidates.gather(1, q.multinomial(1, generator=dice))[:, 0]
+    acceptance = torch.rand(rows, dtype=torch.float64, device="cuda", generator=dice)
+    return lambda: ops.rejection_sample(logits, *given, draft, candidates, q, acceptance)
 
 
 def microseconds(once: Callable[[], Tensor], repeats: int) -> float:
@@ -72,11 +83,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--spread", type=float, nargs=2, default=[2.0, 4.0], help="of the logits, least and greatest")
+    parser.add_argument(
+        "--drafted", type=int, default=0, metavar="C", help="tokens a draft is sampled from; 0: none is"
+    )
     parser.add_argument("--repeats", type=int, default=10, help="calls in a graph")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {
         **setting("bench/sample.py"),
+        "drafted": args.drafted,
         "rows": [],
     }
     print(f"{'rows':>5} {'filters':<12} {'candidates':>10} {'definition':>13} {'kernel':>11} {'ratio':>7} {'equal':>7}")
@@ -85,7 +100,7 @@ def main() -> None:
         for name, filters in FILTERS.items():
             middle = logits[rows // 2]
             kept = filtered_probabilities(middle, temperature=args.temperature, **filters).count_nonzero().item()
-            calls = [call(ops, logits, args.temperature, filters) for ops in (reference, gpu)]
+            calls = [call(ops, logits, args.temperature, filters, args.drafted) for ops in (reference, gpu)]
             equal = (calls[0]() == calls[1]()).float().mean().item()
             definition_us, kernel_us = (microseconds(once, args.repeats) for once in calls)
             row = {"m": rows, "vocab": args.vocab, "filters": name, "candidates": kept, "equal": equal}
