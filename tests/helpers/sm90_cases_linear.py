@@ -58,16 +58,15 @@ CASES = (
     {
         f"{kind} {rows}{' fp8' * scaled}": case(kind, rows, scaled)
         for kind in SHAPES
-        for rows in (16, 32, 64, 128)
-        for scaled in ((False, True) if rows <= 32 else (False,))
+        for rows, scaled in ((16, False), (32, True), (128, False))  # registers grow with the rows
     }
-    | {f"argmax {rows} rounded": case("argmax", rows, True, True) for rows in (16, 32, 64, 128, 256)}
+    | {f"argmax {rows} rounded": case("argmax", rows, True, True) for rows in (16, 128, 256)}
     | {
         f"{kind} {rows} in blocks": blocks(kind, rows)
         for kind, rows in [
             ("linear", 16),
             ("linear", 256),
-            *((k, m) for k in SHAPES if "s" in k for m in (16, 32, 64, 128)),
+            *((k, m) for k in SHAPES if "s" in k for m in (16, 64, 128)),
         ]
     }
     | {"swiglu 256 in blocks": blocks("swiglu", 256), "split_k 16 in whole rows": blocks("split_k", 16, whole=True)}

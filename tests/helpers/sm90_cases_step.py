@@ -105,7 +105,6 @@ CASES = {
         4,
         ragged=("V", "WORDS"),
     ),
-    "sample fp32": sample_case("*fp32"),
     "sample of an odd vocabulary": sample_case("*bf16", ("logits_p", "V")),
     "sampled drafts": sample_case("*fp32", candidates=16),
 }  # fmt: skip
