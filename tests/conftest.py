@@ -41,6 +41,8 @@ from transformers import (
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -57,12 +59,21 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+DELTA_NET = {  # on two of three layers
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
 CONFIGS = {
     "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
     "mistral": functools.partial(MistralConfig, sliding_window=None),
     "qwen3_moe": functools.partial(  # the second layer is dense
         Qwen3MoeConfig, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
         mlp_only_layers=[1],
+    ),
+    "qwen3_5": functools.partial(Qwen3_5TextConfig, **DELTA_NET),
+    "qwen3_5_moe": functools.partial(
+        Qwen3_5MoeTextConfig, **DELTA_NET, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
     ),
 }  # fmt: skip
 

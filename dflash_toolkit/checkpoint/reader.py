@@ -20,6 +20,7 @@ from ..network import unreachable
 if TYPE_CHECKING:
     from torch import Tensor
 
+BESIDE = ("model.visual.", "mtp.")  # tensors of Qwen3.5 that are no part of its text model, nor in transformers'
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -150,10 +151,11 @@ class _Weights:
         self._left = dict(views)
         self._head: Tensor | None = None  # stored beside the embedding that it is tied to
 
-    def take(self, name: str, read: "Callable[[str], Tensor]") -> None:
+    def take(self, stored: str, read: "Callable[[str], Tensor]") -> None:
+        name = stored.replace("model.language_model.", "model.", 1)  # beside what reads images
         view = self._left.pop(name, None)
         if view is not None:
-            tensor = read(name)
+            tensor = read(stored)
             if tensor.shape != view.shape:
                 raise UserError(
                     f"{self._what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}"
@@ -166,8 +168,8 @@ class _Weights:
                 )
             view.copy_(tensor)
         elif name == HEAD and EMBEDDING in self._views:
-            self._head = read(name)
-        elif not name.endswith("rotary_emb.inv_freq"):  # which old checkpoints carry
+            self._head = read(stored)
+        elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(BESIDE):  # which old checkpoints carry
             raise UserError(
                 f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"
             )

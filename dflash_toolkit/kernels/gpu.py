@@ -32,12 +32,12 @@ from .triton import attention, fp8_blocks
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
-from .triton.delta import delta_inputs, delta_rule, gated_rms_norm
+from .triton.delta import delta_chunk, delta_inputs, delta_rule, gated_rms_norm
 from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm
-from .triton.rope import context_write, rope_write
+from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import row_top
 from .triton.sample import rejection_sample, sample
@@ -51,6 +51,7 @@ __all__ = [
     "block_conv",
     "context_write",
     "conv_add_rms_norm",
+    "delta_chunk",
     "delta_inputs",
     "delta_rule",
     "experts_mlp",
@@ -58,6 +59,7 @@ __all__ = [
     "fused_post_attention",
     "fuses_conv_post_attention",
     "fuses_post_attention",
+    "gate_heads",
     "gated_rms_norm",
     "linear",
     "linear_argmax",

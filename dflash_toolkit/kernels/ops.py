@@ -134,7 +134,11 @@ class Ops(Protocol):
         cache: Tensor,
         page_size: int,
         counts: Tensor | None = None,
+        *,
+        gated: bool = False,
     ) -> Tensor: ...
+
+    def gate_heads(self, x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor: ...
 
     def block_attention(
         self,
@@ -207,6 +211,19 @@ class Ops(Protocol):
 
     def delta_rule(
         self, mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+    ) -> Tensor: ...
+
+    def delta_chunk(
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        memory: DeltaMemory,
+        slots: Tensor,
+        starts: Tensor,
+        counts: Tensor,
     ) -> Tensor: ...
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor: ...

@@ -324,7 +324,8 @@ def add_rms_norm(
     Args:
         x: the residual stream [M, D].
         partial_sums: what the sub-layer adds to it, split along K, [P, M, D]; None adds nothing.
-        weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight.
+        weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight; in x's dtype or
+            fp32, and so is what it is multiplied with.
         tap: a view [M, D] that receives the new residual stream.
 
     Returns:
@@ -354,14 +355,15 @@ def conv_add_rms_norm(
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed.to(x.dtype) * weight).to(x.dtype)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
-    """Neox RoPE on x [M, heads, H] with the table rope [2, positions, H / 2] of fp32 cosines and sines."""
-    cos, sin = rope[0, positions, None], rope[1, positions, None]  # [M, 1, H / 2]
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    """Neox RoPE on the first R of x [M, heads, H] with the table rope [2, positions, R / 2] of cosines and sines."""
+    cos, sin = rope[0, positions, None], rope[1, positions, None]  # [M, 1, R / 2]
+    half = cos.shape[-1]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
 def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
@@ -524,6 +526,8 @@ def rope_write(
     cache: Tensor,
     page_size: int,
     counts: Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """Add up qkv; norm and rotate queries and keys; write keys and values into the pages of their positions.
 
@@ -532,11 +536,12 @@ def rope_write(
             cache's dtype.
         bias: [(N + 2 * G) * H], added before that; None adds nothing.
         q_weight, k_weight: [H] per-head RMSNorm weights; None where the architecture has none.
-        rope: fp32 [2, positions, H / 2], cosines and sines.
+        rope: fp32 [2, positions, R / 2], cosines and sines for the first R numbers of a head.
         lengths: int32 [B]; row b * S + k stands at position lengths[b] + k.
         page_table: int32 [B, pages of a request].
         cache: [2, slots, G, H], keys and values of one layer, written in place.
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: there are none.
+        gated: behind each head of q there is its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
 
     Returns:
         Queries [M, N, H] in the cache's dtype.
@@ -547,6 +552,7 @@ def rope_write(
     block = len(qkv) // len(lengths)
     positions = lengths[:, None] + torch.arange(block, device=lengths.device)
     q, k, v = qkv.unflatten(1, (-1, width)).split([qkv.shape[1] // width - 2 * groups, groups, groups], dim=1)
+    q = q[:, ::2] if gated else q
     q = _rms_norm(q, q_weight, eps) if q_weight is not None else q
     k = _rms_norm(k, k_weight, eps) if k_weight is not None else k
     slots = slots_of(positions, page_table, page_size)
@@ -556,6 +562,13 @@ def rope_write(
     cache[0, slots] = _rotate(k, rope, positions.flatten())
     cache[1, slots] = v
     return _rotate(q, rope, positions.flatten())
+
+
+def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
+    """Attention x [M, N * H] times the sigmoid of its gates, which stand in what `rope_write` got of gated heads."""
+    columns = 2 * x.shape[1]
+    gates = partial_sums[..., :columns].float().sum(0).to(x.dtype).unflatten(1, (-1, 2, head_dim))[:, :, 1]
+    return x * gates.flatten(1).sigmoid()
 
 
 def block_attention(
@@ -804,6 +817,39 @@ def delta_rule(
         if not count:
             memory.state[slot] = state
     return out.flatten(0, 1)
+
+
+def delta_chunk(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """`delta_inputs` and `delta_rule` of rows that all stay, as many as there are: the memory takes them in at once.
+
+    Args:
+        starts: int32 [B], tokens before the first row; where there are none, whatever the memory holds is forgotten.
+
+    Returns:
+        [M, N H_v] in qkv's dtype; padding is zero.
+    """
+    rows = len(qkv) // len(slots)
+    at = slots.long()
+    state, window = memory.state[at], memory.window[at]
+    state[starts == 0], window[starts == 0] = 0.0, 0.0
+    kept = (memory.inputs.new_zeros(len(at), rows, qkv.shape[1]), memory.gates.new_zeros(len(at), rows, 2, len(a_log)))
+    own, order, none = DeltaMemory(state, window, *kept), torch.arange(len(at)), torch.zeros_like(counts)
+    parameters, found = (weight, a_log, dt_bias, own, order), []
+    for stay, count in ((none, counts), (counts, none)):
+        parts = delta_inputs(qkv, ba, *parameters, stay, count)
+        found.append(delta_rule(*parts, own, order, stay, count))
+    memory.state[at], memory.window[at] = own.state, own.window
+    return found[0]
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,5 +1,6 @@
 """What fixes the shapes and the arithmetic of a stack of decoder layers, read from its configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class AttentionSpec:
     o_bias: bool
     causal: bool = True  # inside the block
     window: int = 0  # 0 is full attention
+    gated: bool = False  # a head's output is multiplied with the sigmoid of as many numbers more, behind its query
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
     fp8_whole: bool = False  # and their blocks are whole rows
 
@@ -36,7 +38,44 @@ class AttentionSpec:
 
     @property
     def qkv_rows(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.q_rows + 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Of the queries' projection, gates included."""
+        return (1 + self.gated) * self.width
+
+    def matrices(self, d: int) -> dict[str, tuple[int, int]]:
+        """Shapes of a checkpoint's matrices in a model of hidden size d."""
+        kv = self.num_kv_heads * self.head_dim
+        return {"q_proj": (self.q_rows, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, self.width)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaNetSpec:
+    """A recurrent mixer: a state per head, which every token decays and corrects (Yang et al., arXiv 2412.06464)."""
+
+    num_heads: int  # N, of values
+    num_k_heads: int  # of queries and of keys
+    head_dim: int  # H_v, of values
+    k_head_dim: int  # H_k
+    taps: int  # T, of the short convolution before it
+    fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`, but for those of beta and the decay
+    fp8_whole: bool = False  # and their blocks are whole rows
+
+    @property
+    def width(self) -> int:
+        """Numbers that it makes of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """C of the convolution: queries, keys and values."""
+        return 2 * self.num_k_heads * self.k_head_dim + self.width
+
+    def matrices(self, d: int) -> dict[str, tuple[int, int]]:
+        """Shapes of a checkpoint's matrices in a model of hidden size d, those of beta and the decay left out."""
+        return {"in_proj_qkv": (self.channels, d), "in_proj_z": (self.width, d), "out_proj": (d, self.width)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +119,10 @@ class ConvolutionSpec:
 class LayerSpec:
     """x + mixer(norm(x)), then x + ffn(norm(x)); the norms are RMSNorms."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | GatedDeltaNetSpec
     ffn: MlpSpec | MoeSpec
     conv: ConvolutionSpec | None = None
+    zero_centered: bool = False  # weights of its norms are stored less one, and multiply in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +133,24 @@ class Architecture:
     qkv_bias: bool | None = None  # None: as `attention_bias` of the configuration says
     o_bias: bool | None = None
     experts: bool = False  # in layers that `decoder_sparse_step` and `mlp_only_layers` do not leave out
+    hybrid: bool = False  # gated delta nets as `layer_types` says; gated attention with partial RoPE; centered norms
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
-        return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, **sizes)
+        return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, gated=self.hybrid, **sizes)
 
     def ffn(self, config: Any, layer: int) -> MlpSpec | MoeSpec:
-        dense = not self.experts or layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
-        if dense or not config.num_experts:
+        dense = layer in getattr(config, "mlp_only_layers", ()) or (layer + 1) % getattr(
+            config, "decoder_sparse_step", 1
+        )
+        if not self.experts or dense or not config.num_experts:
             return MlpSpec(config.intermediate_size)
         return MoeSpec(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
             intermediate_size=config.moe_intermediate_size,
-            normalized=config.norm_topk_prob,
+            normalized=getattr(config, "norm_topk_prob", True),
+            shared=bool(getattr(config, "shared_expert_intermediate_size", 0)),
         )
 
 
@@ -117,6 +161,8 @@ ARCHITECTURES = {
     "qwen2": Architecture(qkv_bias=True, o_bias=False),
     "qwen3": Architecture(qk_norm=True),
     "qwen3_moe": Architecture(qk_norm=True, experts=True),
+    "qwen3_5_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True),
+    "qwen3_5_moe_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True, experts=True),
 }
 
 
@@ -130,7 +176,7 @@ class ModelSpec:
     rms_norm_eps: float
     tied_head: bool
     context_limit: int  # prompt and answer, in tokens
-    rope_frequencies: tuple[float, ...]  # [H / 2], radians per position
+    rope_frequencies: tuple[float, ...]  # [R / 2], radians per position; the first R of a head's H numbers turn
     rope_factor: float = 1.0  # on cosines and sines (yarn)
 
     @property
@@ -140,19 +186,39 @@ class ModelSpec:
 
     @property
     def kv_heads(self) -> tuple[int, int]:
-        """G and H of the paged cache, which all layers share."""
-        (shape,) = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers}
+        """G and H of the paged cache, which all layers of attention share."""
+        (shape,) = {(mixer.num_kv_heads, mixer.head_dim) for mixer in self.attention}
         return shape
+
+    @property
+    def attention(self) -> list[AttentionSpec]:
+        """Of the layers that have pages, in their order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+
+    @property
+    def delta_nets(self) -> list[GatedDeltaNetSpec]:
+        """Of the layers that have states, in their order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetSpec)]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a request has states, which every token changes."""
+        return bool(self.delta_nets)
 
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that the cache keeps of a token, keys and values of all layers."""
-        return sum(2 * layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in self.layers)
+        return sum(2 * mixer.num_kv_heads * mixer.head_dim for mixer in self.attention)
 
     @property
     def routes(self) -> bool:
         """Whether the weights that a step reads depend on its tokens."""
         return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
+
+    @property
+    def depends_on_requests(self) -> bool:
+        """Whether a step reads other memory for other rows: experts, states."""
+        return self.routes or self.recurrent
 
     @classmethod
     def of_target(cls, config: "PreTrainedConfig") -> "ModelSpec":
@@ -180,41 +246,48 @@ class ModelSpec:
             raise UnsupportedModel(
                 f"target {name}: rope type {kind!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
             )
+        architecture = ARCHITECTURES[c.model_type]
+        if architecture.hybrid:
+            _check_hybrid(name, c)
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         if kind == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            turning = head_dim
+            if architecture.hybrid:
+                turning = int(head_dim * c.rope_parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
             plain = 1.0 / c.rope_parameters["rope_theta"] ** exponents
             frequencies, factor = tuple(plain.double().tolist()), 1.0
         else:
             frequencies, factor = scaled_frequencies(c)
-        architecture = ARCHITECTURES[c.model_type]
-        mixer = architecture.attention(
+        attention = architecture.attention(
             bool(getattr(c, "attention_bias", False)),
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
             head_dim=head_dim,
         )
-        d, width, kv_width = c.hidden_size, mixer.width, mixer.num_kv_heads * head_dim
-        attention = {"q": (width, d), "k": (kv_width, d), "v": (kv_width, d), "o": (d, width)}
 
-        def held(part: str, shapes: dict[str, tuple[int, int]]) -> bool:
-            return in_fp8.hold({f"{part}.{matrix}_proj": shape for matrix, shape in shapes.items()})
+        def held(part: str, shapes: Mapping[str, tuple[int, int]]) -> bool:
+            return in_fp8.hold({f"{part}.{matrix}": shape for matrix, shape in shapes.items()})
 
         def layer_of(layer: int) -> LayerSpec:
-            part, ffn = f"model.layers.{layer}", architecture.ffn(c, layer)
+            part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
             i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
             if in_fp8.whole and where and f"{part}.mlp.experts" in in_fp8:
                 raise UnsupportedModel(
                     f"target {name}: experts in fp8 with a scale a row are not served by this engine, "
                     f"but vLLM may (dflash-serve --engine vllm)"
                 )
-            ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate": (i, d), "up": (i, d), "down": (d, i)})
-            attention_in_fp8 = held(f"{part}.self_attn", attention)
+            ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate_proj": (i, d), "up_proj": (i, d), "down_proj": (d, i)})
             ffn = replace(ffn, fp8_blocks=ffn_in_fp8)
             if isinstance(ffn, MlpSpec):
                 ffn = replace(ffn, fp8_whole=ffn_in_fp8 and in_fp8.whole)
-            whole = attention_in_fp8 and in_fp8.whole
-            return LayerSpec(replace(mixer, fp8_blocks=attention_in_fp8, fp8_whole=whole), ffn)
+            mixer: AttentionSpec | GatedDeltaNetSpec = attention
+            if architecture.hybrid and c.layer_types[layer] == "linear_attention":
+                mixer = _gated_delta_net(c)
+            kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
+            mixer_in_fp8 = held(f"{part}.{kind}", mixer.matrices(d))
+            mixer = replace(mixer, fp8_blocks=mixer_in_fp8, fp8_whole=mixer_in_fp8 and in_fp8.whole)
+            return LayerSpec(mixer, ffn, zero_centered=architecture.hybrid)
 
         return cls(
             hidden_size=c.hidden_size,
@@ -228,10 +301,35 @@ class ModelSpec:
         )
 
     def rope_table(self, positions: int, device: torch.device) -> Tensor:
-        """Cosines and sines, fp32 [2, positions, H / 2]."""
+        """Cosines and sines, fp32 [2, positions, R / 2]."""
         frequencies = torch.tensor(self.rope_frequencies, dtype=torch.float32, device=device)
         angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
         return torch.stack([angles.cos(), angles.sin()]) * self.rope_factor
+
+
+def _gated_delta_net(config: Any) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        num_heads=config.linear_num_value_heads,
+        num_k_heads=config.linear_num_key_heads,
+        head_dim=config.linear_value_head_dim,
+        k_head_dim=config.linear_key_head_dim,
+        taps=config.linear_conv_kernel_dim,
+    )
+
+
+def _check_hybrid(name: str, config: Any) -> None:
+    """Raises UnsupportedModel for what transformers' Qwen3.5 does not compute, or our layers of it do not."""
+    shared = getattr(config, "shared_expert_intermediate_size", 0)
+    for key, computed in (
+        ("output_gate_type", (None, "silu", "swish")),
+        ("attn_output_gate", (None, True)),
+        ("attention_bias", (None, False)),
+        ("shared_expert_intermediate_size", (None, shared and config.moe_intermediate_size)),
+    ):
+        if (value := getattr(config, key, None)) not in computed:
+            raise UnsupportedModel(f"target {name}: {key} {value!r} is not supported by the runtime")
+    if "full_attention" not in config.layer_types:
+        raise UnsupportedModel(f"target {name}: no layer of full attention is not supported by the runtime")
 
 
 def context_limit(config: "PreTrainedConfig") -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .capture import to_device
 from .request import Request
 from .sampler import Sampler
-from .stack import Rows
+from .stack import Rows, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,13 @@ class BatchState:
     page_table: Tensor  # int32 [R, pages of a request]
     page_size: int
     sampler: Sampler  # parameters and counts of R rows
+    states: Tensor  # int32 [2, R]: slots of recurrent states, 0 is nobody's; rows of the last block that stayed
+    recurrent: bool  # whether there are such states
 
     @classmethod
-    def empty(cls, rows: int, pages: int, page_size: int, device: torch.device, sampler: Sampler) -> "BatchState":
+    def empty(
+        cls, rows: int, pages: int, page_size: int, device: torch.device, sampler: Sampler, recurrent: bool = False
+    ) -> "BatchState":
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -35,17 +39,30 @@ class BatchState:
             new(rows, pages, dtype=torch.int32),
             page_size,
             sampler,
+            new(2, rows, dtype=torch.int32),
+            recurrent,
         )
 
-    def rows(self, batch: int) -> Rows:
-        """The first `batch` rows as they stand now, whatever advances their lengths later."""
-        return Rows(self.lengths[:batch].clone(), self.page_table[:batch], self.page_size)
+    def rows(self, batch: int, block: int = 1) -> Rows:
+        """Blocks of the first `batch` rows as they stand now, whatever advances their lengths later."""
+        states = None
+        if self.recurrent:
+            slots, stay = self.states[:, :batch]
+            states = States(slots, torch.full_like(slots, block), stay)
+        return Rows(self.lengths[:batch].clone(), self.page_table[:batch], self.page_size, states=states)
+
+    def stay(self, counts: Tensor) -> None:
+        """So many rows [B] of the block that was read are committed."""
+        if self.recurrent:
+            self.states[1, : len(counts)].copy_(counts)
 
     def add(self, row: int, request: Request) -> None:
         """Give a free row to a request whose known tokens are in its pages."""
         self.sampler.set(row, request.params, request.prompt_ids, request.tokens, request.stop_ids, request.limit)
         self.lengths[row] = len(request.known_ids)
         self.active[row] = True
+        if self.recurrent:
+            self.states[0, row] = request.state
         self.set_pages(row, request.pages)
         if request.tokens:
             self.last_token[row] = request.tokens[-1]
@@ -57,8 +74,12 @@ class BatchState:
         """Row `target`, whose request is gone, becomes that of row `source`."""
         for field in (self.lengths, self.last_token, self.page_table):
             field[target].copy_(field[source])
+        if self.recurrent:
+            self.states[:, target].copy_(self.states[:, source])
         self.sampler.move(source, target)
 
     def remove(self, row: int) -> None:
         for field in (self.lengths, self.last_token, self.active, self.page_table):
             field[row].zero_()
+        if self.recurrent:
+            self.states[:, row].zero_()

@@ -75,11 +75,11 @@ def expected_tokens(rate: float, block: int) -> float:
 
 
 def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -> Times:
-    """Seconds of every (bucket, block), on an empty batch; captures the graphs on the way, unless experts are chosen by
-    the tokens, which are random ones then."""
+    """Seconds of every (bucket, block), on an empty batch; captures the graphs on the way, unless what a step reads
+    depends on the requests, which are random ones then."""
     on_gpu = runner.device.type == "cuda"
     shapes = itertools.product(buckets_up_to(max_num_seqs), sizes)
-    with runner.any_tokens() if runner.target.spec.routes else contextlib.nullcontext():
+    with runner.any_tokens() if runner.target.spec.depends_on_requests else contextlib.nullcontext():
         steps = {(bucket, size): runner.launcher(bucket, size) for bucket, size in shapes}
         for step in steps.values():
             step()

@@ -161,6 +161,7 @@ class Engine:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_block=max_block,
             prefix_cache=options.prefix_cache,
+            recurrent=target.spec.recurrent,
             report=lambda request, step: own._report(request, step),
         )
 

@@ -113,6 +113,7 @@ class Request:
 
     place: Place | None = field(default=None, repr=False)  # in line
     pages: list[int] = field(default_factory=list)
+    state: int = 0  # slot of its recurrent states; 0 while it has no pages either
     prefilled: int = 0  # tokens of `known_ids` whose keys and values are in the pages
     cached_tokens: int = 0  # of them, those that a prefix hit brought
     scored: list[Any] = field(default_factory=list)  # log-probabilities of the prompt's chunks, as the device left them
@@ -133,6 +134,7 @@ class Request:
             generation=Generation(),
             acceptance=copy.copy(self.acceptance),
             pages=[],
+            state=0,
             scored=[],
             blocks_in_flight=[],
             matcher=self.matcher and self.matcher.fresh(),

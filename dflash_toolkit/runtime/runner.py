@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..grammar import Matcher, masks_of, words_of
+from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
 from .batch_state import BatchState
 from .capture import Captures, PinnedBuffers, to_device, upload
@@ -26,7 +27,7 @@ from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer, head_of
 from .request import Committed, Request
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
-from .stack import Rows, Stack
+from .stack import Rows, Stack, States
 from .verifier import Verdict, Verifier
 from .weights import DrafterWeights, TargetWeights
 
@@ -91,15 +92,25 @@ class StepRunner:
         self._reach = max_context + (self.depth + 2) * max_block
         self.pages_per_request = -(-self._reach // page_size)
         sampler = Sampler(max_num_seqs, target.spec.vocab_size, self.device, ops)
-        self.state = BatchState.empty(max_num_seqs, self.pages_per_request, page_size, self.device, sampler)
+        self.state = BatchState.empty(
+            max_num_seqs, self.pages_per_request, page_size, self.device, sampler, target.spec.recurrent
+        )
 
         def stack(weights: TargetWeights | DrafterWeights) -> Stack:
             spec = weights.spec
-            shape = (len(spec.layers), 2, num_pages * page_size, *spec.kv_heads)
+            shape = (len(spec.attention), 2, num_pages * page_size, *spec.kv_heads)
             # as far as the pages go: a chunk may fill the last one
             rope = spec.rope_table(self.pages_per_request * page_size, self.device)
             cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            return Stack(spec, weights.layers, weights.norm, rope, cache, ops)
+            # the first state is nobody's
+            memories = [
+                DeltaMemory.empty(
+                    1 + max_num_seqs, max_block, net.taps, net.channels, net.num_heads,
+                    (net.k_head_dim, net.head_dim), self.dtype, self.device,
+                )
+                for net in spec.delta_nets
+            ]  # fmt: skip
+            return Stack(spec, weights.layers, weights.norm, rope, cache, ops, memories)
 
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
         self.verifier = Verifier(target, stack(target), taps, forced)
@@ -125,9 +136,9 @@ class StepRunner:
         self.bucket = functools.partial(bucket_of, max_num_seqs)  # a method would make a cycle with those that get it
         self._none = torch.full((), -1, device=self.device)
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
-        # what a captured prefill reads: tokens, and where they stand: start, count, pages
+        # what a captured prefill reads: tokens, and where they stand: start, count, slot of states, pages
         self._prompt = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=self.device)
-        self._place = torch.zeros(2 + self.pages_per_request, dtype=torch.int32, device=self.device)
+        self._place = torch.zeros(3 + self.pages_per_request, dtype=torch.int32, device=self.device)
         self._states = torch.zeros(PREFILL_SIZES[-1], width, dtype=self.dtype, device=self.device)  # what it leaves
         self._prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -135,9 +146,16 @@ class StepRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+        self,
+        ids: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        following: Sequence[int] = (),
+        best: int = 0,
+        state: int = 0,
     ) -> Tensor | None:
-        """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ...
+        """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ...; recurrent
+        layers take them into the states in slot `state`.
 
         A short chunk is a captured graph, padded: launching its hundreds of kernels would take the host longer than
         they take the device.
@@ -147,21 +165,28 @@ class StepRunner:
         """
         size = next((s for s in PREFILL_SIZES if s >= len(ids)), None)
         if self.device.type != "cuda" or size is None or start + size > self._reach:
-            return self.prefill_eagerly(ids, start, pages, following, best)
-        self.place(ids, start, pages)
+            return self.prefill_eagerly(ids, start, pages, following, best, state)
+        self.place(ids, start, pages, state)
         graph, self._last_hidden = self._prefill_graph(size)
         graph.replay()
         return self._score(self._states, following, best)
 
     @torch.inference_mode()
     def prefill_eagerly(
-        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+        self,
+        ids: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        following: Sequence[int] = (),
+        best: int = 0,
+        state: int = 0,
     ) -> Tensor | None:
         """The same without a graph, unpadded."""
         tokens = to_device(ids, torch.int64, self.device)
         table = to_device(pages, torch.int32, self.device)[None]
-        rows = Rows(to_device([start], torch.int32, self.device), table, self.page_size)
-        hidden, self._last_hidden = self._prefill(tokens, rows, to_device([len(ids)], torch.int32, self.device))
+        place = to_device([start, len(ids), state], torch.int32, self.device)
+        rows = Rows(place[:1], table, self.page_size, states=self._states_of(place))
+        hidden, self._last_hidden = self._prefill(tokens, rows, place[1:2])
         return self._score(hidden, following, best)
 
     def _score(self, hidden: Tensor, following: Sequence[int], best: int) -> Tensor | None:
@@ -174,16 +199,19 @@ class StepRunner:
             return found
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
-    def place(self, ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+    def _states_of(self, place: Tensor) -> States | None:
+        return States(slots=place[2:3], counts=place[1:2]) if self.state.recurrent else None
+
+    def place(self, ids: Sequence[int], start: int, pages: Sequence[int], state: int = 0) -> None:
         """Put a chunk where `padded_prefill` finds it."""
         self._prompt[: len(ids)].copy_(to_device(ids, torch.int64, self.device))
         rest = [0] * (self.pages_per_request - len(pages))
-        self._place.copy_(to_device([start, len(ids), *pages, *rest], torch.int32, self.device))
+        self._place.copy_(to_device([start, len(ids), state, *pages, *rest], torch.int32, self.device))
 
     def padded_prefill(self, size: int) -> Tensor:
         """Prefill the placed chunk, padded to `size` tokens. Returns the state [1, D] of its last token."""
         count = self._place[1:2]
-        rows = Rows(self._place[:1], self._place[None, 2:], self.page_size, count)
+        rows = Rows(self._place[:1], self._place[None, 3:], self.page_size, count, self._states_of(self._place))
         hidden, last = self._prefill(self._prompt[:size], rows, count)
         self._states[:size].copy_(hidden)
         return last
@@ -202,7 +230,13 @@ class StepRunner:
     def _prefill_graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The captured prefill of a chunk of that size, captured now if it was not yet."""
         if size not in self._prefills:
-            self._prefills[size] = self._captured(lambda: self.padded_prefill(size))
+            placed = self._place.clone()
+            self._place.zero_()  # all of it goes into the null block and nobody's state, as it runs twice
+            self._place[1:2].fill_(1)
+            try:
+                self._prefills[size] = self._captured(lambda: self.padded_prefill(size))
+            finally:
+                self._place.copy_(placed)
         return self._prefills[size]
 
     # ---- rows --------------------------------------------------------------------------------------------
@@ -279,17 +313,19 @@ class StepRunner:
     @contextlib.contextmanager
     def any_tokens(self) -> Iterator[None]:
         """Within, steps of an empty batch begin with random tokens and verify random ones, whatever is drafted: equal
-        rows would all go to the same experts. Graphs of such steps are dropped at the end."""
+        rows would all go to the same experts, and have one state. Graphs of such steps are dropped at the end."""
         dice = torch.Generator(self.device).manual_seed(0)
         shape, vocab = (self.max_num_seqs, self.max_block), self.target.spec.vocab_size
         tokens = torch.randint(vocab, shape, generator=dice, device=self.device)
         graphs, self._graphs = self._graphs, {}
         self._random = tokens[:, 1:]
         self.state.last_token.copy_(tokens[:, 0])
+        self.state.states[0].copy_(self._numbers + 1)
         try:
             yield
         finally:
             self.state.last_token.zero_()
+            self.state.states.zero_()
             self._graphs, self._random = graphs, None
 
     @torch.inference_mode()
@@ -325,6 +361,7 @@ class StepRunner:
         """A captured step or part of one and what it returns, captured now if it was not yet."""
         if part not in self._graphs:
             saved = [field.clone() for field in self._mutable()]
+            self.state.states.zero_()  # what runs now runs once more: it may change no request's states
             try:
                 self._graphs[part] = self._captured(lambda: self._eagerly(part))
             finally:  # a step has run, also where its capture failed
@@ -338,8 +375,6 @@ class StepRunner:
             return False
         for size in PREFILL_SIZES:
             if size not in self._prefills and size <= self._reach:
-                self._place.zero_()  # all of it goes into the null block
-                self._place[1:2].fill_(1)
                 self._prefill_graph(size)
                 return True
         shapes = list(itertools.product(buckets_up_to(self.max_num_seqs), sorted(blocks, reverse=True)))
@@ -355,7 +390,8 @@ class StepRunner:
 
     def _mutable(self) -> list[Tensor]:
         """What a step advances."""
-        return [self.state.lengths, self.state.last_token, self.verifier.steps, self.state.sampler.counts]
+        state = self.state
+        return [state.lengths, state.last_token, state.states, self.verifier.steps, state.sampler.counts]
 
     def _run(self, part: Part) -> Tensor | None:
         if self.device.type != "cuda":
@@ -426,18 +462,18 @@ class StepRunner:
 
     def _step(self, batch: int, block: int) -> Tensor:
         """One greedy step of the first `batch` rows: int64 [batch, 1 + S], see `PendingResult`."""
-        rows = self.state.rows(batch)
+        rows = self.state.rows(batch, block)
         read = self._read_block(self._draft(rows, block), rows)
         choice = self.state.sampler.greedy(read.hidden.flatten(0, 1), self.target.head).view(batch, block)
         return self._commit(read, choice)[0]
 
     def _propose(self, batch: int, block: int) -> None:
-        rows, sampled = self.state.rows(batch), self._sample_drafts and block > 1
+        rows, sampled = self.state.rows(batch, block), self._sample_drafts and block > 1
         self._between.propose(self._sampled_draft(rows, block) if sampled else self._draft(rows, block))
 
     def _read(self, batch: int, block: int) -> None:
         draft = Draft(self._between.proposed(batch, block))
-        self._between.put(self._read_block(draft, self.state.rows(batch)))
+        self._between.put(self._read_block(draft, self.state.rows(batch, block)))
 
     def _choose(self, count: int, block: int, mode: Mode) -> Tensor | None:
         """The choices of `count` rows in that mode, and their log-probabilities."""

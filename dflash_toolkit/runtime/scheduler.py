@@ -28,9 +28,16 @@ class Device(Protocol):
     pages_per_request: int  # at most, overshoot included
 
     def prefill(
-        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+        self,
+        ids: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        following: Sequence[int] = (),
+        best: int = 0,
+        state: int = 0,
     ) -> Any | None:
-        """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request.
+        """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request, and change its
+        recurrent states, in slot `state`, where the target has any. Tokens from 0 on begin with none.
 
         Args:
             following: tokens behind the first of `ids`, the second..., whose log-probabilities are returned, pending;
@@ -88,6 +95,7 @@ class Scheduler:
         max_num_seqs: rows of the batch.
         max_num_batched_tokens: tokens of prompts that one `advance` computes at most, in chunks as `cut_of` has them.
         max_block: the longest block that `choose_block` returns.
+        recurrent: a request has states beside its pages, which no other can go on from.
         report: told of every request that got something, with the step it came from (None: the prefill).
     """
 
@@ -101,6 +109,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_block: int,
         prefix_cache: bool = True,
+        recurrent: bool = False,
         report: Callable[[Request, Step | None], None] = lambda request, step: None,
     ) -> None:
         self.waiting = Line()
@@ -111,7 +120,8 @@ class Scheduler:
         self._cut = cut_of(max_num_batched_tokens)
         self._due_starts = False  # whether the next to start, where one can, is who is due
         self._without_pages: list[Request] = []  # that wait though they were next
-        self._prefix_cache, self._report = prefix_cache, report
+        self._prefix_cache, self._recurrent, self._report = prefix_cache and not recurrent, recurrent, report
+        self._free_states = list(range(max_num_seqs, 0, -1))  # slots
         self._launches: deque[_Launch] = deque()
         self._block = 1  # of the newest step
         self._in_vain = 0  # faults since a result was read
@@ -235,6 +245,8 @@ class Scheduler:
         """As `_prefill`, twice if need be; whoever raises both times ends."""
         for last in (False, True):
             try:
+                if last:
+                    self._rebuild(request, request.prefilled)
                 return self._prefill(request)
             except Exception as error:
                 log.error("the prompt of request %s failed", request.name or "without a name", exc_info=error)
@@ -256,7 +268,7 @@ class Scheduler:
             start = request.prefilled
             following = ids[start + 1 : start + 1 + len(chunk)] if request.scores_prompt else ()
             best = request.params.prompt_logprobs or 0
-            scored = self._device.prefill(chunk, start, request.pages, following, best)
+            scored = self._device.prefill(chunk, start, request.pages, following, best, request.state)
             if scored is not None:
                 request.scored.append(scored)
             request.prefilled += len(chunk)
@@ -304,7 +316,7 @@ class Scheduler:
             other.overtaken += other.order < place.order
         place.overtaken = 0
         self.waiting.start(request)
-        request.pages = hit + new
+        request.pages, request.state = hit + new, self._free_states.pop()
         request.prefilled = len(hit) * self._pool.page_size
         if not request.epoch:  # later, what it finds may be its own
             request.cached_tokens = request.prefilled
@@ -423,7 +435,9 @@ class Scheduler:
         if ended and request in self._without_pages:
             self._without_pages.remove(request)
         spoilt, row, pages = request.spoilt, request.row, request.pages
-        request.pages, request.prefilled, request.row, request.spoilt = [], 0, None, False
+        if request.state:
+            self._free_states.append(request.state)
+        request.state, request.pages, request.prefilled, request.row, request.spoilt = 0, [], 0, None, False
         request.scored = []
         request.blocks_in_flight.clear()
         request.epoch += 1
@@ -501,13 +515,23 @@ class Scheduler:
                 sound.append(request)
             self.running = []
         for request in sound:
+            if self._recurrent:  # its states are behind the step that it made alone, or in it
+                self._preempt(request)
+                continue
             request.row = len(self.running)
             self.running.append(request)
             self._device.add(request.row, request)
 
     def _step_alone(self, request: Request) -> None:
         request.row, self.running = 0, [request]
+        self._rebuild(request, request.length)
         self._device.add(0, request)
         self._launch(self._block)
         while self._launches:
             self._read()
+
+    def _rebuild(self, request: Request, tokens: int) -> None:
+        """Bring recurrent states, which a fault may have left anywhere, to where so many tokens leave them."""
+        ids = request.known_ids[:tokens] if self._recurrent else []
+        for start in range(0, len(ids), self._cut):
+            self._device.prefill(ids[start : start + self._cut], start, request.pages, (), 0, request.state)

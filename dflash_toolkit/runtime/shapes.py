@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from ..config import UserError
 from ..kernels.weight import cast_fp8
@@ -32,6 +40,29 @@ def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) 
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=tied,
     )
+
+
+def _hybrid(layers: int, hidden: int, heads: int, kv_heads: int, recurrent_heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": recurrent_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+        "tie_word_embeddings": False,
+    }
 
 
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -102,27 +133,14 @@ SHAPES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=False,
     ),
-    # which the engine does not compute
-    "qwen3.5-9b": Qwen3_5TextConfig(
-        vocab_size=248320,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.25,
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-        },
-        tie_word_embeddings=False,
+    "qwen3.5-9b": Qwen3_5TextConfig(**_hybrid(32, 4096, 16, 4, 32), intermediate_size=12288),
+    "qwen3.8-27b": Qwen3_5TextConfig(**_hybrid(64, 5120, 24, 4, 48), intermediate_size=17408),
+    "qwen3.6-35b-a3b": Qwen3_5MoeTextConfig(
+        **_hybrid(40, 2048, 16, 2, 32),
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
     ),
 }
 

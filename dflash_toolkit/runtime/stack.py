@@ -6,13 +6,24 @@ and the beginning of the next mixer may run as one kernel; that is no part of wh
 weights and the device, not on who is in the batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
-from ..models.spec import AttentionSpec, ModelSpec
-from .weights import AttentionWeights, ConvolutionWeights, LayerWeights, MlpWeights, MoeWeights
+from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
+from .weights import AttentionWeights, ConvolutionWeights, GatedDeltaNetWeights, LayerWeights, MlpWeights, MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Which states of recurrent layers a pass goes on from."""
+
+    slots: Tensor  # int32 [B], where they are; 0 is of no request
+    counts: Tensor  # int32 [B], rows of each request that are tokens
+    stay: Tensor | None = None  # int32 [B], rows of its last block that stayed. None: a chunk of a prompt, which stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,7 @@ class Rows:
     page_table: Tensor  # int32 [B, pages of a request]
     page_size: int
     counts: Tensor | None = None  # int32 [B], rows of each request that are tokens; the rest is padding. None: all
+    states: States | None = None  # where layers are recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +44,12 @@ class Attention:
     spec: AttentionSpec
     weights: AttentionWeights
     eps: float  # of the norms of queries and keys
-    rope: Tensor  # fp32 [2, positions, H / 2]
+    rope: Tensor  # fp32 [2, positions, R / 2]
     cache: Tensor  # [2, slots, G, H]
     ops: Ops
 
     def project(self, h: Tensor) -> Tensor:
-        """Partial sums [P, M, (N + 2 G) H] of h [M, D]."""
+        """Partial sums [P, M, (N + 2 G) H] of h [M, D]; of gated heads there are 2 N."""
         return self.ops.linear_split_k(h, self.weights.qkv)
 
     def mix(self, projected: Tensor, rows: Rows) -> Tensor:
@@ -45,14 +57,52 @@ class Attention:
         w, spec = self.weights, self.spec
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
         norms = w.q_norm, w.k_norm, self.eps
-        q = self.ops.rope_write(projected, w.qkv_bias, *norms, self.rope, lengths, pages, self.cache, size, counts)
-        return self.ops.block_attention(
+        q = self.ops.rope_write(
+            projected, w.qkv_bias, *norms, self.rope, lengths, pages, self.cache, size, counts, gated=spec.gated
+        )
+        mixed = self.ops.block_attention(
             q, self.cache, lengths, pages, size, causal=spec.causal, window=spec.window, counts=counts
         )
+        return self.ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 
     def output(self, mixed: Tensor) -> Tensor:
         """Partial sums [P, M, D]."""
         return self.ops.linear_split_k(mixed, self.weights.o, self.weights.o_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """A mixer: a short convolution over queries, keys and values of normed rows, then the delta rule, normed and gated.
+
+    A block leaves the state as it was: the next one takes in what stayed, see `DeltaMemory`.
+    """
+
+    spec: GatedDeltaNetSpec
+    weights: GatedDeltaNetWeights
+    eps: float  # of the norm
+    memory: DeltaMemory
+    ops: Ops
+
+    def project(self, h: Tensor) -> Tensor:
+        """h [M, D] itself: it is multiplied by two matrices, and neither product is left in partial sums."""
+        return h
+
+    def mix(self, h: Tensor, rows: Rows) -> Tensor:
+        """[M, N H_v]."""
+        w, spec, states, ops = self.weights, self.spec, rows.states, self.ops
+        assert states is not None
+        qkv, gate = ops.linear(h, w.qkvz).split([spec.channels, spec.width], dim=1)
+        inputs = (qkv, ops.linear(h, w.ba), w.conv, w.a_log, w.dt_bias, self.memory, states.slots)
+        if states.stay is None:
+            mixed = ops.delta_chunk(*inputs, rows.lengths, states.counts)
+        else:
+            parts = ops.delta_inputs(*inputs, states.stay, states.counts)
+            mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts)
+        return ops.gated_rms_norm(mixed, gate, w.norm, self.eps)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Partial sums [P, M, D]."""
+        return self.ops.linear_split_k(mixed, self.weights.o)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +166,36 @@ class Sides:
 
 
 class Stack:
-    """Layers, their cache and the operations they run on; holds no state of requests.
+    """Layers, what they remember and the operations they run on; which request is where is not known here.
 
     Args:
         norm: [D], the final one.
-        rope: fp32 [2, positions, H / 2].
-        cache: [layers, 2, slots, G, H].
+        rope: fp32 [2, positions, R / 2].
+        cache: [layers of attention, 2, slots, G, H].
+        memories: of recurrent layers, in their order.
     """
 
     def __init__(
-        self, spec: ModelSpec, layers: list[LayerWeights], norm: Tensor, rope: Tensor, cache: Tensor, ops: Ops
+        self,
+        spec: ModelSpec,
+        layers: list[LayerWeights],
+        norm: Tensor,
+        rope: Tensor,
+        cache: Tensor,
+        ops: Ops,
+        memories: Sequence[DeltaMemory] = (),
     ) -> None:
         self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
-        self._mixers = [
-            Attention(kind.mixer, weights.mixer, spec.rms_norm_eps, rope, pages, ops)
-            for kind, weights, pages in zip(spec.layers, layers, cache, strict=True)
-        ]
+        pages, states = iter(cache), iter(memories)
+
+        def mixer(kind: LayerSpec, layer: LayerWeights) -> Attention | GatedDeltaNet:
+            if isinstance(kind.mixer, GatedDeltaNetSpec):
+                assert isinstance(layer.mixer, GatedDeltaNetWeights)
+                return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, next(states), ops)
+            assert isinstance(layer.mixer, AttentionWeights)
+            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, next(pages), ops)
+
+        self._mixers = [mixer(kind, layer) for kind, layer in zip(spec.layers, layers, strict=True)]
         ffns = (weights.ffn for weights in layers)
         self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
         self._around_mixers = [Sides(weights.mixer_conv, ops) for weights in layers]

@@ -61,6 +61,7 @@ class Verifier:
         batch, block = choice.shape
         last, forced = state.last_token[:batch], self._forced_now(batch, block)
         counts, path = self.stack.ops.accept(draft, choice, state.active[:batch], state.lengths[:batch], last, forced)
+        state.stay(counts)
         return Verdict(path, counts, last)
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:

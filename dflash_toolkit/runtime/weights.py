@@ -18,8 +18,17 @@ from ..config import UnsupportedModel
 from ..kernels.ops import Ops, ops_for
 from ..kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, parts
 from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.spec import AttentionSpec, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from ..models.spec import (
+    AttentionSpec,
+    ConvolutionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+)
 
+CENTERED = ("_layernorm.weight", ".q_norm.weight", ".k_norm.weight", "model.norm.weight")  # where norms are
 STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one tensor
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
@@ -34,11 +43,16 @@ def _named(name: str, weight: Weight, kind: str = ".weight") -> dict[str, Tensor
     return {f"{name}{kind}": data, f"{name}{kind}_scale{'' if whole else '_inv'}": scale}
 
 
+def _matrices(spec: AttentionSpec | GatedDeltaNetSpec, new: Callable[..., Tensor]) -> Callable[[int, int], Weight]:
+    """What makes the empty matrices of a mixer."""
+    return functools.partial(BlockScaledFp8.empty, new=new, whole=spec.fp8_whole) if spec.fp8_blocks else new
+
+
 @dataclass(slots=True)
 class AttentionWeights:
     """Of an `AttentionSpec`."""
 
-    qkv: Weight  # [(N + 2 G) H, D]
+    qkv: Weight  # [(N + 2 G) H, D]; of gated attention the gates of a head behind its queries, (2 N + 2 G) H
     qkv_bias: Tensor | None  # [(N + 2 G) H]
     q_norm: Tensor | None  # [H]
     k_norm: Tensor | None  # [H]
@@ -46,14 +60,15 @@ class AttentionWeights:
     o_bias: Tensor | None  # [D]
 
     @classmethod
-    def empty(cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor]) -> "AttentionWeights":
-        in_fp8 = functools.partial(BlockScaledFp8.empty, new=new, whole=spec.fp8_whole)
-        matrix: Callable[[int, int], Weight] = in_fp8 if spec.fp8_blocks else new
+    def empty(
+        cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor], norm: Callable[[int], Tensor]
+    ) -> "AttentionWeights":
+        matrix = _matrices(spec, new)
         return cls(
             qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
-            q_norm=new(spec.head_dim) if spec.qk_norm else None,
-            k_norm=new(spec.head_dim) if spec.qk_norm else None,
+            q_norm=norm(spec.head_dim) if spec.qk_norm else None,
+            k_norm=norm(spec.head_dim) if spec.qk_norm else None,
             o=matrix(d, spec.width),
             o_bias=new(d) if spec.o_bias else None,
         )
@@ -61,13 +76,49 @@ class AttentionWeights:
     def parameter_views(self, spec: AttentionSpec) -> dict[str, Tensor]:
         assert not isinstance(self.qkv, RowScaledFp8), "an own copy, which is not loaded"
         found = _named("self_attn.o_proj", self.o)
-        heads = [n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        heads = [spec.q_rows, *[spec.num_kv_heads * spec.head_dim] * 2]
         for letter, weight in zip("qkv", self.qkv.split(heads), strict=True):
             found |= _named(f"self_attn.{letter}_proj", weight)
         if self.qkv_bias is not None:
             found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
         return found | {f"self_attn.{name}": t for name, t in optional.items() if t is not None}
+
+
+@dataclass(slots=True)
+class GatedDeltaNetWeights:
+    """Of a `GatedDeltaNetSpec`."""
+
+    qkvz: Weight  # [C + N H_v, D]: queries, keys, values, gates of the norm
+    ba: Tensor  # [2 N, D], what becomes beta and the decay
+    conv: Tensor  # [C, T]
+    a_log: Tensor  # [N]
+    dt_bias: Tensor  # [N]
+    norm: Tensor  # [H_v]
+    o: Weight  # [D, N H_v]
+
+    @classmethod
+    def empty(cls, spec: GatedDeltaNetSpec, d: int, new: Callable[..., Tensor]) -> "GatedDeltaNetWeights":
+        matrix = _matrices(spec, new)
+        return cls(
+            qkvz=matrix(spec.channels + spec.width, d),
+            ba=new(2 * spec.num_heads, d),
+            conv=new(spec.channels, spec.taps),
+            a_log=new(spec.num_heads),
+            dt_bias=new(spec.num_heads),
+            norm=new(spec.head_dim),
+            o=matrix(d, spec.width),
+        )
+
+    def parameter_views(self, spec: GatedDeltaNetSpec) -> dict[str, Tensor]:
+        assert not isinstance(self.qkvz, RowScaledFp8), "an own copy, which is not loaded"
+        (qkv, z), (b, a) = self.qkvz.split([spec.channels, spec.width]), self.ba.split(spec.num_heads)
+        found = {"conv1d.weight": self.conv[:, None], "norm.weight": self.norm}
+        found |= {"A_log": self.a_log, "dt_bias": self.dt_bias}
+        matrices = {"out_proj": self.o, "in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
+        for name, weight in matrices.items():
+            found |= _named(name, weight)
+        return {f"linear_attn.{name}": view for name, view in found.items()}
 
 
 @dataclass(slots=True)
@@ -134,6 +185,10 @@ class MoeWeights:
         return found
 
 
+def _norm_dtype(spec: LayerSpec, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if spec.zero_centered else dtype
+
+
 def _ffn_weights(spec: MlpSpec | MoeSpec, d: int, new: Callable[..., Tensor]) -> MlpWeights | MoeWeights:
     return MoeWeights.empty(spec, d, new) if isinstance(spec, MoeSpec) else MlpWeights.empty(spec, d, new)
 
@@ -157,8 +212,8 @@ class ConvolutionWeights(NamedTuple):
 class LayerWeights:
     """One decoder layer."""
 
-    input_norm: Tensor  # [D]
-    mixer: AttentionWeights
+    input_norm: Tensor  # [D]; in fp32 where its weights are stored less one
+    mixer: AttentionWeights | GatedDeltaNetWeights
     post_norm: Tensor  # [D]
     ffn: MlpWeights | MoeWeights
     mixer_conv: ConvolutionWeights | None = None
@@ -168,8 +223,13 @@ class LayerWeights:
     def empty(cls, spec: LayerSpec, d: int, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
         new = functools.partial(torch.empty, device=device, dtype=dtype)
         convs = (ConvolutionWeights.empty(spec.conv, d, new) for _ in range(2)) if spec.conv else ()
-        mixer, ffn = AttentionWeights.empty(spec.mixer, d, new), _ffn_weights(spec.ffn, d, new)
-        return cls(new(d), mixer, new(d), ffn, *convs)
+        norm = functools.partial(new, dtype=_norm_dtype(spec, dtype))
+        mixer: AttentionWeights | GatedDeltaNetWeights
+        if isinstance(spec.mixer, GatedDeltaNetSpec):
+            mixer = GatedDeltaNetWeights.empty(spec.mixer, d, new)
+        else:
+            mixer = AttentionWeights.empty(spec.mixer, d, new, norm)
+        return cls(norm(d), mixer, norm(d), _ffn_weights(spec.ffn, d, new), *convs)
 
     def quantized(self, *, first: bool) -> "LayerWeights":
         """The same layer with its matrices in fp8, but for the queries, keys and values of the `first`.
@@ -193,6 +253,7 @@ class LayerWeights:
             return (norm / size).to(norm.dtype), narrow(matrix), around
 
         mixer, ffn = self.mixer, self.ffn
+        assert isinstance(mixer, AttentionWeights), "a drafter's"
         assert isinstance(mixer.o, Tensor) and isinstance(ffn, MlpWeights) and isinstance(ffn.down, Tensor)
         post_norm, gate_up, ffn_conv = behind(self.post_norm, ffn.gate_up, self.ffn_conv)
         o = RowScaledFp8.of(mixer.o)
@@ -205,15 +266,18 @@ class LayerWeights:
 
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
         """What a fused post-attention multiplies by: the output projection, the FFN, the next layer's queries, keys and
-        values. None where a bias stands between, or the FFN is of experts."""
-        if self.mixer.o_bias is not None or isinstance(self.ffn, MoeWeights):
+        values. None where a bias stands between, the FFN is of experts, or the next mixer is another."""
+        mixer, following_mixer = self.mixer, following.mixer if following else None
+        if isinstance(self.ffn, MoeWeights) or not isinstance(mixer, AttentionWeights) or mixer.o_bias is not None:
             return None
-        return self.mixer.o, self.ffn.gate_up, self.ffn.down, following.mixer.qkv if following else None
+        if isinstance(following_mixer, GatedDeltaNetWeights):
+            return None
+        return mixer.o, self.ffn.gate_up, self.ffn.down, following_mixer.qkv if following_mixer else None
 
     def fuses(self, following: "LayerWeights | None", x: Tensor, ops: Ops) -> bool:
         """Whether what stands behind the attention of rows x [M, D] is one operation."""
         matrices = self.fusible(following)
-        if matrices is None:
+        if matrices is None or self.post_norm.dtype != x.dtype:
             return False
         if self.ffn_conv is None:
             return ops.fuses_post_attention(x, matrices)
@@ -223,10 +287,15 @@ class LayerWeights:
     def parameter_views(self, spec: LayerSpec, stacked: bool = False) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
         ffn = self.ffn.parameter_views(stacked) if isinstance(self.ffn, MoeWeights) else self.ffn.parameter_views()
-        mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
         # random weights are drawn in this order
-        first = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
-        found = first | {o: mixer[o]} | ffn | mixer
+        found = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
+        if isinstance(self.mixer, GatedDeltaNetWeights):
+            assert isinstance(spec.mixer, GatedDeltaNetSpec)
+            found |= self.mixer.parameter_views(spec.mixer) | ffn
+        else:
+            assert isinstance(spec.mixer, AttentionSpec)
+            mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
+            found |= {o: mixer[o]} | ffn | mixer
         for part, conv in (("attention_conv", self.mixer_conv), ("mlp_conv", self.ffn_conv)):
             if conv is not None:
                 found |= {f"{part}.{name}": view for name, view in conv.parameter_views().items()}
@@ -249,7 +318,8 @@ class TargetWeights:
         embedding = torch.empty(v, d, device=device, dtype=dtype)
         head = embedding if spec.tied_head else torch.empty(v, d, device=device, dtype=dtype)
         layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
-        return cls(spec, embedding, layers, torch.empty(d, device=device, dtype=dtype), head)
+        norm = torch.empty(d, device=device, dtype=_norm_dtype(spec.layers[-1], dtype))
+        return cls(spec, embedding, layers, norm, head)
 
     def parameter_views(self, stacked: bool = False) -> dict[str, Tensor]:
         """Checkpoint name -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
@@ -274,7 +344,7 @@ class TargetWeights:
         weights = cls.empty(spec, device, dtype)
         stacked = any(name.endswith(STACKED) for name in tensor_names(files))
         load_files(f"target {folder}", weights.parameter_views(stacked), files)
-        return weights
+        return weights._centered()
 
     @classmethod
     def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
@@ -283,7 +353,15 @@ class TargetWeights:
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
         load_weights("target", weights.parameter_views(stacked=True), state)
-        return weights
+        return weights._centered()
+
+    def _centered(self) -> "TargetWeights":
+        """What was loaded, with the ones that stored weights of norms may lack."""
+        if self.spec.layers[-1].zero_centered:
+            for name, view in self.parameter_views().items():
+                if name.endswith(CENTERED):
+                    view.add_(1.0)
+        return self
 
     @classmethod
     def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
@@ -299,16 +377,20 @@ class TargetWeights:
         if spec.tied_head and HEAD in state:
             check_tied("target", embedding, state[HEAD])
         head = embedding if spec.tied_head else state.pop(HEAD).data
-        weights = cls(spec, embedding, [], state.pop("model.norm.weight").data, head)
+        norm, centered = state.pop("model.norm.weight").data, spec.layers[-1].zero_centered
+        if centered:
+            norm = norm.to(_norm_dtype(spec.layers[-1], norm.dtype), copy=True)
+        weights = cls(spec, embedding, [], norm, head)
         for i, kind in enumerate(spec.layers):
             layer = LayerWeights.empty(kind, spec.hidden_size, embedding.device, embedding.dtype)
             prefix = f"model.layers.{i}."
             views = {prefix + name: view for name, view in layer.parameter_views(kind, True).items()}
             load_weights("target", views, {name: state[name] for name in state if name.startswith(prefix)})
             for name, view in views.items():
-                state[name].data = view
+                if not (centered and name.endswith(CENTERED)):
+                    state[name].data = view
             weights.layers.append(layer)
-        return weights
+        return weights._centered()
 
 
 @dataclass(slots=True)
@@ -375,8 +457,8 @@ class DrafterWeights:
 
     def _stacked(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """What turns a context token into every layer's key and value: projections, biases and norms of the keys."""
-        attention = self.spec.layers[0].mixer
-        start, mixers = attention.num_heads * attention.head_dim, [layer.mixer for layer in self.layers]
+        start = self.spec.attention[0].q_rows
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionWeights)]
         kv = torch.cat([w.qkv[start:] for w in mixers if isinstance(w.qkv, Tensor)])
         biases = [w.qkv_bias[start:] for w in mixers if w.qkv_bias is not None]
         norms = torch.stack([w.k_norm for w in mixers if w.k_norm is not None])

@@ -343,7 +343,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
             if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
                 engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
             start_s = time.perf_counter() - began
-            with engine.runner.any_tokens() if target.spec.routes else contextlib.nullcontext():
+            with engine.runner.any_tokens() if target.spec.depends_on_requests else contextlib.nullcontext():
                 for prompt in args.prompt:
                     row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                     result["rows"].append(row | measured(args, engine, target, batch, block, prompt))

@@ -24,6 +24,7 @@ CASES = {
     "inputs of the rule": case(
         delta._delta_inputs_kernel, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
     ),
-    "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS),
+    "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False),
+    "the rule over a prompt": case(delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True),
     "gated norm": case(delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128),
 }  # fmt: skip

@@ -4,7 +4,23 @@ from sm90 import Case
 
 from dflash_toolkit.kernels.triton import accept, attention, mask, norm, rope, sample
 
-SIZES = ("S", "N", "G", "H", "HALF", "GROUP", "TILES", "SPLITS", "LAYERS", "width", "slots", "positions", "paired")
+SIZES = (
+    "S",
+    "N",
+    "G",
+    "H",
+    "HALF",
+    "GROUP",
+    "TILES",
+    "SPLITS",
+    "LAYERS",
+    "width",
+    "slots",
+    "positions",
+    "paired",
+    "TURNS",
+    "columns",
+)
 INTS = dict.fromkeys(SIZES, "i32")
 SHARED = {"HEAD": 128, "ROWS": 64, "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "PDL": True}
 ODD = ("S", "G", "GROUP", "TILES", "SPLITS", "LAYERS", "width")
@@ -40,12 +56,17 @@ def sample_case(logits: str, ragged: tuple[str, ...] = (), candidates: int = 0) 
     return Case(sample._sample_kernel, pointers, constexprs | dict.fromkeys(judged), sample.WARPS, ragged=ragged)
 
 
-def rope_write_case(partials: str, parts: int, heads: int, early: bool, counted: bool = False) -> Case:
+def rope_write_case(
+    partials: str, parts: int, heads: int, early: bool, counted: bool = False, hybrid: bool = False
+) -> Case:
+    """`hybrid`: heads of 256 with gates, of which the first quarter turns, behind norms in fp32."""
     kernel = rope._rope_write_kernel
     pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
+    if hybrid:
+        pointers |= dict.fromkeys(("qw_p", "kw_p"), "*fp32")
     constexprs = {
-        "PARTS": parts, "HEADS": heads, "BLOCK": 64, "PAGE": 64,
-        "BIAS": True, "NORM": True, "COUNTED": counted, "EARLY": early, "PDL": True,
+        "PARTS": parts, "HEADS": heads, "BLOCK": 128 if hybrid else 64, "PAGE": 64, "PARTIAL": hybrid, "GATED": hybrid,
+        "BIAS": not hybrid, "NORM": True, "COUNTED": counted, "EARLY": early, "PDL": True,
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 1, ragged=("S", "G", "width"))
 
@@ -80,6 +101,13 @@ CASES = {
     ),
     "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
     "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
+    "rope_write of a hybrid target": rope_write_case("*fp32", 4, 2, early=False, hybrid=True),
+    "gates of a hybrid target": Case(
+        rope._gate_heads_kernel,
+        {"x_p": "*bf16", "part_p": "*fp32", "out_p": "*bf16"} | ints(rope._gate_heads_kernel),
+        {"PARTS": 4, "BLOCK": 256, "PDL": True},
+        1,
+    ),
     "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False, counted=True),
     "context_write": Case(
         rope._context_write_kernel,

@@ -176,6 +176,37 @@ def test_a_request_has_the_same_bits_alone_and_padding_touches_nothing() -> None
     assert torch.equal(memory.inputs[0, 2:], before.inputs[0, 2:])
 
 
+@pytest.mark.parametrize(("sizes", "dtype"), in_turn([((2, 6, 12, 40),)]))
+def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    own, slots = net(*sizes, dtype), integers([3, 1])
+    chunked, defined, plain = own.memory(4), own.memory(4), own.memory(4)
+    for memory in (chunked, defined):  # of requests that are gone
+        for each in fields(memory):
+            getattr(memory, each.name)[[1, 3]] = math.nan
+    text = own.rows(2, 19).view(2, 19, -1)
+    alone = [
+        own.step(reference, text[:, i].contiguous(), plain, (3, 1), (min(i, 1),) * 2, (1, 1)).float() for i in range(19)
+    ]
+    own.step(reference, text[:, 0].contiguous(), plain, (3, 1), (1, 1), (0, 0))
+    start, found, expected = 0, list[Tensor](), list[Tensor]()
+    for size in (2, 8, 7, 2):
+        rows = torch.full((2, size + 3, text.shape[2]), math.nan, dtype=dtype, device=DEVICE)  # three are padding
+        rows[:, :size] = text[:, start : start + size]
+        for ops, memory, outputs in ((kernels, chunked, found), (reference, defined, expected)):
+            qkv, ba = rows.flatten(0, 1).split([own.channels, 2 * own.heads], dim=1)
+            where = slots, integers([start] * 2), integers([size] * 2)
+            out = ops.delta_chunk(qkv, ba, own.weight, own.a_log, own.dt_bias, memory, *where).unflatten(0, (2, -1))
+            assert not out[:, size:].any()
+            outputs.append(out[:, :size].float())
+        start += size
+    eps = torch.finfo(dtype).eps
+    close = {"rtol": 8 * eps, "atol": 8 * eps * max(1.0, *(out.abs().max().item() for out in alone))}
+    for outputs, memory in ((found, chunked), (expected, defined)):
+        torch.testing.assert_close(torch.cat(outputs, dim=1), torch.stack(alone, dim=1), **close)
+        torch.testing.assert_close(memory.state[[1, 3]], plain.state[[1, 3]], **close)
+        assert torch.equal(memory.window[[1, 3]], plain.window[[1, 3]])
+
+
 @pytest.mark.parametrize(
     ("m", "heads", "width", "dtype"),
     in_turn([(3, 6, 16), (1, 5, 12), (2, 3, 300)] + [(64, 48, 128)] * (DEVICE == "cuda")),

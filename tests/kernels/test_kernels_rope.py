@@ -82,6 +82,38 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
 
 
+@pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([(3, WRITES[1]), (1, WRITES[2])]), ids=str)
+def test_heads_may_turn_in_part_and_have_gates(parts: int, case: Write, dtype: torch.dtype) -> None:
+    """As those of Qwen3.5, whose norms have weights in fp32, too."""
+    block, group, groups, width, contexts, size = case
+    heads, rows, turning = group * groups, len(contexts) * block, width // 4
+    pages = make_pages(contexts, block, size, groups, width, dtype)
+    before = randn(*pages.cache.shape, dtype=dtype)
+    cache, expected_cache = before.clone(), before.clone()
+    q_weight, k_weight = randn(width), randn(width)
+    arguments = (None, q_weight, k_weight, EPS, make_rope(max(contexts) + block, turning), pages.lengths, pages.table)
+    partials = twelve_bits(parts, rows, (2 * heads + 2 * groups) * width)
+    q = rope.rope_write(partials, *arguments, cache, size, gated=True)
+    expected = reference.rope_write(partials, *arguments, expected_cache, size, gated=True)
+    slots, each = pages.slots(block).flatten(), partials.double().sum(0).to(dtype).unflatten(1, (-1, width))
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
+        normed = exact_norm(x, weight)
+        return torch.cat(
+            [exact_rotated(normed[..., :turning], None, arguments[4], positions), normed[..., turning:]], dim=-1
+        )
+
+    assert_as_exact_as_torch(q, expected, exact(each[:, : 2 * heads : 2], q_weight))
+    keys = exact(each[:, 2 * heads : 2 * heads + groups], k_weight)
+    assert_as_exact_as_torch(cache[0, slots], expected_cache[0, slots], keys)
+    assert torch.equal(cache[1, slots], each[:, 2 * heads + groups :])
+    x = randn(rows, heads * width, dtype=dtype)
+    gated = rope.gate_heads(x, partials, width)
+    exactly = x.double() * each[:, 1 : 2 * heads : 2].flatten(1).double().sigmoid()
+    assert_as_exact_as_torch(gated, reference.gate_heads(x, partials, width), exactly)
+
+
 @pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write])
 def test_padding_is_written_to_the_null_block(write: Callable[..., Tensor]) -> None:
     table, counts = integers([[3, 1, 0], [2, 4, 0]]), integers([5, 2])

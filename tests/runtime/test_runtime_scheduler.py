@@ -36,20 +36,24 @@ class Row:
     pages: list[int]
     length: int  # tokens with keys and values
     last: int
+    state: int
 
 
 class TableDevice:
     """Remembers the token that each slot of each page belongs to, and answers from what it can read there.
 
-    A page that is handed out too early, twice, or not at all shows as a wrong answer. `calls` holds what it was asked
+    A page that is handed out too early, twice, or not at all shows as a wrong answer. So does, where it is `recurrent`,
+    a state that took in other tokens than its request has. `calls` holds what it was asked
     for: ("prefill", first token, start, tokens), ("move", source, target), ("set_pages", pages), ("decode", requests).
     """
 
     pages_per_request = 1000
+    recurrent = False
 
     def __init__(self, depth: int = 1, dice: random.Random | None = None) -> None:
         self.depth, self._dice = depth, dice or random.Random(0)
         self.slots: dict[tuple[int, int], int] = {}
+        self.states: dict[int, list[int]] = {}
         self.rows: dict[int, Row] = {}
         self.calls: list[tuple[Any, ...]] = []
         self._prefilled: list[int] = []
@@ -65,9 +69,16 @@ class TableDevice:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
 
     def prefill(
-        self, ids: Sequence[int], start: int, pages: Sequence[int], following: Sequence[int] = (), best: int = 0
+        self,
+        ids: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        following: Sequence[int] = (),
+        best: int = 0,
+        state: int = 0,
     ) -> Any:
         self.calls.append(("prefill", ids[0], start, len(ids)))
+        self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
         self._prefilled = self._text(pages, start + len(ids))
@@ -76,7 +87,9 @@ class TableDevice:
     def add(self, row: int, request: Request) -> Any:
         assert row not in self.rows
         length = len(request.known_ids)
-        self.rows[row] = Row(list(request.pages), length, request.tokens[-1] if request.tokens else -1)
+        last = request.tokens[-1] if request.tokens else -1
+        self.rows[row] = Row(list(request.pages), length, last, request.state)
+        assert request.state and (not self.recurrent or self.states[request.state] == request.known_ids)
         if request.tokens:
             return None
         assert self._text(request.pages, length) == request.prompt_ids
@@ -107,6 +120,9 @@ class TableDevice:
             for _ in range(self._dice.randint(1, block)):
                 self._write(row.pages, row.length, row.last)
                 row.length += 1
+                if self.recurrent:
+                    self.states[row.state].append(row.last)
+                    assert self.states[row.state] == self._text(row.pages, row.length)
                 row.last = next_token(self._text(row.pages, row.length))
                 tokens.append(row.last)
             found.append(Committed(tokens))
@@ -140,7 +156,7 @@ class FaultyDevice(TableDevice):
         by_chance = self._calm < 0 and self._dice.random() < 0.05
         if not by_chance and not any(always):
             return run()
-        self._calm = CALM
+        self._calm = CALM * (5 if self.recurrent else 1)  # whose states begin anew
         self.faults += by_chance
         if self._dice.random() < 0.5:
             run()
@@ -262,12 +278,14 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
             done.append(request)
 
     device = FaultyDevice(depth, dice)
+    recurrent = device.recurrent = dice.random() < 0.4
     scheduler = scheduled(
         device,
         pool=pool,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=7,
         prefix_cache=dice.random() < 0.8,
+        recurrent=recurrent,
         report=report,
     )
     scheduler.choose_block = lambda requests: dice.choice([1, 2, BLOCK])
@@ -297,6 +315,7 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
     drain(scheduler)
     pool.check()
     assert pool.available == pool.capacity
+    assert sorted(scheduler._free_states) == list(range(1, max_num_seqs + 1))
     assert not scheduler.waiting._keys and all(request.place is None for request in alive), "the line is empty"
     assert len(done) == len(set(done)) == len(alive) - cancelled
     failed = [0, 0, 0]

@@ -7,6 +7,7 @@ rows on, and the delta rule needs no more of the memory than the state, of which
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,8 +122,9 @@ def _delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
 @triton.jit(do_not_specialize=["S"])
 def _delta_rule_kernel(
     mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, out_p, S, MOST, C, N, G, H_K, H_V, scale,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """CHUNK: all rows stay, and stay_p holds how many came before, of other chunks."""
     i_b, i_n, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
@@ -137,9 +139,13 @@ def _delta_rule_kernel(
     gates_p += i_b * (MOST + S) * 2 * N + i_n
     out_p += i_b * S * N * H_V + i_n * H_V + o_v
     i_g = i_n // (N // G)
+    known = stay + count > 0
+    if CHUNK:
+        known &= stay > 0
+        stay *= 0
     end = stay + count
     p_qk, p_v = mixed_p + i_g * H_K + o_k, mixed_p + 2 * G * H_K + i_n * H_V + o_v
-    b_state = tl.load(p_state, mask=m_state & (end > 0), other=0.0)
+    b_state = tl.load(p_state, mask=m_state & known, other=0.0)
     b_q, b_k, b_v, decay, beta = _delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
     for row in range(end):  # one body for old rows and new ones, and so one rounding
         if row == stay:
@@ -153,8 +159,8 @@ def _delta_rule_kernel(
         b_out = tl.sum(b_state * b_q[:, None], axis=0)
         tl.store(out_p + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
-    if count == 0:
-        tl.store(p_state, b_state, mask=m_state & (stay > 0))
+    if CHUNK or count == 0:
+        tl.store(p_state, b_state, mask=m_state & (end > 0))
     for row in range(count, S):
         tl.store(out_p + row * N * H_V, tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty), mask=m_v)
 
@@ -210,16 +216,60 @@ def delta_rule(
     mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
 ) -> Tensor:
     """The outputs [M, N H_v] of a block's rows; the state becomes the one before it. See the reference."""
+    return _launch_rule(mixed, gates, memory.state, memory.rows, slots, stay, counts, chunk=False)
+
+
+def _launch_rule(
+    mixed: Tensor,
+    gates: Tensor,
+    state: Tensor,
+    most: int,
+    slots: Tensor,
+    stay: Tensor,
+    counts: Tensor,
+    *,
+    chunk: bool,
+) -> Tensor:
     batch, rows, channels = mixed.shape
-    heads, width_k, width_v = memory.state.shape[1:]
-    groups, block = (channels - heads * width_v) // (2 * width_k), rows - memory.rows
+    heads, width_k, width_v = state.shape[1:]
+    groups, block = (channels - heads * width_v) // (2 * width_k), rows - most
     out = torch.empty(batch * block, heads * width_v, dtype=mixed.dtype, device=mixed.device)
     columns = min(COLUMNS, next_power_of_two(width_v))
     _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
-        mixed, gates, memory.state, slots, stay, counts, out, block, memory.rows, channels, heads, groups,
-        width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, num_warps=1, **pdl(mixed),
+        mixed, gates, state, slots, stay, counts, out, block, most, channels, heads, groups, width_k, width_v,
+        width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, CHUNK=chunk,
+        num_warps=2 if chunk else 1, **pdl(mixed),
     )  # fmt: skip
     return out
+
+
+def delta_chunk(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """The outputs [M, N H_v] of rows that all stay, which the memory takes in; see the reference."""
+    batch, taps, at = len(slots), weight.shape[1], slots.long()
+    known = (starts > 0)[:, None, None]
+    window = torch.where(known, memory.window[at], 0.0)
+    sequence = torch.cat([window, qkv.unflatten(0, (batch, -1))], dim=1)  # [B, T - 1 + S, C]
+    rows = sequence.shape[1] - taps + 1
+    total = sequence[:, :rows].float() * weight[:, 0].float()
+    for tap in range(1, taps):
+        total += sequence[:, tap : tap + rows].float() * weight[:, tap].float()
+    mixed = F.silu(total.to(qkv.dtype))
+    b, a = ba.float().chunk(2, dim=1)
+    decay = (-a_log.float().exp() * F.softplus(a + dt_bias.float())).exp()
+    gates = torch.stack([decay, b.sigmoid().to(ba.dtype).float()], dim=1).unflatten(0, (batch, -1))
+    last = counts.long()[:, None] + torch.arange(taps - 1, device=qkv.device)
+    memory.window.index_copy_(0, at, sequence.gather(1, last[..., None].expand(-1, -1, sequence.shape[2])))
+    return _launch_rule(mixed, gates, memory.state, 0, slots, starts, counts, chunk=True)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

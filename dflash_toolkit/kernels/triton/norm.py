@@ -34,7 +34,7 @@ def _add_rms_norm_kernel(
         tl.store(tap_p + i_m * stride_tap + o_d, b_x, mask=mask)
     b_wide = b_x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
-    b_h = (b_wide * scale).to(b_x.dtype) * b_w
+    b_h = (b_wide * scale).to(b_w.dtype) * b_w
     tl.store(h_p + i_m * D + o_d, b_h.to(b_x.dtype), mask=mask)
 
 

@@ -16,24 +16,40 @@ from ..launch import keys_are_split, next_power_of_two, pdl
 
 
 @triton.jit
-def _load(p_in, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of heads."""
-    o_h = tl.arange(0, BLOCK)
-    p_heads = p_in + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
-    mask = (o_h < HALF)[None, :]
-    return tl.load(p_heads, mask=mask, other=0.0), tl.load(p_heads + HALF, mask=mask, other=0.0)
+def _pairs(HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Where in a head the first and the second numbers of pairs are, [BLOCK] each; the first TURNS pairs turn."""
+    o_first = tl.arange(0, BLOCK)
+    o_second = o_first + HALF
+    if PARTIAL:
+        o_second = o_first + tl.where(o_first < TURNS, TURNS, HALF)
+        o_first += tl.where(o_first < TURNS, 0, TURNS)
+    return o_first, o_second
 
 
 @triton.jit
-def _load_constants(w_p, rope_p, positions, position, HALF, BLOCK: tl.constexpr, NORM: tl.constexpr):
-    """Of a position's heads: both halves of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
+def _load(p_in, HALF, TURNS, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Both sides [HEADS, BLOCK] of the pairs of heads."""
+    o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
+    p_heads = p_in + tl.arange(0, HEADS)[:, None] * stride
+    mask = (tl.arange(0, BLOCK) < HALF)[None, :]
+    b_first = tl.load(p_heads + o_first[None, :], mask=mask, other=0.0)
+    return b_first, tl.load(p_heads + o_second[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_constants(
+    w_p, rope_p, positions, position, HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr, NORM: tl.constexpr
+):
+    """Of a position's heads: both sides of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
     o_h = tl.arange(0, BLOCK)[None, :]
     mask = o_h < HALF
-    b_cos = tl.load(rope_p + position * HALF + o_h, mask=mask, other=0.0)
-    b_sin = tl.load(rope_p + (positions + position) * HALF + o_h, mask=mask, other=0.0)
+    turns = o_h < TURNS  # the others stay as they are
+    b_cos = tl.load(rope_p + position * TURNS + o_h, mask=turns, other=1.0)
+    b_sin = tl.load(rope_p + (positions + position) * TURNS + o_h, mask=turns, other=0.0)
     if NORM:
-        w_first = tl.load(w_p + o_h, mask=mask, other=0.0)
-        w_second = tl.load(w_p + HALF + o_h, mask=mask, other=0.0)
+        o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
+        w_first = tl.load(w_p + o_first[None, :], mask=mask, other=0.0)
+        w_second = tl.load(w_p + o_second[None, :], mask=mask, other=0.0)
     else:
         w_first = tl.full([1, BLOCK], 1.0, dtype=w_p.dtype.element_ty)
         w_second = w_first
@@ -42,33 +58,34 @@ def _load_constants(w_p, rope_p, positions, position, HALF, BLOCK: tl.constexpr,
 
 @triton.jit
 def _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of heads, normed (NORM) and rotated, in fp32; rounded where the reference rounds."""
+    """Both sides [HEADS, BLOCK] of heads, normed (NORM) and rotated, in fp32; rounded where the reference rounds."""
     dtype = b_first.dtype
     if NORM:
         wide_first, wide_second = b_first.to(tl.float32), b_second.to(tl.float32)
         square = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        b_first = (wide_first * scale).to(dtype) * w_first
-        b_second = (wide_second * scale).to(dtype) * w_second
+        b_first = (wide_first * scale).to(w_first.dtype) * w_first
+        b_second = (wide_second * scale).to(w_first.dtype) * w_second
     wide_first, wide_second = b_first.to(dtype).to(tl.float32), b_second.to(dtype).to(tl.float32)
     return wide_first * b_cos - wide_second * b_sin, wide_second * b_cos + wide_first * b_sin
 
 
 @triton.jit
-def _store(p_out, b_first, b_second, HALF, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    o_h = tl.arange(0, BLOCK)
-    p_heads = p_out + tl.arange(0, HEADS)[:, None] * 2 * HALF + o_h[None, :]
-    mask = (o_h < HALF)[None, :]
-    tl.store(p_heads, b_first.to(p_out.dtype.element_ty), mask=mask)
-    tl.store(p_heads + HALF, b_second.to(p_out.dtype.element_ty), mask=mask)
+def _store(p_out, b_first, b_second, HALF, TURNS, HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+    o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
+    p_heads = p_out + tl.arange(0, HEADS)[:, None] * 2 * HALF
+    mask = (tl.arange(0, BLOCK) < HALF)[None, :]
+    tl.store(p_heads + o_first[None, :], b_first.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_heads + o_second[None, :], b_second.to(p_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _rope_write_kernel(
     part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, cache_p, q_p,
-    S, N, G, HALF, positions, width, slots, eps,
+    S, N, G, HALF, TURNS, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
@@ -84,33 +101,39 @@ def _rope_write_kernel(
     p_w = qw_p
     if i_h >= N:
         p_w = kw_p
-    w_first, w_second, b_cos, b_sin = _load_constants(p_w, rope_p, positions, position, HALF, BLOCK, NORM)
+    w_first, w_second, b_cos, b_sin = _load_constants(
+        p_w, rope_p, positions, position, HALF, TURNS, BLOCK, PARTIAL, NORM
+    )
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    columns = (N + 2 * G) * H
-    p_in = part_p + i_m * columns + i_h * H
+    columns, i_in, stride = (N + 2 * G) * H, i_h, H
+    if GATED:  # behind a head of queries stands its gate
+        columns += N * H
+        i_in += tl.minimum(i_h, N)
+        stride = tl.where(i_h < N, 2 * H, H)
+    p_in = part_p + i_m * columns + i_in * H
     b_first = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
     b_second = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
     for _ in tl.static_range(PARTS):  # in order: the result may not depend on scheduling
-        part_first, part_second = _load(p_in, HALF, HEADS, BLOCK)
+        part_first, part_second = _load(p_in, HALF, TURNS, stride, HEADS, BLOCK, PARTIAL)
         b_first += part_first.to(tl.float32)
         b_second += part_second.to(tl.float32)
         p_in += tl.num_programs(0).to(tl.int64) * columns
     if BIAS:
-        bias_first, bias_second = _load(bias_p + i_h * H, HALF, HEADS, BLOCK)
+        bias_first, bias_second = _load(bias_p + i_in * H, HALF, TURNS, stride, HEADS, BLOCK, PARTIAL)
         b_first += bias_first.to(tl.float32)
         b_second += bias_second.to(tl.float32)
     b_first, b_second = b_first.to(cache_p.dtype.element_ty), b_second.to(cache_p.dtype.element_ty)
     if i_h < N + G:
         r_first, r_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM)
         if i_h < N:
-            _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, HEADS, BLOCK)
+            _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
         else:
-            _store(cache_p + (slot * G + i_h - N) * H, r_first, r_second, HALF, HEADS, BLOCK)
+            _store(cache_p + (slot * G + i_h - N) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
     else:
-        _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, HEADS, BLOCK)
+        _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["S", "LAYERS"])
@@ -132,15 +155,49 @@ def _context_write_kernel(
     i_l, kind = i_h // (2 * G), (i_h // G) % 2
     p_in = kv_p + (i_m * 2 * LAYERS * G + i_h) * H
     p_out = cache_p + (((i_l * 2 + kind).to(tl.int64) * slots + slot) * G + i_h % G) * H
-    b_first, b_second = _load(p_in, HALF, HEADS, BLOCK)
+    b_first, b_second = _load(p_in, HALF, HALF, H, HEADS, BLOCK, False)
     if kind == 0:
         w_first, w_second, b_cos, b_sin = _load_constants(
-            kw_p + i_l * H, rope_p, positions, position, HALF, BLOCK, True
+            kw_p + i_l * H, rope_p, positions, position, HALF, HALF, BLOCK, False, True
         )
         k_first, k_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, True)
-        _store(p_out, k_first, k_second, HALF, HEADS, BLOCK)
+        _store(p_out, k_first, k_second, HALF, HALF, HEADS, BLOCK, False)
     else:
-        _store(p_out, b_first, b_second, HALF, HEADS, BLOCK)
+        _store(p_out, b_first, b_second, HALF, HALF, HEADS, BLOCK, False)
+
+
+@triton.jit
+def _gate_heads_kernel(
+    x_p, part_p, out_p, N, H, columns,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_m, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_h = tl.arange(0, BLOCK)
+    mask = o_h < H
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    p_in = part_p + i_m * columns + (2 * i_n + 1) * H + o_h
+    b_gate = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in tl.static_range(PARTS):  # in order: the result may not depend on scheduling
+        b_gate += tl.load(p_in, mask=mask, other=0.0).to(tl.float32)
+        p_in += tl.num_programs(0).to(tl.int64) * columns
+    p_x = (i_m * N + i_n) * H + o_h
+    b_x = tl.load(x_p + p_x, mask=mask, other=0.0)
+    b_gate = b_gate.to(b_x.dtype).to(tl.float32)
+    b_gate = (1.0 / (1.0 + tl.exp(-b_gate))).to(b_x.dtype)
+    tl.store(out_p + p_x, b_x * b_gate, mask=mask)
+
+
+def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
+    """Attention x [M, N H] times the sigmoid of the gates in partial_sums [P, M, (2 N + 2 G) H]; see the reference."""
+    parts, m, columns = partial_sums.shape
+    out, heads = torch.empty_like(x), x.shape[1] // head_dim
+    _gate_heads_kernel[(m, heads)](
+        x, partial_sums, out, heads, head_dim, columns,
+        PARTS=parts, BLOCK=next_power_of_two(head_dim), num_warps=1, **pdl(x),
+    )  # fmt: skip
+    return out
 
 
 def _heads_at_once(most: int, *counts: int) -> int:
@@ -161,24 +218,32 @@ def rope_write(
     cache: Tensor,
     page_size: int,
     counts: Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """Queries [M, N, H] of the sum of partial_sums [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
 
+    With gates behind the heads of queries there are 2 N of them.
     On a GPU `lengths`, `counts` and `page_table` are read while the launch before still runs.
     """
     _, slots, groups, width = cache.shape
     parts, m, columns = partial_sums.shape
     heads = columns // width
+    if gated:
+        heads = heads // 2 + groups
     q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # as much to load a program, whatever the parts
+    turns = rope.shape[2]
     early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
         rope, lengths, lengths if counts is None else counts, page_table, cache, q,
-        m // len(lengths), heads - 2 * groups, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
+        m // len(lengths), heads - 2 * groups, groups, width // 2, turns, rope.shape[1], page_table.stride(0), slots,
+        eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
-        BIAS=bias is not None, NORM=norm, COUNTED=counts is not None, EARLY=early, num_warps=1, **pdl(cache),
+        PARTIAL=turns < width // 2, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
+        EARLY=early, num_warps=1, **pdl(cache),
     )  # fmt: skip
     return q
 

@@ -1,0 +1,180 @@
+"""Gated delta nets in the engine: states follow their requests, whoever joins, leaves, fails or gives way."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from conftest import make_drafter, make_target
+from test_decode import hf_greedy
+from test_runtime_engine import check, knowing, make_engine, prompts_of
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.runtime import EngineOptions, Request, load_engine
+from dflash_toolkit.runtime.weights import TargetWeights
+
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+@cache
+def pair(kind: str = "qwen3_5") -> tuple[Target, Drafter]:
+    target = make_target(kind, tied=False)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            if parameter.dim() == 1:  # norms of zeros would hide mistakes
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return target, make_drafter(target)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> None:
+    """Prompts shorter than the convolution, and such as are cut into several chunks."""
+    target, drafter = pair(kind)
+    prompts = prompts_of(1, 5, 17, 33, 2, 8)
+    check(make_engine(target, drafter), (target, drafter), prompts, *[SamplingParams(max_tokens=n) for n in (21, 1, 9)])
+    plain = make_engine(target, None).generate(prompts, SamplingParams(max_tokens=20))
+    assert [got.tokens for got in plain] == [hf_greedy(target, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)])
+@pytest.mark.parametrize("every", [3, 1000])
+def test_accepted_drafts_change_the_steps_and_nothing_else(every: int, params: SamplingParams) -> None:
+    target, drafter = pair()
+    prompts = prompts_of(4, 19, 7, 26)
+    plain = make_engine(target, None).generate(prompts, params)
+    engine = make_engine(target, drafter)
+    answers = {tuple(p): g.tokens for p, g in zip(prompts, plain, strict=True)}
+    knowing(engine, answers, lambda position: position % every == 0)
+    drafted = engine.generate(prompts, params)
+    assert [got.tokens for got in drafted] == [got.tokens for got in plain]
+    assert sum(len(g.steps) for g in drafted) < sum(len(g.steps) for g in plain) / 1.5
+
+
+@pytest.mark.parametrize("index", [2, 6, 11])
+def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
+    target, drafter = pair()
+    (prompt,) = prompts_of(9)
+    text = generate(target, None, prompt, SamplingParams(max_tokens=16, ignore_eos=True)).tokens
+    params = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
+    engine = make_engine(target, drafter)
+    knowing(engine, {tuple(prompt): text}, lambda position: False)
+    # the third takes over the row and the state of one of the others
+    ends = [params, SamplingParams(max_tokens=index, ignore_eos=True), SamplingParams(max_tokens=16, ignore_eos=True)]
+    got = engine.generate([prompt] * 3, ends)
+    assert got[0].tokens == text[: text.index(text[index]) + 1] and got[0].finish_reason == "stop"
+    assert got[1].tokens == text[:index] and got[2].tokens == text
+    assert engine.stats.cached_prompt_tokens == 0, "nobody goes on from the pages of another"
+
+
+@pytest.mark.parametrize("cache_tokens", [120, 1200])
+def test_whoever_comes_leaves_or_gives_way_the_others_write_on(cache_tokens: int) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, kv_cache_tokens=cache_tokens)
+    prompts = prompts_of(30, 25, 9, 14, 33)
+    expected = [generate(target, None, prompt, LONG).tokens for prompt in prompts]
+    knowing(engine, {tuple(p): t for p, t in zip(prompts, expected, strict=True)}, lambda position: position % 4 == 0)
+    requests: list[Request] = []
+    for turn in range(400):
+        if turn % 3 == 0 and len(requests) < len(prompts):
+            requests.append(engine.submit(prompts[len(requests)], LONG))
+        if turn == 8:  # one that runs, in a row before others
+            engine.cancel(requests[0])
+        if not engine.step() and len(requests) == len(prompts):
+            break
+    assert [request.tokens for request in requests[1:]] == expected[1:]
+    assert (engine.stats.preemptions > 0) == (cache_tokens == 120)
+
+
+@pytest.mark.parametrize("place", ["prefill", "decode"])
+def test_what_fails_half_way_leaves_no_state_that_anybody_goes_on_from(place: str) -> None:
+    """The device raises behind work that it did."""
+    target, drafter = pair()
+    engine = make_engine(target, drafter)
+    runner, calls = engine.runner, 0
+    real = getattr(runner, place)
+
+    def raising(*arguments: Any) -> Any:
+        nonlocal calls
+        found, calls = real(*arguments), calls + 1
+        if calls == 4:
+            raise RuntimeError("a kernel's own")
+        return found
+
+    setattr(runner, place, raising)
+    prompts = prompts_of(24, 5, 40)
+    assert [got.tokens for got in engine.generate(prompts, LONG)] == [
+        generate(target, None, prompt, LONG).tokens for prompt in prompts
+    ]
+    assert calls > 4
+
+
+def test_padding_of_a_prompt_touches_no_state() -> None:
+    """Nor do states that others have left show in it."""
+    ids, more = prompts_of(21, 2, seed=9)
+    pages = [7, 3, 9, 5, 8, 6, 2]
+
+    def memories(padded: bool) -> list[DeltaMemory]:
+        runner = make_engine(*pair()).runner
+        found = [mixer.memory for mixer in runner.verifier.stack._mixers if hasattr(mixer, "memory")]
+        for memory in found:
+            memory.state.fill_(torch.nan)
+            memory.window.fill_(torch.nan)
+        for chunk, start in ((ids, 0), (more, len(ids))):
+            if padded:
+                runner.place(chunk, start, pages, 2)
+                runner.padded_prefill(64)
+            else:
+                runner.prefill(chunk, start, pages, state=2)
+        return found
+
+    for one, other in zip(memories(True), memories(False), strict=True):
+        for ours, theirs in ((one.state, other.state), (one.window, other.window)):
+            torch.testing.assert_close(ours[2], theirs[2], rtol=1e-4, atol=1e-5)
+            assert ours[2].isfinite().all() and ours[[0, 1, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3.5 with images"])
+def test_checkpoints_are_read_as_transformers_writes_them(name: str, tmp_path: Path) -> None:
+    architecture = ARCHITECTURES[name]
+    target = architecture.target()
+    (architecture.whole_model() if architecture.vision else target.model).save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    loaded = Target.load(str(tmp_path), "cpu", "float32")
+    options = EngineOptions(max_num_seqs=2, kv_cache_tokens=200, page_size=4)
+    engine, _ = load_engine(str(tmp_path), None, "cpu", "float32", options)
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12))[0].tokens == hf_greedy(loaded, [1, 2, 3], 12)
+
+
+def test_a_module_that_shares_its_weights_computes_what_it_did() -> None:
+    target, _ = pair("qwen3_5_moe")
+    ids = torch.tensor(prompts_of(9))
+    with torch.no_grad():
+        before = target.model(ids).logits
+        weights = TargetWeights.shared_with(target.model, ModelSpec.of_target(target.config))
+        assert torch.equal(target.model(ids).logits, before)
+    shared: Sequence[Tensor] = [target.model.model.layers[0].linear_attn.out_proj.weight]
+    assert shared[0].data_ptr() == weights.layers[0].mixer.o.data_ptr()
+
+
+def test_norms_round_where_those_of_transformers_do() -> None:
+    norm, x = Qwen3_5RMSNorm(64), torch.randn(9, 64).bfloat16()
+    norm.weight.data = torch.randn(64).bfloat16()
+    found = reference.add_rms_norm(x, None, 1.0 + norm.weight.float(), 1e-6)[1]
+    assert torch.equal(found, norm(x))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"attention_bias": True}, "attention_bias True"), ({"output_gate_type": "tanh"}, "output_gate_type 'tanh'")],
+)
+def test_what_transformers_computes_otherwise_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"{said} is not supported by the runtime"):
+        ModelSpec.of_target(ARCHITECTURES["Qwen3.5"].config(**changes))
