@@ -1,6 +1,7 @@
 """Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
 
 import functools
+import gc
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from temporary import own_folder
 from triton_interpreter import hasten
 
 sys.path.extend(map(str, FOLDERS))
+gc.disable()  # until everything is imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -160,6 +162,15 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip what trains, starts a process or takes seconds")
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, and no collection looks at what was imported, a quarter of a second long."""
+    gc.freeze()
+    gc.enable()
+
+
+os.register_at_fork(after_in_child=pytest_collection_finish)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
