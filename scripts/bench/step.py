@@ -37,7 +37,7 @@ from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
-from dflash_toolkit.runtime.weights import DrafterWeights, LayerWeights, MoeWeights, TargetWeights
+from dflash_toolkit.runtime.weights import AttentionWeights, DrafterWeights, LayerWeights, MoeWeights, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 ACCEPT = 0.865
@@ -136,20 +136,24 @@ def measure(
 
 
 def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
-    """Weights that one step must read; of experts as many as its rows have if all are as likely."""
+    """What one step must move: the weights, of experts as many as its rows have if all are as likely, and recurrent
+    states, which are read and written."""
 
     def of_layer(w: LayerWeights) -> int:
         ffn = w.ffn.gate_up.nbytes + w.ffn.down.nbytes
         if isinstance(w.ffn, MoeWeights):
             likely = 1 - (1 - w.ffn.spec.top_k / w.ffn.spec.num_experts) ** (batch * block)
             ffn = round(ffn * likely) + w.ffn.router.nbytes
-        return ffn + w.mixer.qkv.nbytes + w.mixer.o.nbytes
+        w_in = (w.mixer.qkv,) if isinstance(w.mixer, AttentionWeights) else (w.mixer.qkvz, w.mixer.ba)
+        return ffn + sum(matrix.nbytes for matrix in (*w_in, w.mixer.o))
 
     def of_layers(layers: Sequence[LayerWeights]) -> int:
         convolutions = (conv for w in layers for conv in (w.mixer_conv, w.ffn_conv) if conv is not None)
         return sum(of_layer(w) for w in layers) + sum(c.base.nbytes + c.projection.nbytes for c in convolutions)
 
     total = of_layers(target.layers) + target.head.nbytes
+    states = sum(net.num_heads * net.k_head_dim * net.head_dim for net in target.spec.delta_nets)
+    total += 2 * batch * 4 * states  # in fp32
     if drafter is not None and block > 1:  # an engine that never drafts writes no context
         total += drafter.fc.nbytes + drafter.context_kv.nbytes + of_layers(drafter.layers)
         total += (drafter.head if drafter.head is not None else target.head).nbytes
@@ -159,6 +163,7 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
 
 GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
 PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the GEMMs
+    "delta nets": ("_delta_inputs", "_delta_rule", "_gated_rms_norm", "_gate_heads"),
     "experts": ("_experts_kernel", "_group_rows_kernel"),
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
     "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),

@@ -534,7 +534,15 @@ def models(table: Table) -> None:
             )
         target = {"architectures": [kind], "hidden_size": text.hidden_size}
         others = [yes(drafter.check_served, BY_NAME[other], release, name, target) for other, release in READ.items()]
-        in_blocks = each.config(hidden_size=128, head_dim=64, intermediate_size=128).get_text_config(decoder=True)
+        sizes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
+        inside = (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+        )
+        sizes |= dict.fromkeys(each.options.keys() & set(inside), 128)
+        in_blocks = each.config(**sizes).get_text_config(decoder=True)
         in_blocks.quantization_config = dict(FORM)
         table.add(name, "yes", *(yes(ModelSpec.of_target, ours) for ours in (text, in_blocks)), *others)
 

@@ -81,9 +81,18 @@ def in_modules(folder: Path) -> Iterator[Target]:
         yield found
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE"])
+HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "shared_expert_intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Qwen3.5", "Qwen3.5-MoE"])
 def test_the_engine_writes_what_transformers_modules_in_fp8_write(name: str, tmp_path: Path) -> None:
-    in_fp8(ARCHITECTURES[name].target(**SIZES), tmp_path)
+    sizes = SIZES | (HYBRID if name.startswith("Qwen3.5") else {})
+    in_fp8(ARCHITECTURES[name].target(**sizes), tmp_path)
     with in_modules(tmp_path) as target:
         check_answers(tmp_path, target)
 

@@ -16,7 +16,14 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
@@ -38,6 +45,7 @@ from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
 VOCAB, LIMIT = 4096, 1024
+KINDS = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 @cache
@@ -53,10 +61,16 @@ def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
     if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
         shape["hidden_size"] = 14 * 64
     routed = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    hybrid = {  # every other layer
+        "layer_types": ["full_attention", "linear_attention"] * 3, "head_dim": 128, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    }  # fmt: skip
     config = {
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(head_dim=64, **shape),
         "qwen3_moe": lambda: Qwen3MoeConfig(head_dim=64, mlp_only_layers=[2], **routed, **shape),
+        "qwen3_5": lambda: Qwen3_5TextConfig(**hybrid, **shape),
+        "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
     }[kind]()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -121,7 +135,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
     runner._graphs.clear()  # those that were captured for their times hold the random drafter
 
 
-@pytest.mark.parametrize(("kind", "few"), [("qwen3", 4), ("qwen3_moe", 4), ("qwen2", 4), ("qwen2", 5)])  # 5: pairs
+@pytest.mark.parametrize(("kind", "few"), [*((kind, 4) for kind in KINDS), ("qwen2", 5)])  # 5: pairs
 def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("dflash_toolkit.kernels.triton.attention.FEW", few)
     target, drafter = pair(kind)
