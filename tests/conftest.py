@@ -1,3 +1,4 @@
+# ruff: noqa: E402  # the collector waits for the imports
 """Tiny real models for the tests: random weights, the real architectures, a real tokenizer and chat template."""
 
 import functools

@@ -48,9 +48,7 @@ def walk_case(sampled: bool) -> Case:
     return Case(walk._walk_kernel, kinds, constexprs, ragged=("K", "C", "stride_uniform"))
 
 
-CASES = {
-    f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 128) for kind in ("bf16", "rounded")
-} | {
+CASES = {f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 128) for kind in ("bf16", "rounded")} | {
     "top of 16 widened": top_case(16, "widened"),
     "merge of the tops": Case(
         best._merge_top_kernel,
