@@ -88,9 +88,10 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: object, **kwargs: object) -> Tensor:
             fresh = make(*args, **kwargs)
-            if fresh.is_floating_point():
-                return fresh.fill_(math.nan)
-            return fresh.fill_(fresh.dtype == torch.bool or min(0x7ABCDE, torch.iinfo(fresh.dtype).max))
+            with torch.no_grad():  # some that is asked for is a leaf with a gradient
+                if fresh.is_floating_point():
+                    return fresh.fill_(math.nan)
+                return fresh.fill_(fresh.dtype == torch.bool or min(0x7ABCDE, torch.iinfo(fresh.dtype).max))
 
         return made
 

@@ -248,8 +248,10 @@ def test_bf16_steps_of_dflash_2_are_those_of_fp32_but_for_rounding(compiled: str
         found.append((result.selector_loss.item(), [p.grad for p in drafter.parameters()]))
     (exact, exact_grads), (loss, grads) = found
     assert loss == pytest.approx(exact, rel=0.05)
-    for (name, _), ours, theirs in zip(drafter.named_parameters(), grads, exact_grads, strict=True):
-        assert (ours - theirs).norm() < 0.15 * theirs.norm(), name
+    ours, theirs = (torch.cat([grad.flatten() for grad in each]) for each in (grads, exact_grads))
+    assert (ours - theirs).norm() < 0.1 * theirs.norm()
+    for (name, _), mine, right in zip(drafter.named_parameters(), grads, exact_grads, strict=True):
+        assert (mine - right).norm() < 0.4 * right.norm(), name  # of few numbers, each of which is rounded much
 
 
 def test_a_bf16_step_of_dflash_2_lowers_both_losses() -> None:
