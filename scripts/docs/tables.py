@@ -485,6 +485,29 @@ def target_features(table: Table) -> None:
             table.add(label, f"{row['documents']} of {row['tokens']} tokens", *rates, f"{row['peak_gib']:.1f}")
 
 
+def targets(table: Table) -> None:
+    """What other weights than dense bf16 ones bring, plain and with blocks of 8."""
+    runs = {
+        "Qwen3-8B, bf16": "step_qwen3_8b_dflash2_h100",
+        "Qwen3-8B, FP8": "step_qwen3_8b_fp8_h100",
+        "Qwen3-30B-A3B, bf16": "step_qwen3_30b_a3b_h100",
+    }
+    table.columns("tokens/s | plain, batch 1 | 8 | 32 | DFlash, batch 1 | 8 | 32")
+    for label, file in runs.items():
+        rows = (row for row in table.read(file)["rows"] if row["drafter_kind"] == "dflash")
+        found = {(row["block"], row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
+        table.add(label, *(found.get((block, batch), "") for block in (1, 8) for batch in (1, 8, 32)))
+
+
+def dflash2_step(table: Table) -> None:
+    table.columns("ms of a full step, blocks of 8 | batch 1 | 8 | 32")
+    rows = [row for row in table.read("step_qwen3_8b_dflash2_h100")["rows"] if row["block"] == 8]
+    full = {(row["drafter_kind"], row["batch"]): row["ms_of_a_full_step"] for row in rows}
+    for kind, label in (("dflash", "DFlash"), ("dflash2", "DFlash 2")):
+        table.add(label, *(f"{full[kind, batch]:.2f}" for batch in (1, 8, 32)))
+    table.add("longer by", *(f"{100 * (full['dflash2', b] / full['dflash', b] - 1):.1f} %" for b in (1, 8, 32)))
+
+
 def features(table: Table) -> None:
     table.columns("tokens/s of the target | packed rows (the trainer) | padded rows | one row at a time")
     for shape, label in (("qwen2.5-0.5b", "Qwen2.5-0.5B"), ("qwen3-8b", "Qwen3-8B")):
@@ -554,6 +577,8 @@ TABLES: dict[str, Callable[[Table], None]] = {
     for make in (
         results,
         serving,
+        targets,
+        dflash2_step,
         endpoint,
         endpoint_fronts,
         endpoint_plain,
