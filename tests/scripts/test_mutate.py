@@ -27,6 +27,7 @@ def test_clamp() -> None:
 """
 PROGRAM = """
 import json, sys
+import hypothesis.strategies  # or each worker would trace its import
 from dataclasses import asdict
 from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
