@@ -180,10 +180,8 @@ SGLANG = Engine(
 )
 BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
 # options that are read here and become no flag of their own
-READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key_file"} | {
-    "num_speculative_tokens",
-    "draft_sample_method",
-}
+SPECULATION = {"num_speculative_tokens", "draft_sample_method"}  # part of one value or flag of theirs
+READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key_file", *SPECULATION}
 # their defaults are not ours
 ALWAYS = {"host", "port", "tensor_parallel_size", "data_parallel_size", "allowed_origins"}
 # options of ours at values that ask nothing of another engine
@@ -203,9 +201,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def offer(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
     """The command that serves the same with vLLM, ready to paste; without keys that a log must not show."""
     words = ["dflash-serve", "--engine", VLLM.name]
-    shown = {"target", "drafter", "num_speculative_tokens", "draft_sample_method", *VLLM.flags} - {
-        "tensor_parallel_size"
-    }
+    shown = {"target", "drafter", *SPECULATION, *VLLM.flags} - {"tensor_parallel_size"}
     for key, value in _values(config, given).items():
         name = key.replace("_", "-")
         if key in shown and value is not None:

@@ -251,11 +251,8 @@ class ReferencePair(Pair):
         self.vocabulary = target.embedding.num_embeddings
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
-        self.facts = {
-            **facts,
-            "draft_dtype": "full",
-            "draft_sample_method": draft_sample_method,
-        }  # of dtypes it has one
+        how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
+        self.facts = facts | how
 
     def decoder(self, draft: bool) -> ReferenceDecoder:
         return self._decoders[draft]

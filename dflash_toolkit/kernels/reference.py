@@ -195,9 +195,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 def _block_scaled(x: Tensor, weight: BlockScaledFp8) -> Tensor:
     """The product in fp32, of rows quantized by 128 columns: what these add, exact, is scaled, and added in order.
 
-    Those of a weight with whole rows for blocks are quantized whole.
+    Those of a weight that is scaled by rows are quantized whole.
     """
-    size = x.shape[1] if weight.whole else BLOCK
+    size = x.shape[1] if weight.by_rows else BLOCK
     rows, scales = quantize_groups(x, size)
     total = torch.zeros(len(x), len(weight), device=x.device)
     columns = zip(rows.split(size, 1), weight.data.split(size, 1), scales.T, weight.row_scales().T, strict=True)

@@ -50,26 +50,28 @@ class BlockScaledFp8:
 
     Its GEMMs quantize their rows too, by `quantize_groups`, and scale what each block of columns adds in fp32. `ways`
     matrices may have their rows in turn, as gates and ups do: row r is row r // ways of matrix r % ways, and so are
-    the rows of the scales. `whole`: a block is a whole row, of the weights and of what they are multiplied with.
+    the rows of the scales. `by_rows`: a block is a whole row, of the weights and of what they are multiplied with.
     """
 
     data: Tensor  # float8_e4m3fn [N, K]
-    scale: Tensor  # fp32 [N / 128, K / 128]; whole: [N, 1]
+    scale: Tensor  # fp32 [N / 128, K / 128]; by rows: [N, 1]
     ways: int = 1
-    whole: bool = False
+    by_rows: bool = False
 
     @classmethod
-    def empty(cls, n: int, k: int, new: Callable[..., Tensor], ways: int = 1, whole: bool = False) -> "BlockScaledFp8":
+    def empty(
+        cls, n: int, k: int, new: Callable[..., Tensor], ways: int = 1, by_rows: bool = False
+    ) -> "BlockScaledFp8":
         """Of N and K that are multiples of 128, N of `ways` times that; `new` is torch.empty, perhaps with a device."""
-        data, blocks = new(n, k, dtype=torch.float8_e4m3fn), (n, 1) if whole else (n // BLOCK, k // BLOCK)
-        return cls(data, new(*blocks, dtype=torch.float32), ways, whole)
+        data, blocks = new(n, k, dtype=torch.float8_e4m3fn), (n, 1) if by_rows else (n // BLOCK, k // BLOCK)
+        return cls(data, new(*blocks, dtype=torch.float32), ways, by_rows)
 
     @classmethod
-    def of(cls, matrix: Tensor, ways: int = 1, whole: bool = False) -> "BlockScaledFp8":
+    def of(cls, matrix: Tensor, ways: int = 1, by_rows: bool = False) -> "BlockScaledFp8":
         """Quantize a matrix [N, K] so that the largest value of each block is the largest of the format."""
-        if whole:
+        if by_rows:
             rows = RowScaledFp8.of(matrix)
-            return cls(rows.data, rows.scale[:, None], ways, whole=True)
+            return cls(rows.data, rows.scale[:, None], ways, by_rows=True)
         found = cls.empty(len(matrix), matrix.shape[1], matrix.new_empty, ways)
         for i in range(ways):
             part = matrix[i::ways].float()
@@ -80,12 +82,10 @@ class BlockScaledFp8:
         return found
 
     def row_scales(self) -> Tensor:
-        """The scales of every row, fp32 [N, K / 128]; of a whole one [N, 1]."""
-        return (
-            self.scale
-            if self.whole
-            else self.scale.unflatten(0, (-1, self.ways)).repeat_interleave(BLOCK, 0).flatten(0, 1)
-        )
+        """The scales of every row, fp32 [N, K / 128]; where rows are scaled [N, 1]."""
+        if self.by_rows:
+            return self.scale
+        return self.scale.unflatten(0, (-1, self.ways)).repeat_interleave(BLOCK, 0).flatten(0, 1)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The values in another format."""
@@ -98,13 +98,13 @@ class BlockScaledFp8:
 
     def split(self, rows: list[int]) -> "list[BlockScaledFp8]":
         """So many rows each, multiples of 128, as views."""
-        scales = self.scale.split([n if self.whole else n // BLOCK for n in rows])
+        scales = self.scale.split([n if self.by_rows else n // BLOCK for n in rows])
         each = zip(self.data.split(rows), scales, strict=True)
-        return [BlockScaledFp8(data, scale, whole=self.whole) for data, scale in each]
+        return [BlockScaledFp8(data, scale, by_rows=self.by_rows) for data, scale in each]
 
     def way(self, i: int) -> "BlockScaledFp8":
         """One of the matrices whose rows stand in turn, as a view."""
-        return BlockScaledFp8(self.data[i :: self.ways], self.scale[i :: self.ways], whole=self.whole)
+        return BlockScaledFp8(self.data[i :: self.ways], self.scale[i :: self.ways], by_rows=self.by_rows)
 
     def __len__(self) -> int:
         return len(self.data)

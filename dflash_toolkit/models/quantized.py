@@ -33,12 +33,12 @@ def _is_fp8_dynamic(stated: Mapping[str, Any]) -> bool:
 class Fp8Blocks:
     """Modules whose weights are e4m3 with `weight_scale_inv` for blocks of 128 by 128, and whose rows are quantized.
 
-    `whole`: with `weight_scale` for whole rows instead, of checkpoints of compressed-tensors.
+    `by_rows`: with `weight_scale` for whole rows instead, of checkpoints of compressed-tensors.
     """
 
     target: str  # its name
     kept: tuple[str, ...] | None  # patterns of modules that are not; None: all are not
-    whole: bool = False
+    by_rows: bool = False
 
     @classmethod
     def of(cls, config: "PreTrainedConfig") -> "Fp8Blocks":
@@ -49,7 +49,9 @@ class Fp8Blocks:
         stated: dict[str, Any] = asked if isinstance(asked, dict) else asked.to_dict()
         if stated.get("quant_method") == "compressed-tensors" and _is_fp8_dynamic(stated):
             ignored = stated.get("ignore") or ()
-            return cls(name, tuple(key[3:] if key.startswith("re:") else re.escape(key) for key in ignored), whole=True)
+            return cls(
+                name, tuple(key[3:] if key.startswith("re:") else re.escape(key) for key in ignored), by_rows=True
+            )
         for key, value in FORM.items():
             found = stated.get(key, None if key in ("quant_method", "weight_block_size") else value)
             found = list(found) if isinstance(found, list | tuple) else found

@@ -29,7 +29,7 @@ class AttentionSpec:
     window: int = 0  # 0 is full attention
     gated: bool = False  # a head's output is multiplied with the sigmoid of as many numbers more, behind its query
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
-    fp8_whole: bool = False  # and their blocks are whole rows
+    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
 
     @property
     def width(self) -> int:
@@ -61,7 +61,7 @@ class GatedDeltaNetSpec:
     k_head_dim: int  # H_k
     taps: int  # T, of the short convolution before it
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`, but for those of beta and the decay
-    fp8_whole: bool = False  # and their blocks are whole rows
+    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
 
     @property
     def width(self) -> int:
@@ -84,7 +84,7 @@ class MlpSpec:
 
     intermediate_size: int  # I
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
-    fp8_whole: bool = False  # and their blocks are whole rows
+    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,9 +140,8 @@ class Architecture:
         return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, gated=self.hybrid, **sizes)
 
     def ffn(self, config: Any, layer: int) -> MlpSpec | MoeSpec:
-        dense = layer in getattr(config, "mlp_only_layers", ()) or (layer + 1) % getattr(
-            config, "decoder_sparse_step", 1
-        )
+        between = (layer + 1) % getattr(config, "decoder_sparse_step", 1)
+        dense = between or layer in getattr(config, "mlp_only_layers", ())
         if not self.experts or dense or not config.num_experts:
             return MlpSpec(config.intermediate_size)
         return MoeSpec(
@@ -272,7 +271,7 @@ class ModelSpec:
         def layer_of(layer: int) -> LayerSpec:
             part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
             i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
-            if in_fp8.whole and where and f"{part}.mlp.experts" in in_fp8:
+            if in_fp8.by_rows and where and f"{part}.mlp.experts" in in_fp8:
                 raise UnsupportedModel(
                     f"target {name}: experts in fp8 with a scale a row are not served by this engine, "
                     f"but vLLM may (dflash-serve --engine vllm)"
@@ -280,13 +279,13 @@ class ModelSpec:
             ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate_proj": (i, d), "up_proj": (i, d), "down_proj": (d, i)})
             ffn = replace(ffn, fp8_blocks=ffn_in_fp8)
             if isinstance(ffn, MlpSpec):
-                ffn = replace(ffn, fp8_whole=ffn_in_fp8 and in_fp8.whole)
+                ffn = replace(ffn, fp8_by_rows=ffn_in_fp8 and in_fp8.by_rows)
             mixer: AttentionSpec | GatedDeltaNetSpec = attention
             if architecture.hybrid and c.layer_types[layer] == "linear_attention":
                 mixer = _gated_delta_net(c)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
             mixer_in_fp8 = held(f"{part}.{kind}", mixer.matrices(d))
-            mixer = replace(mixer, fp8_blocks=mixer_in_fp8, fp8_whole=mixer_in_fp8 and in_fp8.whole)
+            mixer = replace(mixer, fp8_blocks=mixer_in_fp8, fp8_by_rows=mixer_in_fp8 and in_fp8.by_rows)
             return LayerSpec(mixer, ffn, zero_centered=architecture.hybrid)
 
         return cls(

@@ -39,13 +39,13 @@ def _named(name: str, weight: Weight, kind: str = ".weight") -> dict[str, Tensor
     data, scale = parts(weight)
     if scale is None:
         return {f"{name}{kind}": data}
-    whole = isinstance(weight, BlockScaledFp8) and weight.whole  # as compressed-tensors names them
-    return {f"{name}{kind}": data, f"{name}{kind}_scale{'' if whole else '_inv'}": scale}
+    by_rows = isinstance(weight, BlockScaledFp8) and weight.by_rows  # as compressed-tensors names them
+    return {f"{name}{kind}": data, f"{name}{kind}_scale{'' if by_rows else '_inv'}": scale}
 
 
-def _matrices(spec: AttentionSpec | GatedDeltaNetSpec, new: Callable[..., Tensor]) -> Callable[[int, int], Weight]:
-    """What makes the empty matrices of a mixer."""
-    return functools.partial(BlockScaledFp8.empty, new=new, whole=spec.fp8_whole) if spec.fp8_blocks else new
+def _matrices(spec: AttentionSpec | GatedDeltaNetSpec | MlpSpec, new: Callable[..., Tensor]) -> Callable[..., Weight]:
+    """What makes the empty matrices of a mixer or an MLP."""
+    return functools.partial(BlockScaledFp8.empty, new=new, by_rows=spec.fp8_by_rows) if spec.fp8_blocks else new
 
 
 @dataclass(slots=True)
@@ -131,10 +131,9 @@ class MlpWeights:
     @classmethod
     def empty(cls, spec: MlpSpec, d: int, new: Callable[..., Tensor]) -> "MlpWeights":
         i = spec.intermediate_size
-        if spec.fp8_blocks:
-            matrix = functools.partial(BlockScaledFp8.empty, new=new, whole=spec.fp8_whole)
-            return cls(matrix(2 * i, d, ways=2), matrix(d, i))
-        return cls(gate_up=new(2 * i, d), down=new(d, i))
+        matrix = _matrices(spec, new)
+        gate_up = matrix(2 * i, d, ways=2) if spec.fp8_blocks else matrix(2 * i, d)
+        return cls(gate_up, down=matrix(d, i))
 
     def parameter_views(self) -> dict[str, Tensor]:
         if isinstance(self.gate_up, BlockScaledFp8):

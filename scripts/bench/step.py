@@ -6,8 +6,9 @@ Every row runs real requests through the engine: milliseconds a step and tokens 
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
 Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
 work is not. Where tokens choose experts, every row verifies random ones of its own: what a random drafter drafts is
-much the same everywhere. Several `--drafter-kind` take turns with the same target, so that what a part of DFlash 2
-costs is the difference between two rows. With `--zero-acceptance N` nothing that is drafted for N requests of every
+much the same everywhere. Behind one context random weights choose much the same experts for them still, of which an
+`mbu` above 1 tells. Several `--drafter-kind` take turns with the same target, so that what a part of DFlash 2 costs is
+the difference between two rows. With `--zero-acceptance N` nothing that is drafted for N requests of every
 batch is accepted; how long a token of theirs and of the others takes is told apart.
 """
 

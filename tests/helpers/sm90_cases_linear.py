@@ -30,10 +30,10 @@ def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
     return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
 
 
-def blocks(kind: str, rows: int, whole: bool = False) -> Case:
+def blocks(kind: str, rows: int, by_rows: bool = False) -> Case:
     n, k = SHAPES[kind]
     tile = fp8_blocks.tile_for(n, k, rows, split=kind == "split_k")
-    in_loop = rows <= fp8_blocks.QUANTIZED_IN_LOOP and not whole
+    in_loop = rows <= fp8_blocks.QUANTIZED_IN_LOOP and not by_rows
     inputs = {"x_p": "*bf16" if in_loop else "*fp8e4nv", "x_scale_p": "*fp32", "w_p": "*fp8e4nv", "w_scale_p": "*fp32"}
     outputs = {"bias_p": "*bf16", "out_p": "*fp32" if kind == "split_k" else "*bf16"}
     constexprs = {
@@ -42,7 +42,7 @@ def blocks(kind: str, rows: int, whole: bool = False) -> Case:
         "BLOCK_K": 128,
         "WAYS": 1 + (kind == "swiglu"),
         "QUANTIZE": in_loop,
-        "WHOLE": whole,
+        "BY_ROWS": by_rows,
         "FP8_MAX": 448.0,
         "LEAST": 1e-12,
         "BIAS": kind == "linear",
@@ -69,7 +69,7 @@ CASES = (
             *((k, m) for k in SHAPES if "s" in k for m in (16, 64, 128)),
         ]
     }
-    | {"swiglu 256 in blocks": blocks("swiglu", 256), "split_k 16 in whole rows": blocks("split_k", 16, whole=True)}
+    | {"swiglu 256 in blocks": blocks("swiglu", 256), "split_k 16 by rows": blocks("split_k", 16, by_rows=True)}
     | {
         "rows in fp8 by groups": Case(
             fp8_blocks._group_round_kernel,

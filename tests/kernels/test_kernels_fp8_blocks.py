@@ -157,7 +157,7 @@ def test_blocks_may_be_whole_rows(m: int) -> None:
     x[:, 5] = 7 * 2.0**6  # the format's largest: what is quantized stays what it is
     x = (x * 2.0 ** torch.randint(-9, 9, (m, 1))).to(DTYPE).to(DEVICE)
     matrix = torch.randn(n, k, device=DEVICE) * torch.logspace(-2, 2, n, device=DEVICE)[:, None]
-    weight = BlockScaledFp8.of(matrix, ways=2, whole=True)
+    weight = BlockScaledFp8.of(matrix, ways=2, by_rows=True)
     assert (weight.scale.shape, len(weight.split([128, 128])), weight.way(1).scale.shape) == ((n, 1), 2, (n // 2, 1))
     assert torch.equal(weight.way(1).dense(torch.float32), weight.dense(torch.float32)[1::2])
     assert ((weight.dense(torch.float32) - matrix).abs().amax(1) <= 16 * weight.scale[:, 0] * 1.001).all()

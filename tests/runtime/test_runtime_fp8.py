@@ -207,7 +207,7 @@ def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(tm
     tensors = {}
     for name, module in dense.model.named_modules():
         if name.endswith("_proj") and "layers.1.mlp" not in name:
-            weight = BlockScaledFp8.of(module.weight, whole=True)
+            weight = BlockScaledFp8.of(module.weight, by_rows=True)
             weight.scale.copy_(weight.scale.bfloat16())  # as such checkpoints have them
             tensors |= {f"{name}.weight": weight.data, f"{name}.weight_scale": weight.scale.bfloat16()}
             module.forward = functools.partial(rows_of_reference, weight=weight)
@@ -215,7 +215,7 @@ def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(tm
     damage(tmp_path / "config.json", {"quantization_config": DYNAMIC})
     options = EngineOptions(num_speculative_tokens=0, max_num_seqs=2, kv_cache_tokens=400)
     engine = load_engine(str(tmp_path), None, "cpu", options=options)[0]
-    assert [(layer.mixer.fp8_whole, layer.ffn.fp8_whole) for layer in engine.runner.target.spec.layers] == [
+    assert [(layer.mixer.fp8_by_rows, layer.ffn.fp8_by_rows) for layer in engine.runner.target.spec.layers] == [
         (True, True), (True, False), (True, True), (True, True),
     ]  # fmt: skip
     prompts, params = prompts_of(5, 9, 14), SamplingParams(max_tokens=12, ignore_eos=True)

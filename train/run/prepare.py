@@ -63,9 +63,8 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
     sizes: dict[str, Any] = {"layers": shape.num_layers, "taps": len(shape.target_layer_ids)}
     sizes |= {name: getattr(shape, name) for name in PART_SIZES}
-    config = replace(
-        config, drafter=replace(config.drafter, **sizes)
-    )  # whose defaults are the target's: what resumes is compared by number
+    # whose defaults are the target's: what resumes is compared by number
+    config = replace(config, drafter=replace(config.drafter, **sizes))
     check_fits(shape, target_config)
     if config.run.speculators:
         check_form(shape, output / "speculators")

@@ -56,12 +56,12 @@ def _group_round_kernel(
 def _block_linear_kernel(
     x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr, QUANTIZE: tl.constexpr,
-    WHOLE: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
+    BY_ROWS: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN...
 
-    QUANTIZE: x has no scales yet. WAYS, WHOLE: see `BlockScaledFp8`.
+    QUANTIZE: x has no scales yet. WAYS, BY_ROWS: see `BlockScaledFp8`.
     """
     i_m, i_n, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -83,7 +83,7 @@ def _block_linear_kernel(
     for _ in range(first, last, BLOCK_K):
         b_w = tl.load(p_w, eviction_policy="evict_first")
         b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
-        if WHOLE:
+        if BY_ROWS:
             b_acc += tl.dot(b_w, b_x)
         else:
             if QUANTIZE:
@@ -97,7 +97,7 @@ def _block_linear_kernel(
             p_w_scale += 1
         p_w += BLOCK_K
         p_x += BLOCK_K
-    if WHOLE:
+    if BY_ROWS:
         b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_n)[:, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -133,9 +133,9 @@ def launch_linear(
     """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * BLOCK)) * BLOCK
-    in_loop = m <= QUANTIZED_IN_LOOP and not weight.whole
+    in_loop = m <= QUANTIZED_IN_LOOP and not weight.by_rows
     rows, scale = x, weight.scale
-    if weight.whole:
+    if weight.by_rows:
         quantized = quantize_rows(x)
         rows, scale = quantized.data, quantized.scale
     elif not in_loop:
@@ -143,7 +143,7 @@ def launch_linear(
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
-        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, WAYS=weight.ways, QUANTIZE=in_loop, WHOLE=weight.whole,
+        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, WAYS=weight.ways, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
         FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
