@@ -605,21 +605,21 @@ def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int,
         assert torch.equal(gpu.linear_argmax(x[:5], weight), best[:5])
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "rows"])
+@pytest.mark.parametrize("by_rows", [False, True], ids=["blocks", "rows"])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (24576, 4096), (1280, 896)])
 def test_products_with_blocks_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(
-    n: int, k: int, whole: bool
+    n: int, k: int, by_rows: bool
 ) -> None:
     from dflash_toolkit.kernels import gpu, reference
 
     x = torch.randn(300, k, device="cuda", dtype=torch.bfloat16) * torch.logspace(-2, 2, 300, device="cuda")[:, None]
     x = x.to(torch.bfloat16)
-    size = k if whole else BLOCK
+    size = k if by_rows else BLOCK
     data, scale = quantize_groups(x, size)
     rows = data.double() * scale.double().repeat_interleave(size, 1)
     dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
     for operation, ways in ((gpu.linear, 1), (gpu.linear_split_k, 1), (gpu.linear_swiglu, 2)):
-        weight = BlockScaledFp8.of(dense, ways, whole)
+        weight = BlockScaledFp8.of(dense, ways, by_rows)
         exact = weight.dense(torch.float64)
         split = operation is gpu.linear_split_k
         exact = reference.linear_swiglu(rows, exact) if ways == 2 else rows @ exact.T
