@@ -27,7 +27,7 @@ LEVELS = [
     {"models.quantized"},
     {"checkpoint", "models.cache", "models.packed", "models.sharded", "models.spec", "models.structure"},
     {"fingerprint", "models.dflash2"},
-    {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling"},
+    {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling", "tracking"},
     {"grammar"},
     {"decode", "record"},
     {"options"},

@@ -16,6 +16,7 @@ from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
 from dflash_toolkit.threads import use_threads
+from dflash_toolkit.tracking import log_in
 
 from .config import TrainConfig, configure
 from .distributed.parallel import Processes, speaks, without_local_rank
@@ -26,7 +27,7 @@ from .prompts.split import data_digest
 from .responses.collect import forget, gathered
 from .responses.corpus import Corpus
 from .run.definition import Export, Outcome, Run
-from .run.metrics import log_in
+from .run.metrics import WANDB_OPTION
 from .run.prepare import Prepared, prepare
 from .run.provenance import fingerprint, measured, now, origin, result
 from .run.publish import BESIDE, make_repository, upload, write_cards
@@ -71,7 +72,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
                 processes.rank_zero(_push_finished, Path(config.output_dir), config.push_to_hub)
             return
         if config.run.wandb:
-            processes.rank_zero(log_in, config.run.wandb)  # the first process alone will log
+            processes.rank_zero(log_in, WANDB_OPTION, config.run.wandb)  # the first process alone will log
         processes.rank_zero(lambda: held.enter_context(locked(prepared.work)))
         try:
             answered = gathered(prepared, processes)

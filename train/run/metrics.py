@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import resource
 import secrets
 import sys
@@ -16,7 +15,9 @@ import torch
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.files import append_lines, write_text
+from dflash_toolkit.tracking import start_run
 
+WANDB_OPTION = "run.wandb"
 MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; Linux counts in KiB
 
 # dense bf16 FLOP/s, from the makers' data sheets; the first name that is part of the device's counts
@@ -145,37 +146,9 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
         raise UserError(f"{path}: damaged ({error!r}); remove it, and the run goes on without what it held") from error
 
 
-def import_wandb() -> Any:
-    """The wandb module. Raises UserError where it is not installed."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("run.wandb needs wandb: pip install 'dflash-toolkit[train]'") from error
-    return wandb
-
-
-def log_in(project: str) -> None:
-    """Find the account that `project` is logged to, or ask for it. Raises UserError where there is none."""
-    wandb = import_wandb()
-    if os.environ.get("WANDB_MODE") == "offline":  # login would warn that it does nothing
-        return
-    try:
-        wandb.login()
-    except wandb.errors.Error as error:
-        raise _refused(project, error) from error
-
-
 def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
-    wandb = import_wandb()
-    try:
-        return wandb.init(project=project, config=config, dir=str(path.parent), resume="allow", id=_run_id(path))
-    except wandb.errors.Error as error:  # no network
-        raise _refused(project, error) from error
-
-
-def _refused(project: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
-    return UserError(f"run.wandb={project}: {reason} (WANDB_MODE=offline logs without an account)")
+    run = _run_id(path)
+    return start_run(WANDB_OPTION, project, config=config, dir=str(path.parent), resume="allow", id=run)
 
 
 def _run_id(path: Path) -> str:

@@ -12,6 +12,7 @@ from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.shape import PART_SIZES, drafter_shape
 from dflash_toolkit.models.dflash.speculators import check_form
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
+from dflash_toolkit.tracking import import_wandb
 
 from ..config import TrainConfig
 from ..distributed.zero import import_deepspeed
@@ -20,7 +21,7 @@ from ..prompts.split import PromptData, Reading
 from ..responses.conversation import load_chat_tokenizer
 from ..responses.generate import limit_of
 from .definition import WORK
-from .metrics import import_wandb
+from .metrics import WANDB_OPTION
 from .provenance import is_finished, provenance
 from .start import Start, load_start, options_of
 
@@ -43,7 +44,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
     output = Path(config.output_dir)
     if config.run.wandb:
-        import_wandb()  # a mistake is said now, not after hours of responses
+        import_wandb(WANDB_OPTION)  # a mistake is said now, not after hours of responses
     if config.run.zero:
         import_deepspeed()
     device = resolve_device(config.device)

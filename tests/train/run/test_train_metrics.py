@@ -18,7 +18,7 @@ from test_train_export import interrupted
 from test_train_loop import largest_file
 
 import train.run.metrics
-from dflash_toolkit import UserError
+from dflash_toolkit import UserError, tracking
 from train.optim.schedule import learning_rate_factor
 from train.run.metrics import MetricsLog, Speed, peak_flops
 
@@ -95,7 +95,7 @@ def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
 ) -> None:
     begun: list[str] = []
     wandb = SimpleNamespace(errors=SimpleNamespace(Error=RuntimeError), init=lambda **given: begun.append(given["id"]))
-    monkeypatch.setattr(train.run.metrics, "import_wandb", lambda: wandb)
+    monkeypatch.setattr(tracking, "import_wandb", lambda option: wandb)
     with largest_file(0), pytest.raises(UserError, match=r"wandb_id: cannot be written .*free some space"):
         MetricsLog(tmp_path / "metrics.jsonl", 0, "tiny", {})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing that a resumption would believe"
