@@ -7,11 +7,11 @@ Options that it does not know go to dflash-eval. A full report of each is in OUT
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_toolkit.evaluation.cli import main as evaluate
+from dflash_toolkit.evaluation.schema import read_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = args.output / str(place)
         if code := evaluate(["--target", args.target, "--drafter", drafter, "--output", str(output), *more]):
             return code
-        reports.append(json.loads((output / "report.json").read_text()))
+        reports.append(read_report(output / "report.json")["sections"][0])
     print(f"\n{'acceptance length':<20} {'  '.join(args.drafters)}")
     for name in reports[0]["sets"]:
         found = [report["sets"][name]["tau_pooled"] for report in reports]

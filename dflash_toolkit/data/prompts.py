@@ -16,6 +16,8 @@ from .sources import UNREADABLE as UNREADABLE
 from .sources import Found, Malformed, Source
 from .sources import open_text as open_text
 
+CATEGORY_KEYS = ("category", "domain", "subject")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -25,6 +27,7 @@ class Prompt:
     messages: tuple[Message, ...]
     rest: tuple[Message, ...] = ()  # from the recorded first answer (a text or tool calls) to the end
     tools: tuple[Tool, ...] = ()
+    category: str | None = None  # as the row has it
 
     @property
     def answer(self) -> str | None:
@@ -41,7 +44,7 @@ def read_prompts(
     """Read a source of prompts of any kind that `Source` knows, in its order, rows of datasets too.
 
     A row has any shape that `read_chat` knows, or is a bare text; what precedes the first assistant turn is the prompt.
-    `id` or `task_id` names the row.
+    `id` or `task_id` names the row; `category`, `domain` or `subject` says what kind of prompt it is.
 
     Args:
         limit: at most so many; rows behind are not read.
@@ -135,7 +138,9 @@ def _parse(found: Found, source: Source) -> Prompt:
         raise UserError(f"{place}: the prompt is empty")
     default_id = f"{Path(source.place).name if source.is_file else source.place}/{found.number}"
     names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
-    return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools)
+    kinds = (row.get(key) for key in CATEGORY_KEYS)
+    kind = next((kind for kind in kinds if isinstance(kind, str) and kind), None)
+    return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools, kind)
 
 
 # ---- chat templates ------------------------------------------------------------------------------------------

@@ -93,7 +93,10 @@ def _run(config: EvalConfig) -> None:
     pair = _load(config)
     tell_of_thinking(pair.tokenizer, config.sampling.thinking)
     sets = {
-        name: [EncodedPrompt(row.id, _encode(pair.tokenizer, name, row, config.sampling.thinking)) for row in rows]
+        name: [
+            EncodedPrompt(row.id, _encode(pair.tokenizer, name, row, config.sampling.thinking), row.category)
+            for row in rows
+        ]
         for name, rows in prompts.items()
     }
 

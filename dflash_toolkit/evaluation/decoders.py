@@ -5,7 +5,6 @@
 
 import contextlib
 import gc
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -225,15 +224,12 @@ class Pair(ABC):
         """Decode one prompt to its end; `on_step` gets the growing answer. Raises UserError."""
         return decode_all(self.decoder(draft), [prompt_ids], params, on_step)[0]
 
-    def gap(self, ids: list[int], plain: int, drafted: int) -> float:
-        """p(plain) - p(drafted) behind `ids`: the target's softmax in fp32, unfiltered."""
-
-        def probability(token: int) -> float:
-            # log-probabilities are those of the unbiased logits, whatever a bias makes the decoder choose
-            params = SamplingParams(logit_bias=((token, CERTAIN),), logprobs=0, max_tokens=1)
-            return math.exp(self.decode(ids, params, draft=False).logprobs[0].chosen)
-
-        return probability(plain) - probability(drafted)
+    def regret(self, ids: list[int], token: int) -> float:
+        """Nats by which `token` behind `ids` is less probable than the target's best, both unfiltered in fp32."""
+        # log-probabilities are those of the unbiased logits, whatever a bias makes the decoder choose
+        params = SamplingParams(logit_bias=((token, CERTAIN),), logprobs=1, max_tokens=1)
+        found = self.decode(ids, params, draft=False).logprobs[0]
+        return found.best[0][1] - found.chosen
 
 
 class ReferencePair(Pair):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 from ..config import UserError
 from .markdown import render_markdown
@@ -19,7 +20,7 @@ def write_report(report: Report, output: Path) -> None:
         UserError: the disk is full or `output` cannot be written; no half-written file is left behind.
     """
     contents = {
-        "report.json": json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n",
+        "report.json": _readable(report.to_json()) + "\n",
         "report.md": render_markdown(report),
         "report.html": render_page(report),
     }
@@ -35,3 +36,16 @@ def write_report(report: Report, output: Path) -> None:
             with contextlib.suppress(OSError):
                 stage.unlink()
         raise UserError(f"{output}: cannot write the report ({error.strerror}); run the same command again") from error
+
+
+def _readable(value: Any, indent: str = "") -> str:
+    """JSON with a key a line, and lists of numbers and strings on one."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(key)}: {_readable(item, inner)}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = [_readable(item, inner) for item in value]
+    else:
+        return json.dumps(value, allow_nan=False)
+    lines = f",\n{inner}".join(items)
+    return f"{{\n{inner}{lines}\n{indent}}}" if isinstance(value, dict) else f"[\n{inner}{lines}\n{indent}]"

@@ -68,6 +68,9 @@ def _measurement(row: dict[str, Any]) -> Measurement:
         _generation(row["drafted"]),
         None if plain is None else _generation(plain),
         None if difference is None else Difference(**difference),
+        row["category"],
+        row["prompt_text"],
+        tuple(row["token_texts"]),
     )
 
 

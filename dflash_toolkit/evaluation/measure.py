@@ -3,11 +3,13 @@
 Everything here is batch 1, on one of the two runtimes of `decoders.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..acceptance import Acceptance
 from ..decode import generate
+from ..fingerprint import json_digest
 from ..generation import Generation
 from ..models.dflash.network import Drafter
 from ..models.target import Target
@@ -21,19 +23,27 @@ class EncodedPrompt:
 
     id: str
     token_ids: list[int]
+    category: str | None = None
+
+
+def prompts_digest(prompts: Sequence[EncodedPrompt]) -> str:
+    """As reports note the prompts of a set."""
+    return json_digest([{"id": prompt.id, "token_ids": prompt.token_ids} for prompt in prompts])
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where a drafted answer leaves the plain one.
 
-    At temperature 0 a small gap is a near tie that rounding decided; a large one is a defect.
+    At temperature 0 a small regret is a near tie that rounding decided; a large one is a defect.
     """
 
     position: int  # 0-based, in the answer
     plain_token: int
     drafted_token: int
-    gap: float  # p(plain) - p(drafted) after the common prefix: the target's softmax in fp32, unfiltered
+    plain_text: str
+    drafted_text: str
+    regret_nats: float | None  # of the drafted token, see `Pair.regret`; None where tokens are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,9 @@ class Measurement:
     drafted: Generation
     plain: Generation | None
     difference: Difference | None  # None without a baseline, and where the answers are equal or need not be
+    category: str | None = None
+    prompt_text: str = ""
+    token_texts: tuple[str, ...] = ()  # of the drafted answer, one a token; together they are its text
 
 
 def measure(
@@ -67,16 +80,38 @@ def measure(
     plain = pair.decode(prompt.token_ids, params, draft=False) if baseline else None
     difference = None
     if plain and pair.repeats_plain(params):
-        difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens)
-    return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference)
+        difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
+    texts = _text(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
+    return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference, prompt.category, *texts)
 
 
-def _difference(pair: Pair, prompt_ids: list[int], plain: list[int], drafted: list[int]) -> Difference | None:
+def _difference(
+    pair: Pair, prompt_ids: list[int], plain: list[int], drafted: list[int], greedy: bool
+) -> Difference | None:
     # an answer ends by a rule on its own tokens, so neither of two different ones is a prefix of the other
     for position, (a, b) in enumerate(zip(plain, drafted, strict=False)):
         if a != b:
-            return Difference(position, a, b, pair.gap(prompt_ids + plain[:position], a, b))
+            regret = pair.regret(prompt_ids + plain[:position], b) if greedy else None
+            return Difference(position, a, b, _text(pair.tokenizer, [a]), _text(pair.tokenizer, [b]), regret)
     return None
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text of every token, special ones too; a character of several tokens is that of the last of them."""
+    found, start, done = [], 0, 0
+    for end in range(1, len(ids) + 1):
+        text = _text(tokenizer, ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids) and end - done < 4:  # bytes of a character
+            found.append("")
+            continue
+        # behind the token before: some tokenizers write a word otherwise at the beginning of a text
+        found.append(text[len(_text(tokenizer, ids[start:done])) :])
+        start, done = done, end
+    return found
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def held_out_acceptance(

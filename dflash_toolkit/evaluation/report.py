@@ -1,12 +1,13 @@
 """The results of a run, per prompt set and pooled over all, and the form they have in `report.json`."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -15,10 +16,12 @@ import dflash_toolkit
 from ..acceptance import Acceptance
 from ..files import finite
 from ..fingerprint import json_digest
+from .bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
 from .decoders import Pair
 from .measure import Difference, Measurement
+from .schema import SCHEMA_VERSION
 
-SCHEMA = 1
+PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +74,25 @@ class Summary:
     drafted: Acceptance
     plain: Acceptance | None  # S = 1; None without a baseline
     identical: int | None  # requests whose tokens are the plain ones; None too where they need not be
+    intervals: dict[str, Any]  # by the names of figures in `to_json`: an interval, None, or one a slot
+    first_tokens: dict[str, float]  # seconds to the first token with the drafter: mean and percentiles
+    max_regret_nats: float | None  # largest of the differences; None where there is none
 
     @classmethod
     def of(cls, measurements: Sequence[Measurement], block_size: int, repeats_plain: bool = True) -> "Summary":
         """Pool at least one measurement; either all of them have a plain answer or none has."""
-        drafted = Acceptance.of([m.drafted for m in measurements], block_size)
+        drafted = [m.drafted for m in measurements]
         plain = [m.plain for m in measurements if m.plain]
-        if not plain:
-            return cls(drafted, None, None)
         same = sum(m.plain is not None and m.plain.tokens == m.drafted.tokens for m in measurements)
-        return cls(drafted, Acceptance.of(plain, block_size=1), same if repeats_plain else None)
+        regrets = [m.difference.regret_nats for m in measurements if m.difference]
+        return cls(
+            Acceptance.of(drafted, block_size),
+            Acceptance.of(plain, block_size=1) if plain else None,
+            same if plain and repeats_plain else None,
+            intervals(drafted, plain, block_size),
+            _spread([answer.prefill_s for answer in drafted]),
+            max((regret for regret in regrets if regret is not None), default=None),
+        )
 
     @property
     def speedup(self) -> float | None:
@@ -103,6 +115,7 @@ class Summary:
             "accepted_per_position": drafted.accepted_per_position,
             "accepted_given_previous": drafted.accepted_given_previous,
             "accepted_lengths": drafted.accepted_lengths,
+            "time_to_first_token_seconds": self.first_tokens,
             "prefill_seconds": drafted.prefill_s,
             "decode_seconds": drafted.decode_s,
             "tokens_per_second": drafted.tokens_per_second,
@@ -111,7 +124,17 @@ class Summary:
             "plain_tokens_per_second": plain.tokens_per_second if plain else None,
             "speedup": self.speedup,
             "identical_to_plain": self.identical_to_plain,
+            "max_regret_nats": self.max_regret_nats,
+            **{f"{name}_ci95": interval for name, interval in self.intervals.items()},
         }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    percentiles = np.percentile(values, PERCENTILES)
+    return {
+        "mean": float(np.mean(values)),
+        **{f"p{p}": float(v) for p, v in zip(PERCENTILES, percentiles, strict=True)},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +143,17 @@ class SetReport:
 
     summary: Summary
     measurements: tuple[Measurement, ...]
+    categories: dict[str, Summary]  # of those whose prompts say which they are of
+
+    @classmethod
+    def of(cls, measurements: Sequence[Measurement], block_size: int, repeats_plain: bool = True) -> "SetReport":
+        kinds = sorted({m.category for m in measurements if m.category})
+        by_kind = {kind: [m for m in measurements if m.category == kind] for kind in kinds}
+        return cls(
+            Summary.of(measurements, block_size, repeats_plain),
+            tuple(measurements),
+            {kind: Summary.of(found, block_size, repeats_plain) for kind, found in by_kind.items()},
+        )
 
     @property
     def differences(self) -> list[tuple[str, Difference]]:
@@ -129,6 +163,7 @@ class SetReport:
     def to_json(self) -> dict[str, Any]:
         return {
             **self.summary.to_json(),
+            "categories": {kind: summary.to_json() for kind, summary in self.categories.items()},
             "differences": [{"id": request, **asdict(difference)} for request, difference in self.differences],
             "per_request": [_request(m) for m in self.measurements],
         }
@@ -143,15 +178,73 @@ def _request(measurement: Measurement) -> dict[str, Any]:
     drafted, plain = measurement.drafted, measurement.plain
     return {
         "id": measurement.id,
+        "category": measurement.category,
         "prompt_tokens": measurement.prompt_tokens,
+        "prompt_text": measurement.prompt_text,
         "tokens": len(drafted.tokens),
+        "token_ids": drafted.tokens,
+        "token_texts": measurement.token_texts,
         "steps": len(drafted.steps),
+        "drafted_per_step": [step.drafted for step in drafted.steps],
+        "accepted_per_step": [step.accepted for step in drafted.steps],
+        "committed_per_step": [len(step.tokens) for step in drafted.steps],
         "tau": drafted.acceptance_length,
         "finish_reason": drafted.finish_reason,
         "answer_sha256": answer_hash(drafted.tokens),
-        "seconds": drafted.prefill_s + drafted.decode_s,
-        "plain_seconds": plain.prefill_s + plain.decode_s if plain else None,
+        "identical": plain.tokens == drafted.tokens if plain else None,
+        "time_to_first_token_seconds": drafted.prefill_s,
+        "decode_seconds": drafted.decode_s,
+        "plain_time_to_first_token_seconds": plain.prefill_s if plain else None,
+        "plain_decode_seconds": plain.decode_s if plain else None,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """All prompt sets, decoded one way."""
+
+    temperature: float
+    thinking: bool | None  # None leaves it to the chat template
+    sets: dict[str, SetReport]
+    overall: Summary
+
+    @classmethod
+    def of(
+        cls,
+        measured: Mapping[str, Sequence[Measurement]],
+        temperature: float,
+        thinking: bool | None,
+        block_size: int,
+        repeats_plain: bool = True,
+    ) -> "Section":
+        """Pool what was measured, by the names of sets."""
+        return cls(
+            temperature,
+            thinking,
+            {name: SetReport.of(found, block_size, repeats_plain) for name, found in measured.items()},
+            Summary.of([m for found in measured.values() for m in found], block_size, repeats_plain),
+        )
+
+    @property
+    def name(self) -> str:
+        """How it was decoded, in words."""
+        thinking = {None: "", True: ", thinking", False: ", no thinking"}[self.thinking]
+        return ("greedy" if self.temperature == 0.0 else f"temperature {self.temperature:g}") + thinking
+
+    @property
+    def labelled(self) -> list[tuple[str, Summary]]:
+        """Each set with its name and, where there are several, all of them pooled."""
+        rows = [(name, result.summary) for name, result in self.sets.items()]
+        return rows if len(rows) == 1 else [*rows, ("all sets", self.overall)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "temperature": self.temperature,
+            "thinking": self.thinking,
+            "overall": self.overall.to_json(),
+            "sets": {name: result.to_json() for name, result in self.sets.items()},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +253,17 @@ class Report:
 
     environment: Environment
     arguments: dict[str, Any]  # plain JSON values
-    sets: dict[str, SetReport]
-    overall: Summary
+    sections: tuple[Section, ...]  # at least one; the first is what a reader is told of where there is room for one
+
+    @property
+    def sets(self) -> dict[str, SetReport]:
+        """Of the first section."""
+        return self.sections[0].sets
+
+    @property
+    def overall(self) -> Summary:
+        """Of the first section."""
+        return self.sections[0].overall
 
     @property
     def block_size(self) -> int:
@@ -178,17 +280,16 @@ class Report:
 
     @property
     def labelled(self) -> list[tuple[str, Summary]]:
-        """Each set with its name and, where there are several, all of them pooled."""
-        rows = [(name, result.summary) for name, result in self.sets.items()]
-        return rows if len(rows) == 1 else [*rows, ("all sets", self.overall)]
+        """Of the first section."""
+        return self.sections[0].labelled
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON values: figures that could not be measured are None, never NaN."""
         values = {
-            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
             "environment": asdict(self.environment),
             "arguments": self.arguments,
-            "overall": self.overall.to_json(),
-            "sets": {name: result.to_json() for name, result in self.sets.items()},
+            "bootstrap": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
+            "sections": [section.to_json() for section in self.sections],
         }
         return finite(values)

@@ -13,8 +13,8 @@ from ..progress import Progress
 from ..sampling import SamplingParams
 from .decoders import Pair
 from .journal import Journal, Key
-from .measure import EncodedPrompt, Measurement, measure
-from .report import Environment, Report, SetReport, Summary
+from .measure import EncodedPrompt, Measurement, measure, prompts_digest
+from .report import Environment, Report, Section
 
 WARM_UP_TOKENS = 8
 
@@ -67,12 +67,8 @@ def evaluate(
 
     size, repeats = pair.block_size, pair.repeats_plain(params)
     results = {name: tuple(done[name, i] for i in range(len(prompts))) for name, prompts in sets.items()}
-    return Report(
-        environment,
-        noted,
-        {name: SetReport(Summary.of(found, size, repeats), found) for name, found in results.items()},
-        Summary.of([m for measurements in results.values() for m in measurements], size, repeats),
-    )
+    thinking = noted.get("thinking")
+    return Report(environment, noted, (Section.of(results, params.temperature, thinking, size, repeats),))
 
 
 def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
@@ -144,7 +140,7 @@ def _describe(
         "baseline": baseline,
         **sampling,
         "stop_token_ids": list(params.stop_token_ids),
-        "prompt_tokens_sha256": {name: json_digest([asdict(p) for p in prompts]) for name, prompts in sets.items()},
+        "prompt_tokens_sha256": {name: prompts_digest(prompts) for name, prompts in sets.items()},
     }
 
 

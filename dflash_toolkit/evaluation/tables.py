@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from .bootstrap import Interval
 from .report import Report, Summary
 
 SHOWN_DIFFERENCES = 20
@@ -28,6 +29,11 @@ DEFINITIONS = (
         "prefill and belongs to no step.",
     ),
     (
+        "Intervals",
+        "In brackets, where 95 of 100 repetitions with other requests of the same kind would put the figure: "
+        "a bootstrap over requests.",
+    ),
+    (
         "Accepted at slot k",
         "Of the steps in which slot k was judged, the share that accepted at least k drafts. A slot is "
         "judged if it was drafted (blocks are cut near the token limit) and lies within the answer (not "
@@ -43,9 +49,9 @@ DEFINITIONS = (
     ),
     (
         "Identical to plain",
-        "Requests whose tokens equal those of decoding without a drafter. For the others the gap is "
-        "p(plain token) - p(drafted token) at the first difference, from the target's softmax in fp32: under "
-        "greedy decoding a gap near zero is a tie that rounding decided, a large one is a defect. Answers to drafts "
+        "Requests whose tokens equal those of decoding without a drafter. For the others, under greedy decoding, the "
+        "regret is by how many nats the target finds the drafted token at the first difference less probable than its "
+        "best, in fp32: near zero it is a tie that rounding decided, a large one is a defect. Answers to drafts "
         "that were sampled at a temperature (draft_sample_method probabilistic) are distributed as the plain ones, but "
         "are others: none is compared.",
     ),
@@ -67,6 +73,11 @@ def times(value: float | None) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{value:.2f}x"
 
 
+def between(figure: str, within: Interval | None) -> str:
+    """A figure and its interval."""
+    return figure if within is None else f"{figure} [{within[0]:.2f}, {within[1]:.2f}]"
+
+
 def identical(summary: Summary) -> str:
     """Answers equal to the plain ones, counted: a share would round one defect in thousands to 100 %."""
     return MISSING if summary.identical is None else f"{summary.identical:,} of {summary.drafted.answers:,}"
@@ -81,9 +92,12 @@ def summary_table(report: Report) -> Table:
     for name, summary in report.labelled:
         drafted, plain = summary.drafted, summary.plain
         row = [name, *(f"{n:,}" for n in (drafted.answers, drafted.tokens, drafted.steps))]
-        row += [number(drafted.tau_pooled), number(drafted.tau_mean), number(drafted.tokens_per_second, 1)]
+        within = summary.intervals
+        row += [between(number(drafted.tau_pooled), within["tau_pooled"])]
+        row += [between(number(drafted.tau_mean), within["tau_mean"]), number(drafted.tokens_per_second, 1)]
         if plain:
-            row += [number(plain.tokens_per_second, 1), times(summary.speedup), identical(summary)]
+            row += [number(plain.tokens_per_second, 1), between(times(summary.speedup), within["speedup"])]
+            row += [identical(summary)]
         rows.append(tuple(row))
     return Table("Results per prompt set", tuple(header), tuple(rows))
 
@@ -119,19 +133,20 @@ def lengths_table(report: Report) -> Table:
 
 
 def differences_table(report: Report) -> Table | None:
-    """The answers that left the plain ones, widest gap first; None if there is none."""
+    """The answers that left the plain ones, largest regret first; None if there is none."""
     found = [(name, request, d) for name, result in report.sets.items() for request, d in result.differences]
     if not found:
         return None
-    # a gap that is no number comes first: the target's logits are broken
-    found.sort(key=lambda item: math.inf if math.isnan(item[2].gap) else abs(item[2].gap), reverse=True)
-    shown = found[:SHOWN_DIFFERENCES]
-    rest = "" if len(shown) == len(found) else f" (the {len(shown)} widest of {len(found)}; report.json has all)"
+    # one that is no number comes first: the target's logits are broken
+    regrets = (0.0 if d.regret_nats is None else d.regret_nats for _, _, d in found)
+    order = {i: math.inf if math.isnan(regret) else regret for i, regret in enumerate(regrets)}
+    shown = [found[i] for i in sorted(order, key=lambda i: order[i], reverse=True)[:SHOWN_DIFFERENCES]]
+    rest = "" if len(shown) == len(found) else f" (the {len(shown)} largest of {len(found)}; report.json has all)"
     return Table(
         f"First differences from plain decoding{rest}",
-        ("Set", "Request", "Position", "Plain token", "Drafted token", "Gap"),
+        ("Set", "Request", "Position", "Plain token", "Drafted token", "Regret, nats"),
         tuple(
-            (name, request, str(d.position), str(d.plain_token), str(d.drafted_token), number(d.gap, 6))
+            (name, request, str(d.position), str(d.plain_token), str(d.drafted_token), number(d.regret_nats, 4))
             for name, request, d in shown
         ),
     )

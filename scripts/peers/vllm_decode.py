@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +31,11 @@ from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.measure import EncodedPrompt
+from dflash_toolkit.evaluation.measure import EncodedPrompt, prompts_digest
 from dflash_toolkit.evaluation.report import answer_hash
+from dflash_toolkit.evaluation.schema import read_report
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import finite, write_json
-from dflash_toolkit.fingerprint import json_digest
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import (
     context_limit,
@@ -117,8 +116,9 @@ def read_ours(path: Path, drafter: str, name: str | None) -> Ours:
     """The run `name` of a result of bench/train_real.py, or a report of dflash-eval. Raises UserError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if "runs" not in found:
-            return Ours(None, found["sets"], [{"sets": found["sets"], "arguments": found["arguments"]}])
+        if "schema_version" in found or "schema" in found:
+            report = one_section(path)
+            return Ours(None, report["sets"], [report])
         runs = {run["name"]: run["sets"] for run in found["runs"]}
         named_after = Path(drafter).name.removeprefix("drafter-")
         name = name or (named_after if named_after in runs else list(runs)[-1])
@@ -126,10 +126,15 @@ def read_ours(path: Path, drafter: str, name: str | None) -> Ours:
             raise UserError(f"--run {name}: {path} has {', '.join(runs)}")
         # a set that was decoded plainly as well is in a report of its own
         reports = [path.parent / f"report-{name}{kind}" / "report.json" for kind in ("", "-plain")]
-        noted = [json.loads(report.read_text(encoding="utf-8")) for report in reports if report.exists()]
-        return Ours(name, runs[name], [{"sets": report["sets"], "arguments": report["arguments"]} for report in noted])
+        return Ours(name, runs[name], [one_section(report) for report in reports if report.exists()])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"--ours {path}: no result of bench/train_real.py or dflash-eval ({error!r})") from error
+
+
+def one_section(path: Path) -> dict[str, Any]:
+    """Sets and arguments of a report of dflash-eval; its first section is the greedy one. Raises UserError."""
+    report = read_report(path)
+    return {"sets": report["sections"][0]["sets"], "arguments": report["arguments"]}
 
 
 def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:
@@ -140,15 +145,10 @@ def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:
         if (count := ours.sets[name]["requests"]) != len(prompts):
             raise UserError(f"--ours decoded {count} prompts of {name!r}, not {len(prompts)}; give the --limit it had")
         for noted in (report["arguments"] for report in ours.reports):
-            if noted["prompt_tokens_sha256"].get(name, prompts_hash(prompts)) != prompts_hash(prompts):
+            if noted["prompt_tokens_sha256"].get(name, prompts_digest(prompts)) != prompts_digest(prompts):
                 raise UserError(f"--ours decoded other prompts of {name!r}, or by another chat template")
             if noted["max_tokens"] != max_tokens:
                 raise UserError(f"--ours had --max-tokens {noted['max_tokens']}, not {max_tokens}")
-
-
-def prompts_hash(prompts: Sequence[EncodedPrompt]) -> str:
-    """As reports note it."""
-    return json_digest([asdict(prompt) for prompt in prompts])
 
 
 # ---- what vLLM does ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import jsonschema
 import pytest
 from conftest import make_drafter
 
@@ -17,13 +18,8 @@ from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, run, 
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair
 from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
+from dflash_toolkit.evaluation.schema import read_report, report_schema
 
-SUMMARY_KEYS = {
-    "requests", "generated_tokens", "verify_steps", "tau_pooled", "tau_mean", "accepted_per_position",
-    "accepted_given_previous", "accepted_lengths", "prefill_seconds", "decode_seconds", "tokens_per_second",
-    "plain_prefill_seconds", "plain_decode_seconds", "plain_tokens_per_second", "speedup",
-    "identical_to_plain",
-}  # fmt: skip
 REPORT_FILES = {"report.json", "report.md", "report.html"}
 
 
@@ -60,13 +56,17 @@ def runtime(target: Target, drafter: Drafter) -> Pair:
 
 def load(output: Path) -> dict[str, Any]:
     text = (output / "report.json").read_text()
-    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    report = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    jsonschema.validate(report, report_schema())
+    assert read_report(output / "report.json") == report
+    (section,) = report["sections"]
+    return report | {"overall": section["overall"], "sets": section["sets"]}
 
 
 def untimed(value: Any) -> Any:
     """A report without what another run measures anew."""
     if isinstance(value, dict):
-        timed = ("seconds", "per_second", "speedup", "date")
+        timed = ("seconds", "per_second", "per_second_ci95", "speedup", "speedup_ci95", "date")
         return {key: untimed(v) for key, v in value.items() if not key.endswith(timed)}
     return [untimed(v) for v in value] if isinstance(value, list) else value
 
@@ -76,16 +76,13 @@ def untimed(value: Any) -> Any:
 
 def test_report_json(finished: Path) -> None:
     report = load(finished)
-    assert set(report) == {"schema", "environment", "arguments", "overall", "sets"}
-    assert report["schema"] == 1
+    assert report["schema_version"] == 2 and report["sections"][0]["name"] == "greedy"
     assert report["environment"].items() >= {"device": "cpu", "dtype": "float32"}.items()
     arguments = {"runtime": "engine", "block_size": 8, "target_layer_ids": [1, 2, 3], "target_num_layers": 6}
     assert report["arguments"] == report["arguments"] | arguments | {"max_tokens": 24}
     assert len(report["arguments"]["chat_template_sha256"]) == 64
     assert set(report["sets"]) == {"sky", "<b>"}
-    assert set(report["overall"]) == SUMMARY_KEYS
     for result in report["sets"].values():
-        assert set(result) == SUMMARY_KEYS | {"per_request", "differences"}
         assert len(result["per_request"]) == result["requests"]
         assert (len(result["accepted_per_position"]), len(result["accepted_lengths"])) == (7, 8)
         # fp32 on a CPU: greedy answers are the plain ones, token for token
@@ -93,7 +90,12 @@ def test_report_json(finished: Path) -> None:
         assert sum(result["accepted_lengths"]) == result["verify_steps"]
         assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["plain_tokens_per_second"])
     first = report["sets"]["sky"]["per_request"][0]
-    assert first["id"] == "q0" and first["tokens"] <= 24
+    assert first["id"] == "q0" and first["tokens"] == len(first["token_ids"]) == len(first["token_texts"]) <= 24
+    assert first["prompt_text"] == "<|user|>Why is the sky blue?<|end|><|assistant|>"
+    assert sum(first["committed_per_step"]) == first["tokens"] - 1 and len(first["accepted_per_step"]) == first["steps"]
+    assert sum(row["decode_seconds"] for row in report["sets"]["sky"]["per_request"]) == pytest.approx(
+        report["sets"]["sky"]["decode_seconds"]
+    )
     assert first["tau"] == pytest.approx((first["tokens"] - 1) / first["steps"])
     hashes = [row["answer_sha256"] for row in report["sets"]["sky"]["per_request"]]
     assert all(re.fullmatch("[0-9a-f]{16}", answer) for answer in hashes) and len(set(hashes)) == len(hashes)
@@ -144,6 +146,17 @@ def test_a_set_may_be_named_like_a_option_and_take_some_rows(arguments: list[str
     assert main(command) == 0
     (result,) = load(tmp_path)["sets"].items()
     assert result[0] == "thinking" and [row["id"] for row in result[1]["per_request"]] == ["q1"]
+
+
+def test_figures_by_category_are_those_of_its_requests(arguments: list[str], tmp_path: Path) -> None:
+    rows = [{"prompt": "Why?", "category": "why"}, {"prompt": "How?", "domain": "how"}, {"prompt": "When?"}]
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [*arguments, "--output", str(tmp_path / "report"), "--prompts", str(tmp_path / "kinds.jsonl")]
+    assert main([*command, "--no-baseline"]) == 0
+    result = load(tmp_path / "report")["sets"]["kinds"]
+    assert [row["category"] for row in result["per_request"]] == ["why", "how", None]
+    assert set(result["categories"]) == {"why", "how"}
+    assert result["categories"]["how"]["generated_tokens"] == result["per_request"][1]["tokens"]
 
 
 def test_answers_of_one_token(arguments: list[str], tmp_path: Path) -> None:
@@ -212,7 +225,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
     assert decoded == ["q1", "q0"]  # the torn one of `sky` and the one of `<b>`
     report = load(tmp_path)
     assert untimed(report) == untimed(load(finished))
-    assert report["sets"]["sky"]["per_request"][0]["seconds"] == kept["prefill_s"] + kept["decode_s"]
+    assert report["sets"]["sky"]["per_request"][0]["decode_seconds"] == kept["decode_s"]
     assert {f.name for f in tmp_path.iterdir()} == REPORT_FILES
 
 
@@ -256,7 +269,7 @@ def test_differences_are_reported(runtime: Pair, tmp_path: Path, monkeypatch: py
         found = measure(runtime, prompt, *rest, **more)
         if prompt.id == "b":
             found.drafted.tokens[1] += 1
-            found = replace(found, difference=Difference(1, 5, 6, float("nan")))
+            found = replace(found, difference=Difference(1, 5, 6, "a", "b", float("nan")))
         return found
 
     monkeypatch.setattr(run, "measure", wrong)
@@ -265,7 +278,10 @@ def test_differences_are_reported(runtime: Pair, tmp_path: Path, monkeypatch: py
     write_report(report, tmp_path)
     result = load(tmp_path)["sets"]["s"]
     assert result["identical_to_plain"] == 0.5
-    assert result["differences"] == [{"id": "b", "position": 1, "plain_token": 5, "drafted_token": 6, "gap": None}]
+    assert result["differences"] == [
+        {"id": "b", "position": 1, "plain_token": 5, "drafted_token": 6, "plain_text": "a", "drafted_text": "b",
+         "regret_nats": None}
+    ]  # fmt: skip
     assert "| s | b | 1 | 5 | 6 | - |" in (tmp_path / "report.md").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, 
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair
 from dflash_toolkit.evaluation.markdown import escape
-from dflash_toolkit.evaluation.measure import measure
+from dflash_toolkit.evaluation.measure import measure, token_texts
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime.proposer import Draft, Proposer
 from dflash_toolkit.runtime.runner import StepRunner
@@ -134,7 +135,7 @@ def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Dr
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("offset", [1, 120])
-def test_the_first_difference_and_its_gap(
+def test_the_first_difference_and_its_regret(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, make: Maker, offset: int
 ) -> None:
     runtime, params = make(target, drafter), SamplingParams(max_tokens=10, ignore_eos=True)
@@ -152,17 +153,27 @@ def test_the_first_difference_and_its_gap(
     found = measure(runtime, SKY, params, baseline=True).difference
     assert found is not None
     assert (found.position, found.plain_token, found.drafted_token) == (4, plain[4], other)
-    p = target.model(torch.tensor([SKY.token_ids + plain[:4]])).logits[0, -1].softmax(-1)
-    assert found.gap == pytest.approx(float(p[plain[4]] - p[other]), abs=1e-5)
-    assert found.gap > 0
+    logprobs = target.model(torch.tensor([SKY.token_ids + plain[:4]])).logits[0, -1].log_softmax(-1)
+    assert found.regret_nats == pytest.approx(float(logprobs.max() - logprobs[other]), abs=1e-5)
+    assert found.regret_nats > 0
+    assert found.drafted_text == target.tokenizer.decode([other])
+    assert measure(runtime, SKY, replace(params, temperature=0.01), baseline=True).difference.regret_nats is None
 
 
-def test_a_gap_at_the_last_token_of_the_context_still_has_room(target: Target, drafter: Drafter) -> None:
+def test_the_texts_of_tokens_are_together_the_text_whole_characters_each(target: Target) -> None:
+    ids = target.tokenizer.encode("a ä€😀\ufffd<|end|> b", add_special_tokens=False)
+    found = token_texts(target.tokenizer, ids)
+    assert "".join(found) == "a ä€😀\ufffd<|end|> b" and len(found) == len(ids)
+    assert found[2:7] == ["", "ä", "", "", "€"]
+    assert "".join(token_texts(target.tokenizer, ids[:6])) == target.tokenizer.decode(ids[:6]), "cut in a character"
+
+
+def test_a_regret_at_the_last_token_of_the_context_still_has_room(target: Target, drafter: Drafter) -> None:
     runtime = EnginePair.load(target, drafter)
     runtime.make_room(len(SKY.token_ids) + 3)
     tokens = runtime.decode(SKY.token_ids, SamplingParams(max_tokens=9, ignore_eos=True), draft=True).tokens
     assert len(tokens) == 3
-    assert runtime.gap(SKY.token_ids + tokens[:2], tokens[2], tokens[2]) == 0.0
+    assert runtime.regret(SKY.token_ids + tokens[:2], tokens[2]) == 0.0
 
 
 def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: Drafter) -> None:
@@ -222,7 +233,7 @@ def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_engines_fit_agree_and_know_the_gap() -> None:
+def test_on_a_gpu_both_engines_fit_agree_and_know_the_regret() -> None:
     target, drafter = gpu_pair()
     runtime = EnginePair.load(target, drafter)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -233,9 +244,9 @@ def test_on_a_gpu_both_engines_fit_agree_and_know_the_gap() -> None:
     found = report.sets["long"].measurements[0].drafted.tokens
     ids, definition = SKY.token_ids + found[:5], ReferencePair(target, drafter)
     for other in (0, (found[5] + 1) % 4096):
-        gap = runtime.gap(ids, found[5], other)
-        assert gap == pytest.approx(definition.gap(ids, found[5], other), abs=0.03)
-        assert gap > 0
+        regret = runtime.regret(ids, other)
+        assert regret == pytest.approx(definition.regret(ids, other), abs=0.06)
+        assert regret > 0
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------
@@ -270,7 +281,7 @@ def test_what_the_engine_does_not_compute_is_measured_by_the_reference_and_the_r
     capfd.readouterr()
     assert main(command) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("the reference decodes")]
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    report = load(tmp_path / "report")
     why = report["arguments"].get("refused_by_the_engine")
     if name == "Qwen3.5 with images":
         assert report["arguments"]["runtime"] == "engine" and not said and why is None

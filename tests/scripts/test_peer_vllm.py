@@ -31,7 +31,8 @@ def result(tmp_path: Path) -> Path:
     runs = [{"name": "2m", "minutes": 2.0, "sets": sets(2.0)}, {"name": "8m", "minutes": 8.0, "sets": sets(4.0)}]
     path.write_text(json.dumps({"runs": runs}))
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
-        report = {"sets": {}, "arguments": {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}}
+        arguments = {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}
+        report = {"schema_version": 2, "sections": [{"sets": {}}], "arguments": arguments}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return path
@@ -102,8 +103,8 @@ def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(tmp_p
     (tmp_path / "report.json").write_text(json.dumps(report))
     ours = program.read_ours(tmp_path / "report.json", "mine", None)
     assert [answer.tokens for answer in ours.answers("a")] == [4, 4] and len(ours.answers("a")[0].sha256) == 16
-    assert ours.run is None and ours.sets["a"]["tau_pooled"] == report["sets"]["a"]["tau_pooled"]
-    assert report["arguments"]["prompt_tokens_sha256"]["a"] == program.prompts_hash(PROMPTS)
+    assert ours.run is None and ours.sets["a"]["tau_pooled"] == report["sections"][0]["sets"]["a"]["tau_pooled"]
+    assert report["arguments"]["prompt_tokens_sha256"]["a"] == program.prompts_digest(PROMPTS)
     program.check_same(ours, {"a": PROMPTS}, 4)
     with pytest.raises(UserError, match="other prompts of 'a'"):
         program.check_same(ours, {"a": PROMPTS[::-1]}, 4)
@@ -132,6 +133,9 @@ def test_what_is_no_result_is_said_in_one_line(result: Path) -> None:
         with pytest.raises(UserError, match="no result of bench/train_real") as raised:
             program.read_ours(result, "mine", None)
         assert "\n" not in str(raised.value)
+    result.write_text('{"schema": 1, "sets": {}}')
+    with pytest.raises(UserError, match="schema_version is 1, this reads 2"):
+        program.read_ours(result, "mine", None)
     with pytest.raises(UserError, match="no result of"):
         program.read_ours(result.with_name("none.json"), "mine", None)
 

@@ -1,0 +1,108 @@
+"""How far a figure could be another one with other requests of the same kind: 95 % intervals by the bootstrap.
+
+Requests are drawn anew, with replacement, and every figure is computed of each draw. A figure here is a ratio of sums
+over requests, so that one matrix product gives the sums of all draws.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ..acceptance import verdicts
+from ..generation import Generation
+
+RESAMPLES, SEED, CONFIDENCE = 2000, 0, 0.95
+AT_ONCE = 4_000_000  # weights in memory
+
+Interval = tuple[float, float]  # low, high
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def resampled_sums(figures: Array) -> Array:
+    """Sums [RESAMPLES, F] over draws of as many requests as there are, of figures [requests, F]; seeded."""
+    count, rng = len(figures), np.random.default_rng(SEED)
+    at_once = max(1, AT_ONCE // count)
+    even = np.full(count, 1 / count)
+    sizes = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
+    return np.concatenate([rng.multinomial(count, even, size) @ figures for size in sizes])
+
+
+def interval(replicates: Array, requests: int) -> Interval | None:
+    """Percentiles of a figure's values [RESAMPLES] over the draws; None of fewer than two requests, or of no value.
+
+    The percentiles are Hesterberg's (2015, "What Teachers Should Know About the Bootstrap", section 5.3): further out
+    where there are few requests, as Student's t is, for the plain ones are too narrow there.
+    """
+    values = replicates[np.isfinite(replicates)]
+    if requests < 2 or not len(values):
+        return None
+    tail = NormalDist().cdf(-math.sqrt(requests / (requests - 1)) * _student(1 - (1 - CONFIDENCE) / 2, requests - 1))
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _student(p: float, freedom: int) -> float:
+    """The quantile of Student's t; within 1 % from 3 degrees of freedom on (Abramowitz and Stegun 26.7.5)."""
+    if freedom <= 2:  # exact
+        return math.tan(math.pi * (p - 0.5)) if freedom == 1 else (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def intervals(
+    drafted: Sequence[Generation], plain: Sequence[Generation], block_size: int
+) -> dict[str, Interval | tuple[Interval | None, ...] | None]:
+    """Intervals of the figures of `Acceptance` and of the speed-up, by their names in reports.
+
+    Args:
+        plain: of the same requests in the same order; or none.
+        block_size: S; two figures have S - 1 intervals, one a slot.
+    """
+    slots = block_size - 1
+    columns = [_speed(drafted), _taus(drafted), np.array([_slots(g, slots) for g in drafted]).reshape(-1, 3 * slots)]
+    columns += [_speed(plain)] if plain else []
+    sums = resampled_sums(np.concatenate(columns, axis=1))
+    tokens, steps, seconds, taus, counted = sums[:, :5].T
+    judged, reached, accepted = sums[:, 5 : 5 + 3 * slots].reshape(-1, 3, slots).transpose(1, 2, 0)
+
+    def of(replicates: Array) -> Interval | None:
+        return interval(replicates, len(drafted))
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        speed = tokens / seconds
+        plain_speed = sums[:, -3] / sums[:, -1] if plain else None
+        return {
+            "tau_pooled": of(tokens / steps),
+            "tau_mean": of(taus / counted),
+            "accepted_per_position": tuple(map(of, accepted / judged)),
+            "accepted_given_previous": tuple(map(of, accepted / reached)),
+            "tokens_per_second": of(speed),
+            "plain_tokens_per_second": None if plain_speed is None else of(plain_speed),
+            "speedup": None if plain_speed is None else of(speed / plain_speed),
+        }
+
+
+def _speed(generations: Sequence[Generation]) -> Array:
+    """Tokens committed by steps, steps, and their seconds [requests, 3]."""
+    return np.array([(sum(len(s.tokens) for s in g.steps), len(g.steps), g.decode_s) for g in generations])
+
+
+def _taus(generations: Sequence[Generation]) -> Array:
+    """An answer's own tau, and whether it has one [requests, 2]."""
+    return np.array([(g.acceptance_length, 1.0) if g.steps else (0.0, 0.0) for g in generations])
+
+
+def _slots(generation: Generation, slots: int) -> Array:
+    """Steps that judged, reached and accepted each slot [3, slots], as `Acceptance` counts them."""
+    found = np.array(verdicts(generation)).reshape(-1, 2)
+    drafted, accepted, slot = found[:, :1], found[:, 1:], np.arange(1, slots + 1)
+    judged = drafted >= slot
+    return np.stack([judged.sum(0), (judged & (accepted >= slot - 1)).sum(0), (judged & (accepted >= slot)).sum(0)])

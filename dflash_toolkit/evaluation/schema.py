@@ -1,0 +1,30 @@
+"""The form of `report.json`: its version, its JSON Schema, and what reads it. Without torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..config import UserError
+
+SCHEMA_VERSION = 2
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of `report.json`."""
+    return json.loads(Path(__file__).with_name("report.schema.json").read_text(encoding="utf-8"))
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report of `dflash-eval`. Raises UserError for a file that is none, or one of another version."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: no report of dflash-eval ({error})") from error
+    version = report.get("schema_version", report.get("schema")) if isinstance(report, dict) else None
+    if version is None:
+        raise UserError(f"{path}: no report of dflash-eval: it has no schema_version")
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{path}: schema_version is {version}, this reads {SCHEMA_VERSION}; measure again")
+    return report
