@@ -3,7 +3,7 @@
 | operation | up to MAX_ROWS rows | more |
 |---|---|---|
 | linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
-| the same, fp8 in blocks | Triton, with rows in fp8 | the same |
+| the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
@@ -84,43 +84,57 @@ LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 25
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    if isinstance(weight, BlockScaledFp8):
-        return fp8_blocks.linear(x, weight, bias)
-    return gemm.linear(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)
+    if by_cublas(x, weight):
+        return _cublas_linear(x, weight, bias)
+    return fp8_blocks.linear(x, weight, bias) if isinstance(weight, BlockScaledFp8) else gemm.linear(x, weight, bias)
 
 
 def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
+    if by_cublas(x, weight):
+        return _cublas_linear(x, weight, bias)[None]
     if isinstance(weight, BlockScaledFp8):
         return fp8_blocks.linear_split_k(x, weight, bias)
-    return gemm.linear_split_k(x, weight, bias) if len(x) <= MAX_ROWS else _by_cublas(x, weight, bias)[None]
+    return gemm.linear_split_k(x, weight, bias)
 
 
 def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
-    if isinstance(weight, BlockScaledFp8):
-        return fp8_blocks.linear_swiglu(x, weight)
-    return gemm.linear_swiglu(x, weight) if len(x) <= MAX_ROWS else gemm.swiglu(_by_cublas(x, weight))
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
+
+    One scaled in blocks holds all gates, then all ups.
+    """
+    in_blocks = isinstance(weight, BlockScaledFp8)
+    if by_cublas(x, weight):
+        return gemm.swiglu(_cublas_linear(x, weight), halves=in_blocks)
+    return fp8_blocks.linear_swiglu(x, weight) if isinstance(weight, BlockScaledFp8) else gemm.linear_swiglu(x, weight)
 
 
-def _by_cublas(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` of any number of rows, which cuBLAS's choice of an algorithm depends on."""
+def by_cublas(x: Tensor, weight: Weight) -> bool:
+    """Whether cuBLAS multiplies these, whose choice of an algorithm depends on the number of rows."""
+    if len(x) <= MAX_ROWS:
+        return False
+    return not isinstance(weight, BlockScaledFp8) or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
+
+
+def _cublas_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if multiplies(x, weight):
         return scaled_linear(x, weight, bias)
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.scaled_linear(x, weight, bias)
     return F.linear(x, dense(weight, x.dtype), bias)
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if isinstance(weight, BlockScaledFp8):
-        return fp8_blocks.linear(x, weight).argmax(-1)
+        return linear(x, weight).argmax(-1)
     if multiplies(x, weight):
         most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
         tile = gemm.tile_of_quantized(min(len(x), most))
         found = [gemm.launch_argmax(quantize_rows(part), weight, tile) for part in x.split(most)]
         return found[0] if len(found) == 1 else torch.cat(found)
     if len(x) > MAX_ROWS:
-        return _by_cublas(x, weight).argmax(-1)
+        return _cublas_linear(x, weight).argmax(-1)
     data, scale = parts(weight)
     if len(x) > TILED_HEAD and scale is None and fits(x, [weight]):
         return launch_head(x, data)
@@ -130,7 +144,7 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count]."""
     if isinstance(weight, BlockScaledFp8):  # which heads seldom are: with logits in memory
-        ordered = fp8_blocks.linear(x, weight).sort(dim=-1, descending=True, stable=True)
+        ordered = linear(x, weight).sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count].float(), ordered.indices[:, :count]
     found = [_top(part, weight, count) for part in x.split(MAX_ROWS)]
     if len(found) == 1:

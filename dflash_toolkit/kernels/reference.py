@@ -215,8 +215,14 @@ def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Ten
 
 
 def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
+
+    One scaled in blocks holds all gates, then all ups, as a block may be no row of both.
+    """
     product = linear(x, weight)
+    if isinstance(weight, BlockScaledFp8):
+        gate, up = product.chunk(2, 1)
+        return F.silu(gate) * up
     return F.silu(product[:, 0::2]) * product[:, 1::2]
 
 

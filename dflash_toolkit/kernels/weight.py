@@ -48,44 +48,35 @@ class RowScaledFp8:
 class BlockScaledFp8:
     """FP8 with one fp32 scale for every 128 rows and 128 columns (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
-    Its GEMMs quantize their rows too, by `quantize_groups`, and scale what each block of columns adds in fp32. `ways`
-    matrices may have their rows in turn, as gates and ups do: row r is row r // ways of matrix r % ways, and so are
-    the rows of the scales. `by_rows`: a block is a whole row, of the weights and of what they are multiplied with.
+    Its GEMMs quantize their rows too, by `quantize_groups`, and scale what each block of columns adds in fp32.
+    `by_rows`: a block is a whole row, of the weights and of what they are multiplied with.
     """
 
     data: Tensor  # float8_e4m3fn [N, K]
     scale: Tensor  # fp32 [N / 128, K / 128]; by rows: [N, 1]
-    ways: int = 1
     by_rows: bool = False
 
     @classmethod
-    def empty(
-        cls, n: int, k: int, new: Callable[..., Tensor], ways: int = 1, by_rows: bool = False
-    ) -> "BlockScaledFp8":
-        """Of N and K that are multiples of 128, N of `ways` times that; `new` is torch.empty, perhaps with a device."""
+    def empty(cls, n: int, k: int, new: Callable[..., Tensor], by_rows: bool = False) -> "BlockScaledFp8":
+        """Of N and K that are multiples of 128; `new` is torch.empty, perhaps with a device."""
         data, blocks = new(n, k, dtype=torch.float8_e4m3fn), (n, 1) if by_rows else (n // BLOCK, k // BLOCK)
-        return cls(data, new(*blocks, dtype=torch.float32), ways, by_rows)
+        return cls(data, new(*blocks, dtype=torch.float32), by_rows)
 
     @classmethod
-    def of(cls, matrix: Tensor, ways: int = 1, by_rows: bool = False) -> "BlockScaledFp8":
+    def of(cls, matrix: Tensor, by_rows: bool = False) -> "BlockScaledFp8":
         """Quantize a matrix [N, K] so that the largest value of each block is the largest of the format."""
         if by_rows:
             rows = RowScaledFp8.of(matrix)
-            return cls(rows.data, rows.scale[:, None], ways, by_rows=True)
-        found = cls.empty(len(matrix), matrix.shape[1], matrix.new_empty, ways)
-        for i in range(ways):
-            part = matrix[i::ways].float()
-            tiles = part.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
-            scale = tiles.abs().amax((1, 3)).clamp(min=LEAST) / FP8_MAX
-            found.data[i::ways] = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(found.data.dtype)
-            found.scale[i::ways] = scale
-        return found
+            return cls(rows.data, rows.scale[:, None], by_rows=True)
+        tiles = matrix.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
+        scale = tiles.abs().amax((1, 3)).clamp(min=LEAST) / FP8_MAX
+        return cls((tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn), scale)
 
     def row_scales(self) -> Tensor:
         """The scales of every row, fp32 [N, K / 128]; where rows are scaled [N, 1]."""
         if self.by_rows:
             return self.scale
-        return self.scale.unflatten(0, (-1, self.ways)).repeat_interleave(BLOCK, 0).flatten(0, 1)
+        return self.scale.repeat_interleave(BLOCK, 0)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The values in another format."""
@@ -101,10 +92,6 @@ class BlockScaledFp8:
         scales = self.scale.split([n if self.by_rows else n // BLOCK for n in rows])
         each = zip(self.data.split(rows), scales, strict=True)
         return [BlockScaledFp8(data, scale, by_rows=self.by_rows) for data, scale in each]
-
-    def way(self, i: int) -> "BlockScaledFp8":
-        """One of the matrices whose rows stand in turn, as a view."""
-        return BlockScaledFp8(self.data[i :: self.ways], self.scale[i :: self.ways], by_rows=self.by_rows)
 
     def __len__(self) -> int:
         return len(self.data)

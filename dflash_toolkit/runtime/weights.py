@@ -125,19 +125,18 @@ class GatedDeltaNetWeights:
 class MlpWeights:
     """Of an `MlpSpec`."""
 
-    gate_up: Weight  # [2 I, D], rows gate 0, up 0, gate 1, up 1, ...
+    gate_up: Weight  # [2 I, D], as `linear_swiglu` takes it
     down: Weight  # [D, I]
 
     @classmethod
     def empty(cls, spec: MlpSpec, d: int, new: Callable[..., Tensor]) -> "MlpWeights":
         i = spec.intermediate_size
         matrix = _matrices(spec, new)
-        gate_up = matrix(2 * i, d, ways=2) if spec.fp8_blocks else matrix(2 * i, d)
-        return cls(gate_up, down=matrix(d, i))
+        return cls(gate_up=matrix(2 * i, d), down=matrix(d, i))
 
     def parameter_views(self) -> dict[str, Tensor]:
         if isinstance(self.gate_up, BlockScaledFp8):
-            gate, up = self.gate_up.way(0), self.gate_up.way(1)
+            gate, up = self.gate_up.split([len(self.gate_up) // 2] * 2)
             named = _named("mlp.gate_proj", gate) | _named("mlp.up_proj", up)
         else:
             assert isinstance(self.gate_up, Tensor), "an own copy, which is not loaded"
@@ -367,7 +366,7 @@ class TargetWeights:
         """The weights of a loaded Hugging Face model, which from then on reads its own out of the fused matrices.
 
         Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies. A model in fp8
-        keeps its own, as its kernels want matrices without gaps.
+        keeps its own.
         """
         if spec.fp8_blocks:
             return cls.of_module(model, spec)

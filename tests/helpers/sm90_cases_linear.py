@@ -40,7 +40,6 @@ def blocks(kind: str, rows: int, by_rows: bool = False) -> Case:
         "T": min(rows, 128),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": 128,
-        "WAYS": 1 + (kind == "swiglu"),
         "QUANTIZE": in_loop,
         "BY_ROWS": by_rows,
         "FP8_MAX": 448.0,
@@ -73,15 +72,19 @@ CASES = (
     | {
         "rows in fp8 by groups": Case(
             fp8_blocks._group_round_kernel,
-            {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},
+            {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32"}
+            | dict.fromkeys(("M", "K", "SCALE_M", "SCALE_K"), "i32"),
             {"GROUPS": 8, "BLOCK_K": 128, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True},
             ragged=("M",),
         ),
-        "swiglu of a prefill": Case(
-            linear._swiglu_kernel,
-            {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"},
-            {"BLOCK": linear.SWIGLU_BLOCK, "PDL": True},
-        ),
+        **{
+            f"swiglu of a prefill{', all gates first' * halves}": Case(
+                linear._swiglu_kernel,
+                {"x_p": "*bf16", "out_p": "*bf16", "width": "i32"},
+                {"HALVES": halves, "BLOCK": linear.SWIGLU_BLOCK, "PDL": True},
+            )
+            for halves in (False, True)
+        },
         "rows in fp8": Case(
             fp8._round_kernel,
             {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},

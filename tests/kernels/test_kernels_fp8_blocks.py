@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from test_kernels_fp8 import KINDS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import fp8_blocks
@@ -31,10 +32,10 @@ def rows_of(kind: str, m: int, k: int) -> Tensor:
     return x.to(DTYPE).to(DEVICE)
 
 
-def weight_of(n: int, k: int, ways: int = 1) -> BlockScaledFp8:
+def weight_of(n: int, k: int) -> BlockScaledFp8:
     """Blocks of very different sizes."""
     blocks = torch.logspace(-1, 1, n * k // BLOCK**2).view(-1, k // BLOCK).repeat_interleave(BLOCK, 0)
-    return BlockScaledFp8.of((torch.randn(n, k) * blocks.repeat_interleave(BLOCK, 1) / k**0.5).to(DEVICE), ways)
+    return BlockScaledFp8.of((torch.randn(n, k) * blocks.repeat_interleave(BLOCK, 1) / k**0.5).to(DEVICE))
 
 
 def exact(x: Tensor, weight: BlockScaledFp8) -> tuple[Tensor, Tensor]:
@@ -45,28 +46,20 @@ def exact(x: Tensor, weight: BlockScaledFp8) -> tuple[Tensor, Tensor]:
     return rows @ matrix.T, rows.abs() @ matrix.abs().T
 
 
-@pytest.mark.parametrize("ways", [1, 2])
-def test_a_block_scaled_weight_is_nearly_the_matrix_and_its_parts_are_views(ways: int) -> None:
+def test_a_block_scaled_weight_is_nearly_the_matrix_and_its_parts_are_views() -> None:
     matrix = torch.randn(512, 384) * torch.logspace(-3, 3, 512)[:, None]
-    weight = BlockScaledFp8.of(matrix, ways)
+    weight = BlockScaledFp8.of(matrix)
     assert (weight.scale.shape, len(weight), weight.nbytes) == ((4, 3), 512, 512 * 384 + 4 * 12)
-    largest = torch.stack([matrix[i::ways].abs().unflatten(0, (-1, BLOCK)).amax(1) for i in range(ways)], 1)
-    largest = (
-        largest.repeat_interleave(BLOCK, 0).flatten(0, 1).unflatten(1, (-1, BLOCK)).amax(2)
-    )  # of every row's blocks
+    largest = matrix.abs().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))
+    largest = largest.repeat_interleave(BLOCK, 0)  # of every row's blocks
     error = (weight.dense(torch.float32) - matrix).abs()
     smallest = (largest / FP8_MAX * 2.0**-10).repeat_interleave(BLOCK, 1)
     assert (error <= ROUNDING * matrix.abs() + smallest).all()
     torch.testing.assert_close(weight.row_scales(), largest / FP8_MAX)
-    for i in range(ways):
-        part = weight.way(i)
-        assert torch.equal(part.dense(torch.float32), weight.dense(torch.float32)[i::ways])
+    parts = weight.split([128, 384])
+    assert torch.equal(torch.cat([part.dense(torch.float32) for part in parts]), weight.dense(torch.float32))
+    for part in parts:
         assert part.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
-    first, rest = BlockScaledFp8.of(matrix).split([128, 384])
-    assert torch.equal(
-        torch.cat([first.dense(torch.float32), rest.dense(torch.float32)]),
-        BlockScaledFp8.of(matrix).dense(torch.float32),
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,9 +97,9 @@ def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, k
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 256), (17, 512, 128), (40, 256, 128), (130, 256, 128)])
-def test_gates_and_ups_in_turn_have_scales_in_turn(m: int, n: int, k: int, kind: str) -> None:
-    x, weight = rows_of(kind, m, k), weight_of(n, k, ways=2)
-    (gate, terms), (up, more) = (exact(x, weight.way(i)) for i in (0, 1))
+def test_gates_stand_before_ups_in_blocks(m: int, n: int, k: int, kind: str) -> None:
+    x, weight = rows_of(kind, m, k), weight_of(n, k)
+    (gate, terms), (up, more) = (exact(x, part) for part in weight.split([n // 2, n // 2]))
     # silu has slope at most 1.1 and magnitude at most its argument's
     spread = 1.1 * terms * up.abs() + gate.abs() * more
     for operations in (gpu, reference):
@@ -123,7 +116,7 @@ def test_rows_beside_change_nothing_of_a_product_in_blocks(kind: str, n: int, k:
     data = torch.randint(-4, 5, (140, k)).float()  # so that 128 columns have an exact sum, but no two of them
     data.unflatten(1, (-1, BLOCK))[:, :, 3] = FP8_MAX / 64
     x = (data * 2.0 ** torch.randint(-9, 9, (140, k // BLOCK)).repeat_interleave(BLOCK, 1)).to(DTYPE).to(DEVICE)
-    weight = BlockScaledFp8.of(torch.randint(-8, 9, (n, k), device=DEVICE).float(), 1 + (kind == "linear_swiglu"))
+    weight = BlockScaledFp8.of(torch.randint(-8, 9, (n, k), device=DEVICE).float())
     weight.scale.mul_(2.0 ** torch.randint(-9, 9, weight.scale.shape, device=DEVICE))
     function: Callable[[Tensor, Tensor | BlockScaledFp8], Tensor] = getattr(gpu, kind)
     most = 128 if kind == "linear_split_k" else 140  # more rows have their splits added up
@@ -157,16 +150,90 @@ def test_blocks_may_be_whole_rows(m: int) -> None:
     x[:, 5] = 7 * 2.0**6  # the format's largest: what is quantized stays what it is
     x = (x * 2.0 ** torch.randint(-9, 9, (m, 1))).to(DTYPE).to(DEVICE)
     matrix = torch.randn(n, k, device=DEVICE) * torch.logspace(-2, 2, n, device=DEVICE)[:, None]
-    weight = BlockScaledFp8.of(matrix, ways=2, by_rows=True)
-    assert (weight.scale.shape, len(weight.split([128, 128])), weight.way(1).scale.shape) == ((n, 1), 2, (n // 2, 1))
-    assert torch.equal(weight.way(1).dense(torch.float32), weight.dense(torch.float32)[1::2])
+    weight = BlockScaledFp8.of(matrix, by_rows=True)
+    _, last = weight.split([128, 128])
+    assert (weight.scale.shape, last.scale.shape) == ((n, 1), (128, 1))
+    assert torch.equal(last.dense(torch.float32), weight.dense(torch.float32)[128:])
     assert ((weight.dense(torch.float32) - matrix).abs().amax(1) <= 16 * weight.scale[:, 0] * 1.001).all()
     expected = x.double() @ weight.dense(torch.float64).T
+    assert gpu.by_cublas(x, weight) == (m > 128)
     bound = 2.0**-7 * expected.abs() + 2.0**-11 * x.double().abs() @ weight.dense(torch.float64).abs().T
     for operations in (gpu, reference):
         assert ((operations.linear(x, weight).double() - expected).abs() <= bound).all()
         assert ((operations.linear_split_k(x, weight).double().sum(0) - expected).abs() <= bound).all()
-        gate, up = expected[:, 0::2], expected[:, 1::2]
+        gate, up = expected.chunk(2, 1)
         error = (operations.linear_swiglu(x, weight).double() - F.silu(gate) * up).abs()
         assert (error <= 2.0**-5 * gate.abs() * up.abs() + 1e-3).all()
-    assert torch.equal(gpu.linear(x[:1], weight)[0], gpu.linear(x, weight)[0])
+    if m <= 128:
+        assert torch.equal(gpu.linear(x[:1], weight)[0], gpu.linear(x, weight)[0])
+
+
+@pytest.mark.parametrize("m", [129, 130, 132])
+def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed over passes torch's checks for a GPU, and read as cuBLAS documents it is the product."""
+    n, k = 256, 1024
+    x, weight, bias = rows_of("in the format", m, k), weight_of(n, k), torch.randn(n, device=DEVICE).to(DTYPE)
+    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    real, calls = F.scaled_mm, 0
+
+    def scaled_mm(
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        by_a: F.ScalingType,
+        scale_b: Tensor,
+        by_b: F.ScalingType,
+        output_dtype: torch.dtype,
+    ) -> Tensor:
+        nonlocal calls
+        calls += 1
+        with FakeTensorMode():
+            fakes = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in (a, b, scale_a, scale_b)
+            ]
+            checked = real(fakes[0], fakes[1], fakes[2], by_a, fakes[3], by_b, output_dtype=output_dtype)
+        rows = len(a)
+        assert rows % 4 == 0 and (by_a, by_b) == recipes
+        # column by column the scales of rows, and block row by block row those of weights
+        of_rows = scale_a.as_strided((rows * k // BLOCK,), (1,)).view(k // BLOCK, rows).T
+        of_blocks = scale_b.as_strided((n * k // BLOCK**2,), (1,)).view(n // BLOCK, k // BLOCK)
+        left = a.double() * of_rows.double().repeat_interleave(BLOCK, 1)
+        right = b.T.double() * of_blocks.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return (left @ right.T).to(output_dtype).view(checked.shape)
+
+    monkeypatch.setattr(fp8_blocks.F, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(fp8_blocks, "multiplies", lambda x, weight: True)
+    product, terms = exact(x, weight)
+    bound = 2.0**-7 * product.abs() + 2.0**-20 * terms
+    found = gpu.linear(x, weight)
+    assert found.shape == (m, n) and ((found.double() - product).abs() <= bound).all()
+    added = gpu.linear_split_k(x, weight, bias)
+    assert added.shape == (1, m, n) and torch.equal(added[0], found + bias)
+    expected = F.silu(found[:, : n // 2]) * found[:, n // 2 :]
+    torch.testing.assert_close(gpu.linear_swiglu(x, weight), expected, rtol=2.0**-6, atol=1e-30)
+    assert torch.equal(gpu.linear_argmax(x, weight), found.argmax(-1)) and calls == 4
+    gpu.linear(x[:128], weight)
+    assert calls == 4, "few rows are multiplied here, the same alone and in company"
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "dtype", "hopper", "expected"),
+    [
+        (129, 128, 512, DTYPE, True, True),
+        (128, 128, 512, DTYPE, True, False),  # batch-invariant
+        (129, 128, 640, DTYPE, True, False),  # scales that cuBLAS wants padded
+        (129, 128, 512, torch.float16, True, False),
+        (129, 128, 512, DTYPE, False, False),
+    ],
+)
+def test_cublas_multiplies_many_rows_by_blocks_where_it_can(
+    rows: int, n: int, k: int, dtype: torch.dtype, hopper: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_blocks, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        x = torch.empty(rows, k, dtype=dtype, device="cuda")
+        weight = BlockScaledFp8.empty(n, k, torch.empty)
+        assert gpu.by_cublas(x, weight) == expected
+        by_rows = BlockScaledFp8.empty(n, k, torch.empty, by_rows=True)
+        assert gpu.by_cublas(x, by_rows) == (rows > 128 and dtype == DTYPE), "on all GPUs that have fp8 in Hopper's way"

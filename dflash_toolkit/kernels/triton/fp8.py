@@ -1,6 +1,6 @@
 """GEMMs in fp8, for more rows than the kernels here take: a kernel quantizes the rows and cuBLAS multiplies.
 
-Half the bytes and twice the rate of bf16, for what need not be exact: a draft.
+Half the bytes and twice the rate of bf16, for what need not be exact, a draft, and for targets whose own format it is.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
-from ..weight import FP8_MAX, RowScaledFp8, Weight, is_quantized, parts
+from ..weight import FP8_MAX, BlockScaledFp8, RowScaledFp8, Weight, is_quantized, parts
 
 MAX_WIDTH = 32768  # of a row, which one program holds
 
@@ -45,10 +45,11 @@ def quantize_rows(x: Tensor) -> RowScaledFp8:
 
 
 def multiplies(x: Tensor, weight: Weight) -> bool:
-    """Whether `scaled_linear` takes these: fp8 weights, bf16 rows, sizes of cuBLAS's fp8 GEMMs, sm_90 or later."""
+    """Whether `scaled_linear` takes these: fp8 weights scaled by rows, bf16 rows, sizes of cuBLAS's GEMMs, sm_90."""
     aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
     known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return is_quantized(weight) and x.dtype == torch.bfloat16 and aligned and known
+    by_rows = is_quantized(weight) or (isinstance(weight, BlockScaledFp8) and weight.by_rows)
+    return by_rows and x.dtype == torch.bfloat16 and aligned and known
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -56,6 +57,6 @@ def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
     rows, each, (data, scale) = quantize_rows(x), F.ScalingType.RowWise, parts(weight)
     assert scale is not None, "which `multiplies`"
     return F.scaled_mm(
-        rows.data, data.t(), rows.scale[:, None], each, scale[None], each,
+        rows.data, data.t(), rows.scale[:, None], each, scale.view(1, -1), each,
         bias=bias, output_dtype=x.dtype, use_fast_accum=True,
     )  # fmt: skip

@@ -4,22 +4,24 @@ What 128 columns add is one sum of the matrix instructions; scaled, it is added 
 as in `linear.py`, and beside one another for more rows than one tile has: splits apart, which (N, K) alone fixes up to
 MAX_ROWS rows, every number of rows gives the same bits. Few rows are quantized by every program that loads them, as a
 launch of its own takes longer; more of them once, by the same rule. Where a whole row has one scale, of weights and of
-what they are multiplied with, sums are scaled at their end.
+what they are multiplied with, sums are scaled at their end. On Hopper cuBLAS has these GEMMs, too, for many rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_ROWS, padded, pdl
+from ..launch import MAX_ROWS, is_hopper, padded, pdl
 from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8
 from .fp8 import quantize_rows
 from .tile import MULTIPROCESSORS, Tile, store_tile
 
 QUANTIZED_IN_LOOP = 32  # rows up to which every program quantizes what it loads
 GROUPS = 8  # that a program of the other way quantizes
+SIDE = 4  # rows, and groups of columns, that cuBLAS wants a multiple of
 
 
 @triton.jit
@@ -34,10 +36,10 @@ def quantize(b_x, axis: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr
 
 @triton.jit(do_not_specialize=["M"])
 def _group_round_kernel(
-    x_p, data_p, scale_p, M, K,
+    x_p, data_p, scale_p, M, K, SCALE_M, SCALE_K,
     GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows [M, K] in fp8, and a scale of every group [M, K / BLOCK_K]."""
+    """Rows [M, K] in fp8, and a scale of every group [M, K / BLOCK_K], of strides SCALE_M and SCALE_K."""
     i_m = tl.program_id(0).to(tl.int64)
     o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     mask = o_g < K // BLOCK_K
@@ -49,19 +51,19 @@ def _group_round_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     b_y, b_scale = quantize(b_x, 1, FP8_MAX, LEAST)
     tl.store(data_p + o_k, b_y, mask=mask[:, None])
-    tl.store(scale_p + i_m * (K // BLOCK_K) + o_g, b_scale, mask=mask)
+    tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_K, b_scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _block_linear_kernel(
     x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
-    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr, QUANTIZE: tl.constexpr,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
     BY_ROWS: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN...
 
-    QUANTIZE: x has no scales yet. WAYS, BY_ROWS: see `BlockScaledFp8`.
+    QUANTIZE: x has no scales yet. BY_ROWS: see `BlockScaledFp8`.
     """
     i_m, i_n, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,11 +73,14 @@ def _block_linear_kernel(
     last = tl.minimum(first + SPAN, K)
     o_k = first + tl.arange(0, BLOCK_K)
     blocks = K // BLOCK_K
-    p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
+    o_w = o_n
+    if SWIGLU:  # gates and ups in turn, so that a thread has both of a pair
+        o_w = (o_n % 2) * (N // 2) + o_n // 2
+    p_w = w_p + o_w[:, None].to(tl.int64) * K + o_k[None, :]
     p_x = x_p + o_m[None, :].to(tl.int64) * K + o_k[:, None]
     p_x_scale = x_scale_p + o_m.to(tl.int64) * blocks + first // BLOCK_K
-    # all rows of a tile are in one block of scales, or two in turn
-    o_block = i_n * BLOCK_N // (BLOCK_K * WAYS) * WAYS + (tl.arange(0, BLOCK_N) % WAYS if WAYS > 1 else 0)
+    # all rows of a tile are in one block of scales; gates in one, ups in another
+    o_block = i_n * BLOCK_N // (2 * BLOCK_K if SWIGLU else BLOCK_K)
     p_w_scale = w_scale_p + o_block * blocks + first // BLOCK_K
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -91,14 +96,16 @@ def _block_linear_kernel(
             else:
                 b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
             b_w_scale = tl.load(p_w_scale)
-            b_scale = b_x_scale[None, :] * (b_w_scale[:, None] if WAYS > 1 else b_w_scale)
+            if SWIGLU:
+                b_w_scale = tl.where(o_n % 2 == 0, b_w_scale, tl.load(p_w_scale + N // (2 * BLOCK_K) * blocks))[:, None]
+            b_scale = b_x_scale[None, :] * b_w_scale
             b_acc += tl.dot(b_w, b_x) * b_scale
             p_x_scale += 1
             p_w_scale += 1
         p_w += BLOCK_K
         p_x += BLOCK_K
     if BY_ROWS:
-        b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_n)[:, None]
+        b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_w)[:, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
@@ -119,12 +126,38 @@ def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """`weight.quantize_groups` in one pass over memory."""
     m, k = x.shape
-    data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(m, k // BLOCK, dtype=torch.float32, device=x.device)
+    return _quantize(x, x.new_empty(m, k // BLOCK, dtype=torch.float32))
+
+
+def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_groups` of x [M, K] with scales that are given: of M rows, or more, of which nothing is written."""
+    m, k = x.shape
+    data = torch.empty(len(scale), k, dtype=torch.float8_e4m3fn, device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
-        x, data, scale, m, k, GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x)
-    )
+        x, data, scale, m, k, *scale.stride(),
+        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
+    )  # fmt: skip
     return data, scale
+
+
+def multiplies(x: Tensor, weight: BlockScaledFp8) -> bool:
+    """Whether `scaled_linear` takes these: bf16 rows, sizes of cuBLAS's GEMMs in blocks, and Hopper."""
+    aligned = x.shape[1] % (SIDE * BLOCK) == 0  # else its scales of weights have gaps
+    return x.is_cuda and is_hopper(x.device.index) and x.dtype == torch.bfloat16 and aligned and not weight.by_rows
+
+
+def scaled_linear(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+    """`linear` by cuBLAS, whose sums depend on how many rows there are.
+
+    Scales of rows stand column by column, of a multiple of SIDE rows, and those of weights block row by block row
+    (cuBLAS 13.0 documentation, "Scaling factors layouts").
+    """
+    rows, scale = _quantize(x, x.new_empty(x.shape[1] // BLOCK, -(-len(x) // SIDE) * SIDE, dtype=torch.float32).T)
+    out = F.scaled_mm(
+        rows, weight.data.t(), scale, F.ScalingType.BlockWise1x128, weight.scale.t(), F.ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )[: len(x)]  # fmt: skip
+    return out if bias is None else out.add_(bias)
 
 
 def launch_linear(
@@ -143,7 +176,7 @@ def launch_linear(
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
-        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, WAYS=weight.ways, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
+        T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
         FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
@@ -167,7 +200,7 @@ def linear_split_k(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None
 
 
 def linear_swiglu(x: Tensor, weight: BlockScaledFp8) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    """silu(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     launch_linear(x, weight, None, out, tile_for(len(weight), x.shape[1], len(x)), swiglu=True)
     return out

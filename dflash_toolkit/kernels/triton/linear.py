@@ -166,23 +166,20 @@ def _top_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(x_p, out_p, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out [M, width] of x [M, 2 * width] with gates and ups alternating; for GEMMs of cuBLAS."""
+def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [M, width] of x [M, 2 * width] with gates and ups alternating, or all gates first; for GEMMs of cuBLAS."""
     i_m = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_n < width
     if PDL:
         tl.extra.cuda.gdc_wait()
-    gate, up = tl.split(
-        tl.reshape(
-            tl.load(
-                x_p + i_m * 2 * width + tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK),
-                mask=tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK) < 2 * width,
-                other=0.0,
-            ),
-            (BLOCK, 2),
-        )
-    )
+    p_x = x_p + i_m * 2 * width
+    if HALVES:
+        gate = tl.load(p_x + o_n, mask=mask, other=0.0)
+        up = tl.load(p_x + width + o_n, mask=mask, other=0.0)
+    else:
+        o_both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+        gate, up = tl.split(tl.reshape(tl.load(p_x + o_both, mask=o_both < 2 * width, other=0.0), (BLOCK, 2)))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     gate = gate.to(tl.float32)
@@ -233,11 +230,15 @@ def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
     return out
 
 
-def swiglu(product: Tensor) -> Tensor:
-    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] whose columns are gate 0, up 0, gate 1, up 1, ..."""
+def swiglu(product: Tensor, halves: bool = False) -> Tensor:
+    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] whose columns are gate 0, up 0, gate 1, up 1, ...
+
+    `halves`: all gates, then all ups.
+    """
     rows, width = len(product), product.shape[1] // 2
     out = torch.empty(rows, width, dtype=product.dtype, device=product.device)
-    _swiglu_kernel[(rows, -(-width // SWIGLU_BLOCK))](product, out, width, BLOCK=SWIGLU_BLOCK, **pdl(product))
+    grid = rows, -(-width // SWIGLU_BLOCK)
+    _swiglu_kernel[grid](product, out, width, HALVES=halves, BLOCK=SWIGLU_BLOCK, **pdl(product))
     return out
 
 
