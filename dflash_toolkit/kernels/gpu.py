@@ -9,6 +9,7 @@
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
 | experts | Triton: up to 64 rows all with every expert, more gathered by expert | the same, partial sums rounded |
 | attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
+| delta rule of a prompt | in chunks: flash-linear-attention if installed, else Triton; in fp32 row by row | the same |
 
 A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's
 two ways have the same bits.
@@ -20,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import flash
+from . import fla, flash
+from .delta import DeltaMemory
 from .hopper import attention as hopper_attention
 from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
 from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
@@ -28,11 +30,12 @@ from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
-from .triton import attention, fp8_blocks
+from .triton import attention, delta, fp8_blocks
+from .triton import delta_chunk as chunked
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
-from .triton.delta import delta_chunk, delta_inputs, delta_rule, gated_rms_norm
+from .triton.delta import delta_inputs, delta_rule, gated_rms_norm
 from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
@@ -182,3 +185,25 @@ def block_attention(
     return attention.block_attention(
         q, cache, lengths, page_table, page_size, causal=causal, window=window, counts=counts, hopper=hopper
     )
+
+
+def delta_chunk(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """The outputs [M, N H_v] of rows of prompts, which the memory takes in; see the reference.
+
+    In chunks of 64 rows, so that where a prompt is cut, at multiples of 64, changes no bit of it.
+    """
+    if qkv.dtype == torch.float32:
+        return delta.delta_chunk(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
+    parts = chunked.chunk_inputs(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
+    rule = fla.chunk_rule if fla.delta_rule() is not None else chunked.chunk_rule
+    return rule(*parts, memory.state, slots, starts, counts)

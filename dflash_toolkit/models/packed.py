@@ -12,12 +12,9 @@ not known here: `separable` says so, and such a model gets one document in a for
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import inspect
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import UnsupportedModel, UserError
+from ..kernels import fla
 from ..kernels import flash as kernel
 
 if TYPE_CHECKING:
@@ -295,20 +293,7 @@ def delta_rule(
     kept = {"initial_state": initial_state, "output_final_state": output_final_state or None}
     _refuse(DELTA_RULE, others | kept)
     normed = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    if q.is_cuda and (fla := _fla()) is not None:
-        return fla(q, k, v, g=g, beta=beta, cu_seqlens=ends, **normed)[0], None
+    if q.is_cuda and (rule := fla.delta_rule()) is not None:
+        return rule(q, k, v, g=g, beta=beta, cu_seqlens=ends, **normed)[0], None
     parts = zip(*(x.split(list(lengths), dim=1) for x in (q, k, v, g, beta)), strict=True)
     return torch.cat([own(*qkv, g=g, beta=beta, **normed)[0] for *qkv, g, beta in parts], dim=1), None
-
-
-@functools.cache
-def _fla() -> Callable[..., Any] | None:
-    """The delta rule of `flash-linear-attention`, or None; one that cannot be loaded is told of once."""
-    if importlib.util.find_spec("fla") is None:
-        return None
-    try:
-        rule: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        return rule
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        warnings.warn(f"fla is installed and cannot be loaded ({error}); the delta rule goes without it", stacklevel=2)
-        return None

@@ -2,22 +2,23 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import delta
+from dflash_toolkit.kernels.triton import delta, delta_chunk
 
 SIZES = dict.fromkeys(
-    ("S", "MOST", "C", "M", "N", "G", "H", "H_K", "H_V", "stride_qkv", "stride_ba", "stride_gate", "blocks"), "i32"
-)
-FP32 = dict.fromkeys(("a_log_p", "gates_p", "out_gates_p", "state_p"), "*fp32") | dict.fromkeys(
+    ("S", "MOST", "C", "M", "N", "G", "H", "H_K", "H_V", "stride_qkv", "stride_ba", "stride_gate", "gates_stride",
+     "blocks"), "i32",
+)  # fmt: skip
+FP32 = dict.fromkeys(("a_log_p", "gates_p", "out_gates_p", "state_p", "decay_p"), "*fp32") | dict.fromkeys(
     ("scale", "eps"), "fp32"
 )
-WHERE = dict.fromkeys(("slots_p", "stay_p", "counts_p"), "*i32")
+WHERE = dict.fromkeys(("slots_p", "stay_p", "starts_p", "counts_p"), "*i32")
 
 
-def case(kernel: object, warps: int = 4, **constexprs: object) -> Case:
+def case(kernel: object, warps: int = 4, stages: int = 3, **constexprs: object) -> Case:
     constexprs["PDL"] = True
     names = [name for name in kernel.arg_names if name not in constexprs]
     kinds = {name: (FP32 | WHERE | SIZES).get(name, "*bf16") for name in names}
-    return Case(kernel, kinds, constexprs, warps, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
+    return Case(kernel, kinds, constexprs, warps, stages, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
 
 
 CASES = {
@@ -26,5 +27,8 @@ CASES = {
     ),
     "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False),
     "the rule over a prompt": case(delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True),
+    "inputs of a prompt": case(delta_chunk._chunk_inputs_kernel, TAPS=4, ROWS=delta_chunk.ROWS, BLOCK=128, HEADS=64),
+    "triangles of a prompt": case(delta_chunk._chunk_solve_kernel, 8, BLOCK_K=128, BLOCK_V=128),
+    "the rule in chunks": case(delta_chunk._chunk_rule_kernel, 8, 2, BLOCK_K=128, BLOCK_V=delta_chunk.COLUMNS),
     "gated norm": case(delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128),
 }  # fmt: skip

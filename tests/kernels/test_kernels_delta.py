@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +18,10 @@ pytest.importorskip("triton")
 from test_kernels_linear import guarded
 from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn, integers
 
-from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels import fla, reference
 from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.kernels.triton import delta as kernels
+from dflash_toolkit.kernels.triton import delta_chunk as chunked
 
 TAPS, ROWS = 4, 5  # of the convolution; of the longest block
 
@@ -179,8 +181,8 @@ def test_a_request_has_the_same_bits_alone_and_padding_touches_nothing() -> None
 @pytest.mark.parametrize(("sizes", "dtype"), in_turn([((2, 6, 12, 40),)]))
 def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     own, slots = net(*sizes, dtype), integers([3, 1])
-    chunked, defined, plain = own.memory(4), own.memory(4), own.memory(4)
-    for memory in (chunked, defined):  # of requests that are gone
+    by_rows, in_chunks, defined, plain = (own.memory(4) for _ in range(4))
+    for memory in (by_rows, in_chunks, defined):  # of requests that are gone
         for each in fields(memory):
             getattr(memory, each.name)[[1, 3]] = math.nan
     text = own.rows(2, 19).view(2, 19, -1)
@@ -188,11 +190,11 @@ def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int
         own.step(reference, text[:, i].contiguous(), plain, (3, 1), (min(i, 1),) * 2, (1, 1)).float() for i in range(19)
     ]
     own.step(reference, text[:, 0].contiguous(), plain, (3, 1), (1, 1), (0, 0))
-    start, found, expected = 0, list[Tensor](), list[Tensor]()
+    start, ways = 0, [(kernels, by_rows, list[Tensor]()), (chunked, in_chunks, []), (reference, defined, [])]
     for size in (2, 8, 7, 2):
         rows = torch.full((2, size + 3, text.shape[2]), math.nan, dtype=dtype, device=DEVICE)  # three are padding
         rows[:, :size] = text[:, start : start + size]
-        for ops, memory, outputs in ((kernels, chunked, found), (reference, defined, expected)):
+        for ops, memory, outputs in ways:
             qkv, ba = rows.flatten(0, 1).split([own.channels, 2 * own.heads], dim=1)
             where = slots, integers([start] * 2), integers([size] * 2)
             out = ops.delta_chunk(qkv, ba, own.weight, own.a_log, own.dt_bias, memory, *where).unflatten(0, (2, -1))
@@ -201,10 +203,68 @@ def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int
         start += size
     eps = torch.finfo(dtype).eps
     close = {"rtol": 8 * eps, "atol": 8 * eps * max(1.0, *(out.abs().max().item() for out in alone))}
-    for outputs, memory in ((found, chunked), (expected, defined)):
+    for _, memory, outputs in ways:
         torch.testing.assert_close(torch.cat(outputs, dim=1), torch.stack(alone, dim=1), **close)
         torch.testing.assert_close(memory.state[[1, 3]], plain.state[[1, 3]], **close)
         assert torch.equal(memory.window[[1, 3]], plain.window[[1, 3]])
+
+
+def exact_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Row by row in float64: outputs [B, S, N, H_v], and the state [B, N, H_k, H_v] behind them."""
+    q, k = (x.double().repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    state, found = state.double(), list[Tensor]()
+    decay, beta = gates[0].double().exp()[..., None], gates[1].double()[..., None]
+    for i in range(q.shape[1]):
+        state = state * decay[:, i, ..., None]
+        delta = (v[:, i].double() - (state * k[:, i, ..., None]).sum(2)) * beta[:, i]
+        state = state + k[:, i, ..., None] * delta[:, :, None]
+        found.append((state * q[:, i, ..., None]).sum(2) / q.shape[-1] ** 0.5)
+    return torch.stack(found, dim=1), state
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_rule_in_chunks_is_that_of_one_row_after_another(alike: bool) -> None:
+    """Alike: keys of one direction, all of which is written, so that powers of the triangle are huge."""
+    sizes = (2, 200, 16, 48, 128) if DEVICE == "cuda" else (2, 83, 1, 2, 12)
+    batch, rows, groups, heads, width = sizes
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    q, k = (torch.randn(batch, rows, groups, width, device=DEVICE) for _ in range(2))
+    if alike:
+        k = k[:, :1] + 0.01 * k
+    q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
+    v = torch.randn(batch, rows, heads, width, device=DEVICE).to(dtype)
+    gates = torch.rand(2, batch, rows, heads, device=DEVICE)
+    gates[0] *= -0.001 if alike else -1.0
+    gates[1] += alike * (1.0 - gates[1])
+    state = torch.randn(4, heads, width, width, device=DEVICE)
+    outputs, after = exact_rule(
+        q, k, v, gates, state[[3, 1]] * torch.tensor([1.0, 0.0], device=DEVICE).view(2, 1, 1, 1)
+    )
+    rules = [chunked.chunk_rule] + [fla.chunk_rule] * (DEVICE == "cuda" and fla.delta_rule() is not None)
+    bound = 0.02 if DEVICE == "cuda" else 1e-5
+    for rule in rules:
+        own = state.clone()
+        found = rule(q, k, v, gates, own, integers([3, 1]), integers([64, 0]), integers([rows, rows]))
+        assert (found.view_as(outputs).double() - outputs).norm() <= bound * outputs.norm()
+        assert (own[[3, 1]].double() - after).norm() <= bound * after.norm()
+        assert torch.equal(own[[0, 2]], state[[0, 2]])
+
+
+def test_where_a_prompt_is_cut_changes_no_bit_of_it() -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    own = net(16, 48, 128, 128, dtype) if DEVICE == "cuda" else net(1, 2, 8, 16)
+    memories, found = [], []
+    text = own.rows(1, 150)
+    for cuts in ([0, 150], [0, 64, 128, 150]):
+        memory, outputs = own.memory(2), []
+        for start, end in pairwise(cuts):
+            qkv, ba = text[start:end].split([own.channels, 2 * own.heads], dim=1)
+            where = integers([1]), integers([start]), integers([end - start])
+            outputs.append(chunked.delta_chunk(qkv, ba, own.weight, own.a_log, own.dt_bias, memory, *where))
+        memories.append(memory)
+        found.append(torch.cat(outputs))
+    assert torch.equal(*found) and found[0].any()
+    assert torch.equal(memories[0].state, memories[1].state) and torch.equal(memories[0].window, memories[1].window)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import UnsupportedModel
+from dflash_toolkit.kernels import fla
 from dflash_toolkit.models import packed
 from train.features.source import FeatureSource
 from train.responses.rows import Row
@@ -286,7 +287,7 @@ def test_packed_features_on_a_gpu_are_as_close_to_fp32_as_those_of_rows_alone(na
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1, 130, 3, 64, 200, 1], [400]])
 def test_the_delta_rule_of_flash_linear_attention_begins_anew_with_every_document(lengths: list[int]) -> None:
-    if packed._fla() is None:
+    if fla.delta_rule() is None:
         pytest.skip("flash-linear-attention is not installed")
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule
 

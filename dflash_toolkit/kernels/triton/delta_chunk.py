@@ -1,0 +1,266 @@
+"""Gated delta nets over a prompt, in Triton: 64 rows at a time in products of matrices (Yang et al., arXiv 2412.06464).
+
+Within 64 rows every row's correction depends on those before it, which is a triangular system whose inverse needs no
+state: all such chunks are solved at once. Then one program of a head's values goes from chunk to chunk with the state
+in fp32. What is rounded to the rows' dtype depends on a row's place in its chunk and on what stands before it: where a
+prompt is cut, at multiples of 64 rows, and how many others run changes no bit.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..delta import DeltaMemory
+from ..launch import next_power_of_two, padded, pdl
+from .delta import _sigmoid, _softplus
+
+CHUNK: tl.constexpr = tl.constexpr(64)  # rows of a triangular system
+PART: tl.constexpr = tl.constexpr(16)  # of it, rows that are solved one after another
+ROWS = 32  # of a program of the convolution
+COLUMNS = 64  # of a head's values, of a program that goes from chunk to chunk
+
+
+@triton.jit
+def _chunk_input(qkv_p, window_p, o_at, known, S, C, stride_qkv, m_c, TAPS: tl.constexpr):
+    """Inputs at places o_at of a chunk of a prompt; before 0 those of the window, of a prompt that had any."""
+    b_before = tl.load(window_p + (o_at + TAPS - 1) * C, mask=(o_at < 0) & (o_at > -TAPS) & known & m_c, other=0.0)
+    b_x = tl.load(qkv_p + o_at * stride_qkv, mask=(o_at >= 0) & (o_at < S) & m_c, other=0.0)
+    return tl.where(o_at < 0, b_before, b_x)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _chunk_inputs_kernel(
+    qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, slots_p, starts_p, counts_p, q_p, k_p, v_p, gates_p,
+    S, C, N, G, H_K, H_V, stride_qkv, stride_ba, gates_stride,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has some rows of one head of queries, keys or values; the last ones have the gates of all heads."""
+    i_r, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_r = i_r * ROWS + tl.arange(0, ROWS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    count = tl.load(counts_p + i_b)
+    known = tl.load(starts_p + i_b) > 0
+    m_there, m_row = (o_r < S)[:, None], (o_r < count)[:, None]
+    o_row = (i_b * S + o_r)[:, None]
+    if i_h < 2 * G + N:
+        width = tl.where(i_h < 2 * G, H_K, H_V)
+        first = tl.where(i_h < 2 * G, i_h * H_K, 2 * G * H_K + (i_h - 2 * G) * H_V)
+        o_h = tl.arange(0, BLOCK)
+        m_c = (o_h < width)[None, :]
+        p_qkv = qkv_p + i_b * S * stride_qkv + first + o_h[None, :]
+        p_window = window_p + tl.load(slots_p + i_b).to(tl.int64) * (TAPS - 1) * C + first + o_h[None, :]
+        b_acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        for tap in tl.static_range(TAPS):
+            o_at = (o_r - (TAPS - 1) + tap).to(tl.int64)[:, None]
+            b_x = _chunk_input(p_qkv, p_window, o_at, known, S, C, stride_qkv, m_c, TAPS)
+            b_w = tl.load(w_p + (first + o_h) * TAPS + tap, mask=o_h < width, other=0.0)
+            b_acc += b_x.to(tl.float32) * b_w.to(tl.float32)[None, :]
+        dtype = q_p.dtype.element_ty
+        b_y = b_acc.to(dtype).to(tl.float32)  # as stored between convolution and activation
+        b_y = (b_y * _sigmoid(b_y)).to(dtype)
+        b_wide = b_y.to(tl.float32)
+        b_unit = b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) + 1e-6)[:, None]
+        b_out = tl.where(m_row, tl.where(i_h < 2 * G, b_unit.to(dtype), b_y), 0.0)
+        m_out = m_there & m_c
+        if i_h < G:
+            tl.store(q_p + (o_row * G + i_h) * H_K + o_h[None, :], b_out, mask=m_out)
+        elif i_h < 2 * G:
+            tl.store(k_p + (o_row * G + i_h - G) * H_K + o_h[None, :], b_out, mask=m_out)
+        else:
+            tl.store(v_p + (o_row * N + i_h - 2 * G) * H_V + o_h[None, :], b_out, mask=m_out)
+        if i_r == 0:  # who alone reads the window of these channels
+            o_w = tl.arange(0, 16)  # more than there are in it
+            o_last = (count - (TAPS - 1) + o_w).to(tl.int64)[:, None]
+            b_last = _chunk_input(p_qkv, p_window, o_last, known, count, C, stride_qkv, m_c, TAPS)
+            tl.debug_barrier()  # before what other threads read is written over
+            tl.store(p_window + o_w[:, None] * C, b_last, mask=(o_w < TAPS - 1)[:, None] & m_c & (count > 0))
+    else:
+        o_n = tl.arange(0, HEADS)
+        m_n = (o_n < N)[None, :]
+        p_ba = ba_p + o_row * stride_ba + o_n[None, :]
+        b_b = tl.load(p_ba, mask=m_row & m_n, other=0.0)
+        b_a = tl.load(p_ba + N, mask=m_row & m_n, other=0.0).to(tl.float32)
+        b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
+        b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+        b_decay = -b_rate[None, :] * _softplus(b_a + b_dt[None, :])
+        b_beta = _sigmoid(b_b.to(tl.float32)).to(ba_p.dtype.element_ty).to(tl.float32)
+        p_gates = gates_p + o_row * N + o_n[None, :]
+        tl.store(p_gates, tl.where(m_row, b_decay, 0.0), mask=m_there & m_n)
+        tl.store(p_gates + gates_stride, tl.where(m_row, b_beta, 0.0), mask=m_there & m_n)
+
+
+@triton.jit
+def _inverse(b_a):
+    """The inverse of 1 + b_a [64, 64], which is strictly lower triangular, in fp32.
+
+    Blocks on the diagonal by substitution, row after row: powers of b_a would cancel each other where keys are alike.
+    With those of four blocks, (1 + M)^-1 = (1 + M^2) (1 - M).
+    """
+    PARTS: tl.constexpr = CHUNK // PART
+    o_p, o_i, o_c = tl.arange(0, PARTS), tl.arange(0, PART), tl.arange(0, CHUNK)
+    m_diagonal = o_p[:, None, None, None] == o_p[None, None, :, None]
+    b_parts = tl.reshape(b_a, [PARTS, PART, PARTS, PART])
+    b_d = -tl.sum(tl.where(m_diagonal, b_parts, 0.0), axis=2)  # [4, 16, 16]
+    for i in range(1, PART):
+        m_i = (o_i == i)[None, :, None]
+        b_row = tl.sum(tl.where(m_i, b_d, 0.0), axis=1)
+        b_row += tl.sum(b_row[:, :, None] * b_d, axis=1)
+        b_d = tl.where(m_i, b_row[:, None, :], b_d)
+    b_d += tl.where(o_i[None, :, None] == o_i[None, None, :], 1.0, 0.0)
+    b_wide = tl.where(m_diagonal, b_d[:, :, None, :], 0.0)
+    b_inverse = tl.reshape(b_wide, [CHUNK, CHUNK])
+    m_below = (o_c // PART)[:, None] > (o_c // PART)[None, :]
+    b_m = tl.dot(b_inverse, tl.where(m_below, b_a, 0.0), input_precision="tf32x3")
+    b_square = tl.dot(b_m, b_m, input_precision="tf32x3")
+    b_inverse -= tl.dot(b_m, b_inverse, input_precision="tf32x3")
+    return b_inverse + tl.dot(b_square, b_inverse, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["S"])
+def _chunk_solve_kernel(
+    q_p, k_p, v_p, gates_p, w_p, u_p, scores_p, decay_p, S, N, G, H_K, H_V, gates_stride, scale,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_n, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_c, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    o_t = i_t * CHUNK + o_c
+    m_t = o_t < S
+    m_k, m_v = m_t[:, None] & (o_k < H_K)[None, :], m_t[:, None] & (o_v < H_V)[None, :]
+    o_row = i_b * S + o_t
+    o_key = (o_row * G + i_n // (N // G))[:, None] * H_K + o_k[None, :]
+    o_own = o_row * N + i_n
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_k = tl.load(k_p + o_key, mask=m_k, other=0.0)
+    b_decay = tl.cumsum(tl.load(gates_p + o_own, mask=m_t, other=0.0), axis=0)
+    b_beta = tl.load(gates_p + gates_stride + o_own, mask=m_t, other=0.0)
+    tl.store(decay_p + o_own, b_decay, mask=m_t)
+    m_upto, m_before = o_c[:, None] >= o_c[None, :], o_c[:, None] > o_c[None, :]
+    b_between = tl.exp(tl.where(m_upto, b_decay[:, None] - b_decay[None, :], float("-inf")))
+    b_a = tl.dot(b_k, tl.trans(b_k), input_precision="ieee") * b_between * b_beta[:, None]
+    b_inverse = _inverse(tl.where(m_before, b_a, 0.0)) * b_beta[None, :]
+    b_of_keys = (b_inverse * tl.exp(b_decay)[None, :]).to(b_k.dtype)
+    b_w = tl.dot(b_of_keys, b_k, input_precision="ieee")
+    tl.store(w_p + o_own[:, None] * H_K + o_k[None, :], b_w.to(b_k.dtype), mask=m_k)
+    b_v = tl.load(v_p + o_own[:, None] * H_V + o_v[None, :], mask=m_v, other=0.0)
+    b_u = tl.dot(b_inverse.to(b_v.dtype), b_v, input_precision="ieee")
+    tl.store(u_p + o_own[:, None] * H_V + o_v[None, :], b_u.to(b_v.dtype), mask=m_v)
+    b_q = tl.load(q_p + o_key, mask=m_k, other=0.0)
+    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_between * scale
+    tl.store(scores_p + o_own[:, None] * CHUNK + o_c[None, :], b_scores.to(b_k.dtype), mask=m_t[:, None])
+
+
+@triton.jit(do_not_specialize=["S"])
+def _chunk_rule_kernel(
+    q_p, k_p, w_p, u_p, scores_p, decay_p, state_p, out_p, slots_p, starts_p, counts_p, S, N, G, H_K, H_V, scale,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_c, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_k, m_v = o_k < H_K, o_v < H_V
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_p + i_b).to(tl.int64)
+    p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
+    m_state = m_k[:, None] & m_v[None, :]
+    b_state = tl.load(p_state, mask=m_state & (tl.load(starts_p + i_b) > 0), other=0.0)
+    dtype = q_p.dtype.element_ty
+    for start in range(0, S, CHUNK):
+        o_t = start + o_c
+        m_t = o_t < S
+        o_row = i_b * S + o_t
+        o_key = (o_row * G + i_n // (N // G)) * H_K
+        o_own = o_row * N + i_n
+        m_rows = m_t[:, None] & m_k[None, :]
+        b_decay = tl.load(decay_p + o_own, mask=m_t, other=0.0)
+        b_last = tl.load(decay_p + (i_b * S + tl.minimum(start + CHUNK, S) - 1) * N + i_n)
+        b_low = b_state.to(dtype)
+        b_w = tl.load(w_p + o_own[:, None] * H_K + o_k[None, :], mask=m_rows, other=0.0)
+        o_values = o_own[:, None] * H_V + o_v[None, :]
+        m_values = m_t[:, None] & m_v[None, :]
+        b_u = tl.load(u_p + o_values, mask=m_values, other=0.0).to(tl.float32)
+        b_u -= tl.dot(b_w, b_low, input_precision="ieee")
+        b_q = tl.load(q_p + o_key[:, None] + o_k[None, :], mask=m_rows, other=0.0)
+        b_out = tl.dot(b_q, b_low, input_precision="ieee") * (tl.exp(b_decay) * scale)[:, None]
+        b_scores = tl.load(scores_p + o_own[:, None] * CHUNK + o_c[None, :], mask=m_t[:, None], other=0.0)
+        b_out += tl.dot(b_scores, b_u.to(dtype), input_precision="ieee")
+        tl.store(out_p + o_values, b_out.to(dtype), mask=m_values)
+        b_k = tl.load(k_p + o_key[None, :] + o_k[:, None], mask=m_k[:, None] & m_t[None, :], other=0.0)
+        b_left = (b_u * tl.exp(b_last - b_decay)[:, None]).to(dtype)
+        b_state = b_state * tl.exp(b_last) + tl.dot(b_k, b_left, input_precision="ieee")
+    tl.store(p_state, b_state, mask=m_state & (tl.load(counts_p + i_b) > 0))
+
+
+def chunk_inputs(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `chunk_rule` takes of the rows of a prompt's chunk, which move the memory's window. See `delta_chunk`.
+
+    Returns:
+        q, k [B, S, G, H_k], of length 1, and v [B, S, N, H_v], in qkv's dtype; fp32 [2, B, S, N]: the log of what a
+        row decays the state by, and beta. Padding is zero.
+    """
+    batch, (channels, taps) = len(slots), weight.shape
+    heads, width_k, width_v = memory.state.shape[1:]
+    groups, rows = (channels - heads * width_v) // (2 * width_k), len(qkv) // batch
+    q, k = (qkv.new_empty(batch, rows, groups, width_k) for _ in range(2))
+    v = qkv.new_empty(batch, rows, heads, width_v)
+    gates = torch.empty(2, batch, rows, heads, dtype=torch.float32, device=qkv.device)
+    _chunk_inputs_kernel[(-(-rows // ROWS), 2 * groups + heads + 1, batch)](
+        qkv, ba, weight, a_log, dt_bias, memory.window, slots, starts, counts, q, k, v, gates, rows, channels, heads,
+        groups, width_k, width_v, qkv.stride(0), ba.stride(0), gates.stride(0), TAPS=taps, ROWS=ROWS,
+        BLOCK=next_power_of_two(max(width_k, width_v)), HEADS=next_power_of_two(heads), **pdl(qkv),
+    )  # fmt: skip
+    return q, k, v, gates
+
+
+def chunk_rule(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor, slots: Tensor, starts: Tensor, counts: Tensor
+) -> Tensor:
+    """The outputs [M, N H_v] of the rows that `chunk_inputs` has prepared; `state` takes them in."""
+    batch, rows, groups, width_k = q.shape
+    heads, width_v = v.shape[2:]
+    w, scores = v.new_empty(batch, rows, heads, width_k), v.new_empty(batch, rows, heads, CHUNK.value)
+    u, out, decay = torch.empty_like(v), torch.empty_like(v), torch.empty_like(gates[0])
+    sizes = (rows, heads, groups, width_k, width_v)
+    scale, block_k = width_k**-0.5, padded(width_k)
+    _chunk_solve_kernel[(heads, -(-rows // CHUNK.value), batch)](
+        q, k, v, gates, w, u, scores, decay, *sizes, gates.stride(0), scale,
+        BLOCK_K=block_k, BLOCK_V=padded(width_v), num_warps=8, **pdl(q),
+    )  # fmt: skip
+    columns = min(COLUMNS, padded(width_v))
+    _chunk_rule_kernel[(-(-width_v // columns), heads, batch)](
+        q, k, w, u, scores, decay, state, out, slots, starts, counts, *sizes, scale,
+        BLOCK_K=block_k, BLOCK_V=columns, num_warps=8, num_stages=2, **pdl(q),
+    )  # fmt: skip
+    return out.flatten(0, 1).flatten(1)
+
+
+def delta_chunk(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """The outputs [M, N H_v] of rows that all stay, which the memory takes in; see the reference."""
+    parts = chunk_inputs(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
+    return chunk_rule(*parts, memory.state, slots, starts, counts)
