@@ -50,6 +50,7 @@ def option(
     flag: str | None = None,
     named: bool = False,
     old_flag: str | None = None,
+    repeatable: bool = False,
 ) -> Any:
     """A field of a dataclass that the user can set.
 
@@ -61,8 +62,10 @@ def option(
         flag: its flag, if that is not its name; for an option of a group a second, short one.
         named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
         old_flag: what its flag was called; it works for one release and prints a notice.
+        repeatable: of a list: its flag given again adds to what was given, where others begin anew.
     """
     metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named, "old_flag": old_flag}
+    metadata["repeatable"] = repeatable
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -303,7 +306,8 @@ def _parser(known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, 
 
 def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> None:
     if typing.get_origin(option.hint) is tuple:
-        parser.add_argument(*names, dest=key, nargs="+", metavar="VALUE", help=text)
+        action = "extend" if option.field.metadata["repeatable"] else "store"
+        parser.add_argument(*names, dest=key, action=action, nargs="+", metavar="VALUE", help=text)
     elif "." not in key and bool in (option.hint, *typing.get_args(option.hint)):
         parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, help=text)
     else:

@@ -1,6 +1,7 @@
 """dflash-eval: the acceptance report that people decide from."""
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ PROG = "dflash-eval"
 DESCRIPTION = """\
 Decode prompts with a drafter and without one, and report how many drafted tokens the target accepts, how much
 faster that is, and whether every answer is the plain one. Writes report.json, report.md and report.html. An
-interrupted run continues where it was when the same command runs again."""
+interrupted run continues where it was when the same command runs again.
+
+dflash-eval check REPORT says whether a report keeps limits; it has a --help of its own."""
+COMMANDS = ("check",)  # first words; each has a module of its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +75,11 @@ class EvalConfig(ModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run_command(lambda: _run(parse_cli(EvalConfig, argv, PROG, DESCRIPTION)))
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in COMMANDS:
+        module = importlib.import_module(f".{words[0]}", __package__)  # the other one takes its time
+        return cast(int, module.main(words[1:]))
+    return run_command(lambda: _run(parse_cli(EvalConfig, words, PROG, DESCRIPTION)))
 
 
 def _run(config: EvalConfig) -> None:

@@ -1,10 +1,11 @@
 """The form of `report.json`: its version, its JSON Schema, and what reads it. Without torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
+from ..config import UserError, list_options
 
 SCHEMA_VERSION = 2
 
@@ -15,7 +16,8 @@ def report_schema() -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report of `dflash-eval`. Raises UserError for a file that is none, or one of another version."""
+    """A report of `dflash-eval`, or the one in a folder. Raises UserError: it is none, or one of another version."""
+    path = path / "report.json" if path.is_dir() else path
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -28,3 +30,10 @@ def read_report(path: Path) -> dict[str, Any]:
     if version != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {version}, this reads {SCHEMA_VERSION}; measure again")
     return report
+
+
+def split_places(words: Sequence[str], options: type) -> tuple[list[Path], list[str]]:
+    """The files that a command line begins with, and its `options` behind them."""
+    keys = {key for key, _ in list_options(options)}
+    count = next((i for i, word in enumerate(words) if word[:1] == "-" or word.partition("=")[0] in keys), len(words))
+    return [Path(word) for word in words[:count]], list(words[count:])

@@ -26,6 +26,7 @@ log = logging.getLogger("mkdocs.hooks.names")
 def commands() -> dict[str, tuple[type, str]]:
     """Of each command its options and what it is for."""
     from dflash_toolkit.doctor import cli as doctor
+    from dflash_toolkit.evaluation import check
     from dflash_toolkit.evaluation import cli as evaluate
     from dflash_toolkit.serve import cli as serve
     from dflash_toolkit.train import cli as train
@@ -36,6 +37,7 @@ def commands() -> dict[str, tuple[type, str]]:
         "dflash-train": (train, TrainConfig),
         "dflash-data": (data, data.DataConfig),
         "dflash-eval": (evaluate, evaluate.EvalConfig),
+        "dflash-eval check": (check, check.CheckConfig),
         "dflash-serve": (serve, serve.ServeConfig),
         "dflash-doctor": (doctor, doctor.DoctorConfig),
     }
@@ -51,7 +53,7 @@ def commands() -> dict[str, tuple[type, str]]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, (options, description) in commands().items():
         page = command_page(name, options, description)
-        files.append(File.generated(config, f"commands/{name}.md", content=page))
+        files.append(File.generated(config, f"commands/{name.replace(' ', '-')}.md", content=page))
     return files
 
 

@@ -1,0 +1,154 @@
+"""dflash-eval check: does a report keep the limits that are set? Without torch, for continuous integration."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config import UserError, option, parse_cli, run_command
+from .schema import read_report, split_places
+
+PROG = "dflash-eval check REPORT"
+DESCRIPTION = """\
+See whether a report of dflash-eval (report.json, or its folder) keeps limits, each given as VALUE for all prompt sets
+pooled or as SET=VALUE. Says every miss in a line.
+
+Exit code: 0 all limits hold, 1 one is missed, 2 the command cannot be run as given."""
+
+
+class Limit(NamedTuple):
+    """What a figure of a prompt set has to be."""
+
+    figure: str  # key of FIGURES
+    set: str | None  # None: all of them
+    value: float
+
+
+class Figure(NamedTuple):
+    """A figure that can be limited."""
+
+    key: str  # in report.json
+    name: str
+    least: bool  # the limit is the least it may be, else the most
+
+
+FIGURES = {
+    "min_tau": Figure("tau_pooled", "acceptance length", True),
+    "max_regret": Figure("max_regret_nats", "regret in nats", False),
+    "min_speedup": Figure("speedup", "speed-up", True),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckConfig:
+    """The options of `dflash-eval check`."""
+
+    min_tau: tuple[str, ...] = option((), "least acceptance length, pooled over steps", named=True, repeatable=True)
+    max_regret: tuple[str, ...] = option(
+        (), "most nats that a greedy answer's first difference from the plain one may cost", named=True, repeatable=True
+    )
+    min_speedup: tuple[str, ...] = option((), "least speed-up over plain decoding", named=True, repeatable=True)
+    section: str | None = option(None, "the section of the report that is meant (default: its first)")
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in FIGURES)
+            raise ValueError(f"there is no limit to check; give at least one of {flags}")
+
+    @property
+    def limits(self) -> list[Limit]:
+        """Raises ValueError for an item that is no limit."""
+        return [_limit(figure, item) for figure in FIGURES for item in getattr(self, figure)]
+
+
+def _limit(figure: str, item: str) -> Limit:
+    name, equals, text = item.rpartition("=")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or (equals and not name):
+        raise ValueError(f"{figure}: {item!r} is no limit; give a number, or SET=NUMBER")
+    return Limit(figure, name or None, value)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command on the words behind `check`; returns its exit code."""
+    return run_command(lambda: _run(*parse(argv)))
+
+
+def parse(argv: Sequence[str]) -> tuple[Path, CheckConfig]:
+    """Raises UserError for a command line that is not one report and limits."""
+    places, rest = split_places(argv, CheckConfig)
+    config = parse_cli(CheckConfig, rest, PROG, DESCRIPTION)
+    if len(places) != 1:
+        raise UserError(f"expected one report before the options, got {len(places)}: {PROG} --min-tau 5")
+    return places[0], config
+
+
+def _run(place: Path, config: CheckConfig) -> int:
+    misses = missed(read_report(place), config, str(place))
+    held = len(config.limits) - len(misses)
+    print("\n".join(misses) if misses else f"{place}: {held} of {held} limits hold")
+    return int(bool(misses))
+
+
+def missed(report: dict[str, Any], config: CheckConfig, place: str) -> list[str]:
+    """A line for every limit that a report does not keep.
+
+    Args:
+        place: of the report, for messages.
+
+    Raises:
+        UserError: a section or set that is not there, or a figure that was not measured.
+    """
+    section = named_section(report, config.section, place)
+    lines = []
+    for limit in config.limits:
+        figure = FIGURES[limit.figure]
+        value = _value(report, section, limit, place)
+        if not (value >= limit.value if figure.least else value <= limit.value):  # so that NaN is a miss
+            within = _summary(section, limit.set, place).get(f"{figure.key}_ci95")
+            interval = f" [{within[0]:.3f}, {within[1]:.3f}]" if within else ""
+            wanted = f"at {'least' if figure.least else 'most'} {limit.value:g} wanted"
+            lines.append(
+                f"{limit.set or 'all sets'}: {figure.name} {value:.3f}{interval}, {wanted} ({section['name']})"
+            )
+    return lines
+
+
+def named_section(report: dict[str, Any], name: str | None, place: str) -> dict[str, Any]:
+    """A section by its name; the first where there is none. Raises UserError where it has another one."""
+    by_name = {section["name"]: section for section in report["sections"]}
+    if name is None:
+        return report["sections"][0]
+    if name not in by_name:
+        raise UserError(f"{place} has no section {name!r}; it has {', '.join(map(repr, by_name))}")
+    return by_name[name]
+
+
+def _summary(section: dict[str, Any], name: str | None, place: str) -> dict[str, Any]:
+    if name is None:
+        return section["overall"]
+    if name not in section["sets"]:
+        raise UserError(f"{place} has no set {name!r}; it has {', '.join(map(repr, section['sets']))}")
+    return section["sets"][name]
+
+
+def _value(report: dict[str, Any], section: dict[str, Any], limit: Limit, place: str) -> float:
+    summary, figure = _summary(section, limit.set, place), FIGURES[limit.figure]
+    where = f"{place} has no {figure.name} of {limit.set or 'its sets'}"
+    if limit.figure != "min_tau" and not report["arguments"].get("baseline", True):
+        raise UserError(f"{where}: it was measured by --no-baseline; measure with --baseline")
+    if limit.figure == "max_regret":
+        if summary["identical_to_plain"] is None:
+            raise UserError(f"{where}: drafts were sampled; measure with --temperature 0")
+        sets = [section["sets"][limit.set]] if limit.set else section["sets"].values()
+        regrets = [difference["regret_nats"] for found in sets for difference in found["differences"]]
+        if None in regrets and section["temperature"]:
+            raise UserError(f"{where}: tokens were sampled; measure with --temperature 0")
+        return math.nan if None in regrets else max(regrets, default=0.0)  # null in greedy answers: logits are NaN
+    if summary[figure.key] is None:
+        raise UserError(f"{where}: no answer took a step; measure with more --max-tokens")
+    return summary[figure.key]

@@ -1,0 +1,160 @@
+"""`dflash-eval check`: which limits hold, what a miss says, and what cannot be checked."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+from dflash_toolkit import Drafter, SamplingParams, Target
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, write_report
+from dflash_toolkit.evaluation.cli import main
+
+SETS = {"sky": [EncodedPrompt("a", [65, 66, 67]), EncodedPrompt("b", [68, 69])], "<b>": [EncodedPrompt("c", [70])]}
+
+
+@pytest.fixture(scope="module")
+def pair(target: Target, drafter: Drafter) -> EnginePair:
+    return EnginePair.load(target, drafter)
+
+
+@pytest.fixture(scope="module")
+def folder(pair: EnginePair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a real run."""
+    output = tmp_path_factory.mktemp("report")
+    write_report(evaluate(pair, SETS, SamplingParams(max_tokens=12, ignore_eos=True)), output)
+    return output
+
+
+@pytest.fixture
+def changed(folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Path]:
+    """The same report with something in it changed."""
+
+    def write(change: Callable[[dict[str, Any]], object]) -> Path:
+        report = json.loads((folder / "report.json").read_text())
+        change(report)
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        return tmp_path
+
+    return write
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())["sections"][0]
+
+
+def test_limits_that_hold_and_limits_that_are_missed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = figures(folder)
+    sky, pooled, speedup = section["sets"]["sky"], section["overall"], section["overall"]["speedup"]
+    held = ["--min-tau", f"sky={sky['tau_pooled']}", "<b>=1", "--min-tau", str(pooled["tau_pooled"])]
+    held += ["--max-regret", "0", "--min-speedup", str(speedup)]
+    assert main(["check", str(folder), *held]) == 0
+    assert capsys.readouterr().out == f"{folder}: 5 of 5 limits hold\n"
+
+    above = f"{sky['tau_pooled'] + 0.01:.6f}"
+    missed = ["--min-tau", f"sky={above}", "--min-tau", "<b>=1", "--min-speedup", str(speedup + 1)]
+    assert main(["check", str(folder / "report.json"), *missed]) == 1
+    low, high = sky["tau_pooled_ci95"]
+    first, second = capsys.readouterr().out.splitlines()
+    expected = f"{sky['tau_pooled']:.3f} [{low:.3f}, {high:.3f}], at least {float(above):g} wanted (greedy)"
+    assert first == f"sky: acceptance length {expected}"
+    assert second.startswith(f"all sets: speed-up {speedup:.3f} [") and second.endswith("wanted (greedy)")
+
+
+def test_regret_is_that_of_the_set_and_one_that_is_no_number_is_a_miss(
+    changed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def differ(*regrets: float | None) -> Path:
+        def change(report: dict[str, Any]) -> None:
+            found = report["sections"][0]["sets"]["sky"]
+            found["differences"] = [{"id": "a", "regret_nats": regret} for regret in regrets]
+
+        return changed(change)
+
+    assert main(["check", str(differ(0.1, 0.3)), "--max-regret", "<b>=0", "sky=0.3", "0.3"]) == 0
+    assert main(["check", str(differ(0.1, 0.3)), "--max-regret", "<b>=0", "sky=0.2", "0.3"]) == 1
+    assert main(["check", str(differ(0.1, None)), "--max-regret", "99"]) == 1
+    *_, regret, broken = capsys.readouterr().out.splitlines()
+    assert regret == "sky: regret in nats 0.300, at most 0.2 wanted (greedy)"
+    assert broken == "all sets: regret in nats nan, at most 99 wanted (greedy)"
+
+
+def test_a_section_is_named(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def add(report: dict[str, Any]) -> None:
+        warm = json.loads(json.dumps(report["sections"][0])) | {"name": "temperature 1", "temperature": 1.0}
+        warm["sets"]["sky"]["tau_pooled"] = 0.5
+        report["sections"].append(warm)
+
+    folder = str(changed(add))
+    assert main(["check", folder, "--min-tau", "sky=1"]) == 0
+    assert main(["check", folder, "--min-tau", "sky=1", "--section", "temperature 1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("at least 1 wanted (temperature 1)")
+    assert main(["check", folder, "--min-tau", "1", "--section", "warm"]) == 2
+    assert "no section 'warm'; it has 'greedy', 'temperature 1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["{report}", "--min-tau", "gsm8k=2"], "no set 'gsm8k'; it has 'sky', '<b>'", id="unknown set"),
+        pytest.param(["{report}", "--min-tau", "sky=much"], "min_tau: 'sky=much' is no limit", id="no number"),
+        pytest.param(["{report}", "--min-tau", "=2"], "'=2' is no limit; give a number, or SET=NUMBER", id="no set"),
+        pytest.param(["{report}", "--max-regret", "nan"], "max_regret: 'nan' is no limit", id="NaN"),
+        pytest.param(["{report}"], "no limit to check; give at least one of --min-tau", id="no limit"),
+        pytest.param(["--min-tau", "2"], "expected one report before the options, got 0", id="no report"),
+        pytest.param(["{report}", "{report}", "--min-tau", "2"], "got 2", id="two reports"),
+        pytest.param(["{report}", "--min-tua", "2"], "did you mean --min-tau?", id="typo"),
+        pytest.param(["/no/such.json", "--min-tau", "2"], "/no/such.json: cannot be read (No such file", id="no file"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["check", *(word.format(report=folder) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1 and out == ""
+
+
+def test_an_old_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text('{"schema": 1, "sets": {}}')
+    assert main(["check", str(tmp_path), "--min-tau", "2"]) == 2
+    assert "schema_version is 1, this reads 2; measure again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "words", "message"),
+    [
+        ({"baseline": False}, ["--min-speedup", "2"], "no speed-up of its sets: it was measured by --no-baseline"),
+        ({"baseline": False}, ["--max-regret", "sky=2"], "no regret in nats of sky: it was measured by --no-baseline"),
+        ({"max_tokens": 1}, ["--min-tau", "2"], "no answer took a step; measure with more --max-tokens"),
+        ({"temperature": 1.0}, ["--max-regret", "1"], "drafts were sampled; measure with --temperature 0"),
+    ],
+)
+def test_a_figure_that_was_not_measured_names_the_option_that_makes_it(
+    target: Target,
+    drafter: Drafter,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    setting: dict[str, Any],
+    words: list[str],
+    message: str,
+) -> None:
+    pair = EnginePair.load(target, drafter, draft_sample_method="probabilistic")
+    params = SamplingParams(**{"max_tokens": 4, **{key: value for key, value in setting.items() if key != "baseline"}})
+    write_report(evaluate(pair, SETS, params, baseline=setting.get("baseline", True)), tmp_path)
+    assert main(["check", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_check_loads_no_torch(folder: Path) -> None:
+    probe = (
+        "import sys; from dflash_toolkit.evaluation.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    words = ["check", str(folder), "--min-tau", "999"]
+    done = subprocess.run([sys.executable, "-c", probe, *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
