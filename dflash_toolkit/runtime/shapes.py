@@ -23,7 +23,9 @@ from ..models.quantized import FORM
 from ..models.spec import ModelSpec
 from .weights import DrafterWeights, TargetWeights
 
+STD = 0.02  # of matrices
 FP8_STD = 64.0  # of random numbers in fp8, whose scales give them that of other matrices
+ROUTED_STD = 32.0  # of embeddings where tokens choose experts
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
@@ -157,9 +159,15 @@ def named_shape(name: str) -> PreTrainedConfig:
 
 
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
-    """Random weights of a shape, for benchmarks: normal(0, 0.02) matrices, unit norms, zero biases."""
+    """Random weights of a shape, for benchmarks: normal(0, STD) matrices, unit norms, zero biases.
+
+    Of a mixture of experts embeddings are so large that a row stays its own token's. Else random layers make all rows
+    behind one context alike, which then choose the same experts; so they choose as if each drew its own.
+    """
     weights = TargetWeights.empty(spec, device, dtype)
     _randomise(weights.parameter_views(stacked=True).items(), device, seed)
+    if spec.routes:
+        weights.embedding.mul_(ROUTED_STD / STD)
     return weights
 
 
@@ -180,9 +188,9 @@ def _randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: 
         elif view.dim() == 1:
             view.fill_(1.0)
         elif name.endswith("_scale_inv"):
-            view.fill_(0.02 / FP8_STD)
+            view.fill_(STD / FP8_STD)
         elif view.dtype == torch.float8_e4m3fn:
             wide = torch.empty(view.shape, device=device, dtype=torch.bfloat16)
             view.copy_(cast_fp8(wide.normal_(std=FP8_STD, generator=generator)))
         else:
-            view.normal_(std=0.02, generator=generator)
+            view.normal_(std=STD, generator=generator)

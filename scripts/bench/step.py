@@ -5,11 +5,11 @@
 Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
 long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
 Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
-work is not. Where tokens choose experts, every row verifies random ones of its own: what a random drafter drafts is
-much the same everywhere. Behind one context random weights choose much the same experts for them still, of which an
-`mbu` above 1 tells. Several `--drafter-kind` take turns with the same target, so that what a part of DFlash 2 costs is
-the difference between two rows. With `--zero-acceptance N` nothing that is drafted for N requests of every
-batch is accepted; how long a token of theirs and of the others takes is told apart.
+work is not. Where tokens choose experts, every row verifies random ones of its own, as what a random drafter drafts is
+much the same everywhere, and the random target's rows choose experts as independent draws would. Several
+`--drafter-kind` take turns with the same target, so that what a part of DFlash 2 costs is the difference between two
+rows. With `--zero-acceptance N` nothing that is drafted for N requests of every batch is accepted; how long a token of
+theirs and of the others takes is told apart.
 """
 
 import argparse

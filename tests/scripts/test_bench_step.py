@@ -1,14 +1,19 @@
-"""The breakdown of a step, from the ends of its kernels, and what the script is told on its command line."""
+"""The breakdown of a step, from the ends of its kernels, whose experts it reads, and the script's command line."""
 
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_target
+from torch import Tensor
+from transformers import Qwen3MoeConfig
 
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import SyntheticAcceptance
-from dflash_toolkit.runtime.shapes import random_target
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime.shapes import random_drafter, random_target
+from dflash_toolkit.sampling import SamplingParams
 from scripts.bench import step as bench_step
 
 pytest.importorskip("triton")
@@ -78,6 +83,40 @@ def test_of_experts_a_step_reads_those_that_its_rows_likely_have() -> None:
     experts = sum(t.nbytes for t in (weights.layers[0].ffn.gate_up, weights.layers[0].ffn.down))
     assert read[1] == read[2] and read[3] - read[0] == pytest.approx(0.6 * experts, abs=2)
     assert read[3] - read[1] == pytest.approx(0.6**2 * experts, abs=2)
+
+
+def test_rows_of_one_block_wake_as_many_experts_as_independent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, top, layers, wide = 32, 4, 12, 4.0
+    config = Qwen3MoeConfig(
+        vocab_size=1024, hidden_size=128, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, moe_intermediate_size=64, num_experts=experts, num_experts_per_tok=top, tie_word_embeddings=False,
+    )  # fmt: skip
+    cpu = torch.device("cpu")
+    target = random_target(ModelSpec.of_target(config), cpu, torch.float32)
+    for name, view in target.parameter_views(stacked=True).items():
+        if view.dim() > 1 and "embed_tokens" not in name:
+            view.mul_(wide)  # so that a layer adds to its rows what one of 2048 columns does
+    drafter = random_drafter(drafter_shape(config, layers=1, taps=2), cpu, torch.float32)
+    synthetic = SyntheticAcceptance(rate=0.8)
+    options = EngineOptions(max_num_seqs=1, max_model_len=512, num_speculative_tokens=7, synthetic=synthetic)
+    engine = Engine(target, drafter, (), options)
+    blocks: list[int] = []
+    real = reference.top_experts
+
+    def top_experts(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        routing = real(*args, **kwargs)
+        if len(routing[1]) == 8:
+            blocks.append(len(routing[1].unique()))
+        return routing
+
+    monkeypatch.setattr(reference, "top_experts", top_experts)
+    with engine.runner.any_tokens():
+        request = engine.submit(list(range(300, 556)), SamplingParams(max_tokens=40, ignore_eos=True))
+        while not request.finished:
+            engine.step()
+    assert len(blocks) >= 8 * layers
+    expected = experts * (1 - (1 - top / experts) ** 8)
+    assert sum(blocks) / len(blocks) == pytest.approx(expected, rel=0.1)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
