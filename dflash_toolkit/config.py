@@ -126,6 +126,8 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
     if origin is tuple:
         item = typing.get_args(hint)[0]
+        if item in (int, float, bool) and isinstance(value, int | float | str):
+            value = [value]  # one number is a list of it: `temperature=0.6`
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}: expected a list, got {value!r}")
         return tuple(_coerce(item, v, f"{where}[{i}]", choices) for i, v in enumerate(value))
@@ -305,7 +307,11 @@ def _parser(known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, 
 
 
 def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> None:
-    if typing.get_origin(option.hint) is tuple:
+    if typing.get_origin(option.hint) is tuple and bool in typing.get_args(option.hint):
+        parser.add_argument(*names, dest=key, nargs="*", metavar="{on,off}", help=text)
+        no = f"--no-{names[-1][2:]}"  # as for a single one
+        parser.add_argument(no, dest=key, action="store_const", const=["off"], help=argparse.SUPPRESS)
+    elif typing.get_origin(option.hint) is tuple:
         action = "extend" if option.field.metadata["repeatable"] else "store"
         parser.add_argument(*names, dest=key, action=action, nargs="+", metavar="VALUE", help=text)
     elif "." not in key and bool in (option.hint, *typing.get_args(option.hint)):
@@ -336,7 +342,8 @@ def _unknown_flag(flag: str, parser: argparse.ArgumentParser, prog: str) -> str:
 def _from_text(hint: Any, text: Any) -> Any:
     """What was typed, read as YAML unless the option wants text: `--port 8000` is an int, `--target 7` is a name."""
     if isinstance(text, list):  # a list flag, one item a word
-        return [_from_text(typing.get_args(hint)[0], item) for item in text]
+        item = typing.get_args(hint)[0]
+        return [_from_text(item, each) for each in text or (["on"] if item is bool else [])]
     wants_text = hint is str or (typing.get_origin(hint) is not tuple and str in typing.get_args(hint))
     if not isinstance(text, str) or (wants_text and (hint is str or text != "null")):
         return text

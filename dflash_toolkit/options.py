@@ -28,15 +28,32 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
-    """How the target picks the tokens of its answers."""
+class AnswerOptions:
+    """How long answers are, and which tokens may be picked for them."""
 
     renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
     max_tokens: int = option(2048, "longest answer, in tokens")
-    temperature: float = option(0.0, "0 is greedy")
     top_p: float = option(1.0, "nucleus sampling")
     top_k: int = option(0, "keep the most probable tokens; 0 is all")
     min_p: float = option(0.0, "keep tokens at least so probable, relative to the best")
+
+    def params_at(self, temperature: float, seed: int = 0) -> SamplingParams:
+        """Raises ValueError for a value outside its range."""
+        return SamplingParams(
+            seed=seed,
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.max_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions(AnswerOptions):
+    """How the target picks the tokens of its answers."""
+
+    temperature: float = option(0.0, "0 is greedy")
     thinking: bool | None = option(None, "for templates with a thinking mode (default: the template's own)")
 
     def __post_init__(self) -> None:
@@ -44,14 +61,7 @@ class SamplingOptions:
 
     def params(self, seed: int = 0) -> SamplingParams:
         """Raises ValueError for a value outside its range."""
-        return SamplingParams(
-            seed=seed,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-        )
+        return self.params_at(self.temperature, seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -245,11 +245,7 @@ def conversation(row: Any, default_id: str, form: str | None = None) -> Conversa
     name = next((row[key] for key in ("id", "task_id") if isinstance(row.get(key), str | int)), default_id)
     try:
         messages, tools = read_chat(row, form)
-        turns = _turns(messages)
-        chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt"))
-        if form == "mt_bench" or (form is None and not chat):
-            later = row["turns"][1:] if isinstance(row.get("turns"), list) else []
-            turns += tuple(({"role": "user", "content": turn.strip()},) for turn in later)
+        turns = all_turns(row, messages, form)
         if not all(isinstance(message["content"], str) for turn in turns for message in turn):
             raise TypeError("the prompt must be text")
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -257,6 +253,16 @@ def conversation(row: Any, default_id: str, form: str | None = None) -> Conversa
     if not turns or not all(_asks(turn, first=i == 0) for i, turn in enumerate(turns)):
         raise ValueError("a turn asks nothing")
     return Conversation(str(name), turns, tools, tuple(messages))
+
+
+def all_turns(row: dict[str, Any], messages: list[Message], form: str | None) -> tuple[tuple[Message, ...], ...]:
+    """What a row asks, turn by turn, as in `Conversation`; `messages` are what `read_chat` made of it."""
+    turns = _turns(messages)
+    chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt"))
+    if form == "mt_bench" or (form is None and not chat):
+        later = row["turns"][1:] if isinstance(row.get("turns"), list) else []
+        turns += tuple(({"role": "user", "content": turn.strip()},) for turn in later)
+    return turns
 
 
 def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
-from .conversations import BY_NAME, Message, Tool, read_chat, split_messages
+from .conversations import BY_NAME, Message, Tool, all_turns, read_chat, split_messages
 from .conversations import MALFORMED as MALFORMED
 from .sources import UNREADABLE as UNREADABLE
 from .sources import Found, Malformed, Source
@@ -28,6 +28,7 @@ class Prompt:
     rest: tuple[Message, ...] = ()  # from the recorded first answer (a text or tool calls) to the end
     tools: tuple[Tool, ...] = ()
     category: str | None = None  # as the row has it
+    later: tuple[tuple[Message, ...], ...] = ()  # what is asked behind the first answer, turn by turn
 
     @property
     def answer(self) -> str | None:
@@ -127,6 +128,7 @@ def _parse(found: Found, source: Source) -> Prompt:
         raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
     try:
         messages, tools = read_chat(row, source.applied)
+        later = all_turns(row, messages, source.applied)[1:]
         if not all(isinstance(message["content"], str) for message in messages):
             raise TypeError("prompt and answer must be text")
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -140,7 +142,7 @@ def _parse(found: Found, source: Source) -> Prompt:
     names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
     kinds = (row.get(key) for key in CATEGORY_KEYS)
     kind = next((kind for kind in kinds if isinstance(kind, str) and kind), None)
-    return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools, kind)
+    return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools, kind, later)
 
 
 # ---- chat templates ------------------------------------------------------------------------------------------

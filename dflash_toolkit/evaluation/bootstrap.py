@@ -58,23 +58,27 @@ def _student(p: float, freedom: int) -> float:
 
 
 def intervals(
-    drafted: Sequence[Generation], plain: Sequence[Generation], block_size: int
+    drafted: Sequence[Generation], plain: Sequence[Generation], block_size: int, begins: Sequence[bool] | None = None
 ) -> dict[str, Interval | tuple[Interval | None, ...] | None]:
     """Intervals of the figures of `Acceptance` and of the speed-up, by their names in reports.
 
     Args:
         plain: of the same requests in the same order; or none.
         block_size: S; two figures have S - 1 intervals, one a slot.
+        begins: whether a request begins a conversation (default: each does); its turns are drawn together.
     """
     slots = block_size - 1
     columns = [_speed(drafted), _taus(drafted), np.array([_slots(g, slots) for g in drafted]).reshape(-1, 3 * slots)]
     columns += [_speed(plain)] if plain else []
-    sums = resampled_sums(np.concatenate(columns, axis=1))
+    figures = np.concatenate(columns, axis=1)
+    if begins is not None:
+        figures = np.add.reduceat(figures, np.flatnonzero(begins))
+    sums = resampled_sums(figures)
     tokens, steps, seconds, taus, counted = sums[:, :5].T
     judged, reached, accepted = sums[:, 5 : 5 + 3 * slots].reshape(-1, 3, slots).transpose(1, 2, 0)
 
     def of(replicates: Array) -> Interval | None:
-        return interval(replicates, len(drafted))
+        return interval(replicates, len(figures))
 
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = tokens / seconds

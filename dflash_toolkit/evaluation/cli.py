@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.readahead import read_ahead
 from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
-from ..data.prompts import Prompt, encode_chat, tell_of_thinking
+from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
-from ..options import DraftOptions, ModelOptions, PromptSetOptions, SamplingOptions
+from ..options import AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
 
 if TYPE_CHECKING:
     from .decoders import Pair
+    from .measure import EncodedPrompt
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -30,11 +31,23 @@ COMMANDS = ("check",)  # first words; each has a module of its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalSampling(SamplingOptions):
-    """How answers are decoded."""
+class EvalSampling(AnswerOptions):
+    """How answers are decoded: every prompt at every temperature, in every mode."""
 
     max_tokens: int = option(512, "longest answer, in tokens")
+    temperature: tuple[float, ...] = option((0.0,), "one or several, as 0 0.6 1; 0 is greedy")
+    thinking: tuple[bool, ...] = option(
+        (), "on, off or both, for templates with a thinking mode (default: the template's own)"
+    )
+    multi_turn: bool = option(False, "ask every turn of a conversation behind the answers before; else the first alone")
     seed: int = option(0, "of sampling; the same for every prompt")
+
+    def __post_init__(self) -> None:
+        for name, values in (("temperature", self.temperature), ("thinking", self.thinking)):
+            if len(set(values)) < len(values) or (name == "temperature" and not values):
+                raise ValueError(f"{name} is {list(values)}; give each value once")
+        for temperature in self.temperature:
+            self.params_at(temperature)  # raises for a value outside its range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,30 +105,35 @@ def _run(config: EvalConfig) -> None:
 
     from .files import write_report
     from .markdown import render_table
-    from .measure import EncodedPrompt
-    from .run import evaluate
+    from .run import Setting, evaluate_all
     from .tables import summary_table
 
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
     pair = _load(config)
-    tell_of_thinking(pair.tokenizer, config.sampling.thinking)
-    sets = {
-        name: [
-            EncodedPrompt(row.id, _encode(pair.tokenizer, name, row, config.sampling.thinking), row.category)
-            for row in rows
-        ]
-        for name, rows in prompts.items()
+    sampling = config.sampling
+    tell_of_thinking(pair.tokenizer, next(iter(sampling.thinking), None))
+    modes: tuple[bool | None, ...] = sampling.thinking or (None,)
+    encoded = {
+        thinking: {
+            name: [_encode(pair.tokenizer, name, row, thinking, sampling.multi_turn) for row in rows]
+            for name, rows in prompts.items()
+        }
+        for thinking in modes
     }
+    settings = [
+        Setting(encoded[thinking], sampling.params_at(temperature, sampling.seed), thinking)
+        for thinking in modes
+        for temperature in sampling.temperature
+    ]
 
     output = Path(config.output)
     partial = output / "partial.jsonl"
     arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
     with _alone(output):
-        report = evaluate(
+        report = evaluate_all(
             pair,
-            sets,
-            config.sampling.params(config.sampling.seed),
+            settings,
             baseline=config.baseline,
             arguments={**arguments, "prompt_file_sha256": hashes},
             partial=partial,
@@ -123,7 +141,11 @@ def _run(config: EvalConfig) -> None:
         )
         write_report(report, output)
         partial.unlink(missing_ok=True)
-    print(f"{render_table(summary_table(report))}\n\nThe report is in {output / 'report.html'}")
+    for section in report.sections:
+        print(f"{section.name}:\n\n{render_table(summary_table(section))}\n")
+    for warning in report.warnings:
+        print(f"warning: {warning}\n")
+    print(f"The report is in {output / 'report.html'}")
 
 
 @contextlib.contextmanager
@@ -169,8 +191,14 @@ def _load(config: EvalConfig) -> "Pair":
     return pair
 
 
-def _encode(tokenizer: Any, name: str, prompt: Prompt, thinking: bool | None) -> list[int]:
-    try:
-        return encode_chat(tokenizer, prompt.messages, thinking, prompt.tools)
-    except UserError as error:
-        raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}") from error
+def _encode(tokenizer: Any, name: str, row: Prompt, thinking: bool | None, multi_turn: bool) -> "EncodedPrompt":
+    from .measure import EncodedPrompt, Rest
+
+    def encode(messages: Sequence[Message]) -> list[int]:
+        try:
+            return encode_chat(tokenizer, messages, thinking, row.tools)
+        except UserError as error:
+            raise UserError(f"set {name!r}, prompt {row.id!r}: {error}") from error
+
+    rest = Rest(row.messages, row.later, encode) if multi_turn and row.later else None
+    return EncodedPrompt(row.id, encode(row.messages), row.category, rest=rest)

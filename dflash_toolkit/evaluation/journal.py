@@ -1,11 +1,10 @@
 """The measurements of an unfinished run, one JSON line each, so that a killed run continues where it was.
 
-The first line is the fingerprint of everything the numbers depend on; a journal with another one is started
-afresh. A line that a kill left torn is dropped, together with whatever stands behind it.
+A line has a digest of everything that its numbers depend on, and is of use to every run that wants the same. A line
+that a kill left torn is dropped, together with whatever stands behind it.
 """
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,64 +13,52 @@ from ..decode import Generation, Step
 from ..files import append_lines, cut_journal, unwritable
 from .measure import Difference, Measurement
 
-Key = tuple[str, int]  # name of the prompt set, index of the prompt in it
-
 
 class Journal:
-    """What is done, on disk and in `done`. The file is open only while a line is written."""
+    """What is done, on disk and in `done`, by digest. The file is open only while a line is written."""
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        """Continue the journal at `path`, or start it afresh. Raises UserError if it cannot be written."""
-        self._path = path
-        self.done: dict[Key, Measurement] = {}
-        header = {"fingerprint": fingerprint}
+    def __init__(self, path: Path, threads: int) -> None:
+        """Continue the journal at `path`, or start it, with so many threads. Raises UserError: it cannot be written."""
+        self._path, self._threads = path, threads
+        self.done: dict[str, Measurement] = {}
+        self.threads: dict[str, int] = {}  # that measured it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             old = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise unwritable(path, error) from error
-        kept = self._read(old, json.dumps(header).encode() + b"\n")
-        if kept == 0 and old.count(b"\n") > 1:
-            print(f"{path} is of a run that differs; its measurements are made again", file=sys.stderr)
-        cut_journal(path, kept)
-        if kept == 0:
-            append_lines(path, [header])
+        cut_journal(path, self._read(old))
 
-    def _read(self, content: bytes, header: bytes) -> int:
-        """Fill `done` and return how many leading bytes are whole lines of this very run."""
-        if not content.startswith(header):
-            return 0
+    def _read(self, content: bytes) -> int:
+        """Fill `done` and return how many leading bytes are whole lines."""
         kept = 0
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
-            if kept:
-                try:
-                    row = json.loads(line)
-                    self.done[row["set"], row["index"]] = _measurement(row["measurement"])
-                except (ValueError, KeyError, TypeError):
-                    break
+            try:
+                row = json.loads(line)
+                self.done[row["key"]] = _measurement(row["measurement"])
+                self.threads[row["key"]] = int(row["threads"])
+            except (ValueError, KeyError, TypeError):
+                break
             kept += len(line)
         return kept
 
-    def append(self, key: Key, measurement: Measurement) -> None:
+    def append(self, key: str, measurement: Measurement) -> None:
         """Record a finished measurement. Raises UserError if the disk is full."""
-        append_lines(self._path, [{"set": key[0], "index": key[1], "measurement": asdict(measurement)}])
-        self.done[key] = measurement
+        append_lines(self._path, [{"key": key, "threads": self._threads, "measurement": asdict(measurement)}])
+        self.done[key], self.threads[key] = measurement, self._threads
 
 
 def _measurement(row: dict[str, Any]) -> Measurement:
     plain, difference = row["plain"], row["difference"]
-    return Measurement(
-        row["id"],
-        row["prompt_tokens"],
-        _generation(row["drafted"]),
-        None if plain is None else _generation(plain),
-        None if difference is None else Difference(**difference),
-        row["category"],
-        row["prompt_text"],
-        tuple(row["token_texts"]),
-    )
+    changed = {
+        "drafted": _generation(row["drafted"]),
+        "plain": None if plain is None else _generation(plain),
+        "difference": None if difference is None else Difference(**difference),
+        "token_texts": tuple(row["token_texts"]),
+    }
+    return Measurement(**row | changed)
 
 
 def _generation(row: dict[str, Any]) -> Generation:

@@ -4,10 +4,11 @@ Everything here is batch 1, on one of the two runtimes of `decoders.py`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..acceptance import Acceptance
+from ..data.prompts import Message
 from ..decode import generate
 from ..fingerprint import json_digest
 from ..generation import Generation
@@ -24,11 +25,35 @@ class EncodedPrompt:
     id: str
     token_ids: list[int]
     category: str | None = None
+    turn: int = 1  # of its conversation
+    rest: "Rest | None" = None  # of the conversation
+
+    def next(self, answer: str) -> "EncodedPrompt | None":
+        """The next turn, behind this answer; None behind the last. Raises UserError: the chat template refuses it."""
+        if self.rest is None:
+            return None
+        asked = self.rest.turns[0]
+        # a turn that begins with a recorded call replaces the answer
+        said = () if asked[0]["role"] == "assistant" else ({"role": "assistant", "content": answer},)
+        history = (*self.rest.history, *said, *asked)
+        rest = replace(self.rest, history=history, turns=self.rest.turns[1:])
+        return EncodedPrompt(self.id, rest.encode(history), self.category, self.turn + 1, rest if rest.turns else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is asked behind a prompt."""
+
+    history: tuple[Message, ...]  # of the prompt
+    turns: tuple[tuple[Message, ...], ...]  # at least one
+    encode: Callable[[Sequence[Message]], list[int]]
 
 
 def prompts_digest(prompts: Sequence[EncodedPrompt]) -> str:
     """As reports note the prompts of a set."""
-    return json_digest([{"id": prompt.id, "token_ids": prompt.token_ids} for prompt in prompts])
+    rows = [{"id": prompt.id, "token_ids": prompt.token_ids} for prompt in prompts]
+    later = [{"later": prompt.rest.turns} if prompt.rest else {} for prompt in prompts]
+    return json_digest([row | more for row, more in zip(rows, later, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +81,7 @@ class Measurement:
     plain: Generation | None
     difference: Difference | None  # None without a baseline, and where the answers are equal or need not be
     category: str | None = None
+    turn: int = 1
     prompt_text: str = ""
     token_texts: tuple[str, ...] = ()  # of the drafted answer, one a token; together they are its text
 
@@ -82,7 +108,9 @@ def measure(
     if plain and pair.repeats_plain(params):
         difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
     texts = _text(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
-    return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference, prompt.category, *texts)
+    return Measurement(
+        prompt.id, len(prompt.token_ids), drafted, plain, difference, prompt.category, prompt.turn, *texts
+    )
 
 
 def _difference(

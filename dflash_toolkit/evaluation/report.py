@@ -1,5 +1,6 @@
 """The results of a run, per prompt set and pooled over all, and the form they have in `report.json`."""
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from .measure import Difference, Measurement
 from .schema import SCHEMA_VERSION
 
 PERCENTILES = (50, 90, 99)
+NOISY = 1.5  # the fastest set over the slowest, decoded plainly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +91,7 @@ class Summary:
             Acceptance.of(drafted, block_size),
             Acceptance.of(plain, block_size=1) if plain else None,
             same if plain and repeats_plain else None,
-            intervals(drafted, plain, block_size),
+            intervals(drafted, plain, block_size, [m.turn == 1 for m in measurements]),
             _spread([answer.prefill_s for answer in drafted]),
             max((regret for regret in regrets if regret is not None), default=None),
         )
@@ -179,6 +181,7 @@ def _request(measurement: Measurement) -> dict[str, Any]:
     return {
         "id": measurement.id,
         "category": measurement.category,
+        "turn": measurement.turn,
         "prompt_tokens": measurement.prompt_tokens,
         "prompt_text": measurement.prompt_text,
         "tokens": len(drafted.tokens),
@@ -247,6 +250,21 @@ class Section:
         }
 
 
+def noise(sections: Sequence[Section]) -> list[str]:
+    """A warning where plain decoding was much faster in some sets than in others, which no drafter explains."""
+    found = []
+    for section in sections:
+        speeds = {name: s.summary.plain.tokens_per_second for name, s in section.sets.items() if s.summary.plain}
+        measured = {name: speed for name, speed in speeds.items() if math.isfinite(speed)}
+        if measured and max(measured.values()) > NOISY * min(measured.values()):
+            said = ", ".join(f"{name} {speed:.1f}" for name, speed in measured.items())
+            found.append(
+                f"Plain decoding ({section.name}) was not equally fast in all sets ({said} tokens/s): other programs "
+                f"may have used the machine, or contexts differ much. Compare speed-ups with care."
+            )
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything a run found out."""
@@ -254,6 +272,7 @@ class Report:
     environment: Environment
     arguments: dict[str, Any]  # plain JSON values
     sections: tuple[Section, ...]  # at least one; the first is what a reader is told of where there is room for one
+    warnings: tuple[str, ...] = ()  # why figures may mislead
 
     @property
     def sets(self) -> dict[str, SetReport]:
@@ -290,6 +309,7 @@ class Report:
             "environment": asdict(self.environment),
             "arguments": self.arguments,
             "bootstrap": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
+            "warnings": list(self.warnings),
             "sections": [section.to_json() for section in self.sections],
         }
         return finite(values)

@@ -1,8 +1,9 @@
 """Go through prompt sets with a pair, keeping what is done."""
 
 import contextlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,63 +13,156 @@ from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
 from ..sampling import SamplingParams
 from .decoders import Pair
-from .journal import Journal, Key
+from .journal import Journal
 from .measure import EncodedPrompt, Measurement, measure, prompts_digest
-from .report import Environment, Report, Section
+from .report import Environment, Report, Section, noise
 
 WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to decode prompt sets, and the prompts as it encodes them."""
+
+    sets: Mapping[str, Sequence[EncodedPrompt]]  # at least one of at least one prompt, by name
+    params: SamplingParams
+    thinking: bool | None = None  # what the chat template was told
 
 
 def evaluate(
     pair: Pair,
     sets: Mapping[str, Sequence[EncodedPrompt]],
     params: SamplingParams | None = None,
+    **more: Any,
+) -> Report:
+    """Decode prompt sets one way; see `evaluate_all`."""
+    return evaluate_all(pair, [Setting(sets, params or SamplingParams())], **more)
+
+
+def evaluate_all(
+    pair: Pair,
+    settings: Sequence[Setting],
     *,
     baseline: bool = True,
     arguments: Mapping[str, Any] | None = None,
     partial: Path | None = None,
     show_progress: bool = False,
 ) -> Report:
-    """Decode every prompt of every set with the drafter and, with `baseline`, without it too.
+    """Decode every prompt of every set with the drafter and, with `baseline`, without it too, in every setting.
+
+    The next turn of a conversation is asked behind the drafted answer to the one before.
 
     Args:
-        sets: at least one set of at least one prompt, by name.
+        settings: at least one; each gives the report a section.
         arguments: further JSON values to note in the report.
-        partial: file that keeps finished requests. A later call that would measure the same thing (models,
-            pair, prompts, sampling, arguments, machine and versions) takes them, times included, and decodes only
-            the rest. The caller removes it once the report is safe.
+        partial: file that keeps finished requests. A later call that measures one of them again (models, pair, prompt,
+            sampling, machine and versions are the same) takes it, times included. The caller removes the file once the
+            report is safe.
 
     Raises:
         UserError: nothing to decode, a prompt that does not fit the target's context, or a full disk.
     """
-    params = params or SamplingParams()
-    _check_prompts(pair, sets)
+    for setting in settings:
+        _check_prompts(pair, setting.sets)
     environment = Environment.of(pair)
-    noted = {**(arguments or {}), **_describe(pair, sets, params, baseline)}
-    journal = Journal(partial, _fingerprint(environment, noted)) if partial else None
-    done: dict[Key, Measurement] = dict(journal.done) if journal else {}
-    pending = [(name, i) for name, prompts in sets.items() for i in range(len(prompts)) if (name, i) not in done]
-
-    if pending:
-        longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
-        pair.make_room(longest + params.max_tokens)
-        name, first = pending[0]
-        _warm_up(pair, (True, False) if baseline else (True,), sets[name][first], params)
-    meter = _Meter(len(done) + len(pending), done.values()) if show_progress else None
+    journal = Journal(partial, environment.threads) if partial else None
+    prompts = [prompt for setting in settings for found in setting.sets.values() for prompt in found]
+    most = max(setting.params.max_tokens for setting in settings)
+    room = min(max(_room(prompt, most) for prompt in prompts), pair.context_limit)
+    pair.make_room(room)
+    turns = sum(1 + (len(prompt.rest.turns) if prompt.rest else 0) for prompt in prompts)
+    meter = _Meter(turns) if show_progress else None
+    decoding = _Decoding(pair, room, environment, baseline, journal, meter)
     with meter or contextlib.nullcontext():
-        for name, i in pending:
-            on_step = meter.step if meter else None
-            measurement = measure(pair, sets[name][i], params, baseline=baseline, on_step=on_step)
-            done[name, i] = measurement
-            if journal:
-                journal.append((name, i), measurement)
-            if meter:
-                meter.finished(measurement)
+        sections = tuple(
+            Section.of(
+                {name: decoding.conversations(found, setting.params) for name, found in setting.sets.items()},
+                setting.params.temperature,
+                setting.thinking,
+                pair.block_size,
+                pair.repeats_plain(setting.params),
+            )
+            for setting in settings
+        )
+    noted = {**(arguments or {}), **_describe(pair, settings[0], baseline)}
+    return Report(environment, noted, sections, (*decoding.warnings(), *noise(sections)))
 
-    size, repeats = pair.block_size, pair.repeats_plain(params)
-    results = {name: tuple(done[name, i] for i in range(len(prompts))) for name, prompts in sets.items()}
-    thinking = noted.get("thinking")
-    return Report(environment, noted, (Section.of(results, params.temperature, thinking, size, repeats),))
+
+class _Decoding:
+    """Measures prompts, keeping what is done."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        room: int,
+        environment: Environment,
+        baseline: bool,
+        journal: Journal | None,
+        meter: "_Meter | None",
+    ) -> None:
+        self._pair, self._room, self._baseline, self._journal, self._meter = pair, room, baseline, journal, meter
+        machine = asdict(environment)
+        for name in ("date", "threads"):  # no reason to measure again
+            del machine[name]
+        self._same = [machine, pair.name, pair.facts, baseline]
+        self._threads: set[int] = set()
+        self._warm = False
+
+    def conversations(self, prompts: Iterable[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
+        """All turns of every prompt."""
+        found: list[Measurement] = []
+        for first in prompts:
+            prompt: EncodedPrompt | None = first
+            while prompt is not None:
+                found.append(self._measurement(prompt, params))
+                prompt = self._next(prompt, found[-1], params)
+        return found
+
+    def _next(self, prompt: EncodedPrompt, measured: Measurement, params: SamplingParams) -> EncodedPrompt | None:
+        answer = self._pair.tokenizer.decode(measured.drafted.tokens, skip_special_tokens=True)
+        following = prompt.next(answer)
+        if following is not None and len(following.token_ids) >= self._room:
+            print(f"prompt {prompt.id!r}: no room for turn {following.turn}; it is left out", file=sys.stderr)
+            return None
+        return following
+
+    def _measurement(self, prompt: EncodedPrompt, params: SamplingParams) -> Measurement:
+        key = json_digest([self._same, asdict(params), prompt.id, prompt.turn, prompt.category, prompt.token_ids])
+        if self._journal and key in self._journal.done:
+            found = self._journal.done[key]
+            self._threads.add(self._journal.threads[key])
+            if self._meter:
+                self._meter.kept(found)
+            return found
+        if not self._warm:
+            _warm_up(self._pair, (True, False) if self._baseline else (True,), prompt, params)
+            self._warm = True
+        on_step = self._meter.step if self._meter else None
+        found = measure(self._pair, prompt, params, baseline=self._baseline, on_step=on_step)
+        if self._journal:
+            self._journal.append(key, found)
+            self._threads.add(self._journal.threads[key])
+        if self._meter:
+            self._meter.finished(found)
+        return found
+
+    def warnings(self) -> list[str]:
+        """What a reader must know of how this was measured."""
+        if len(self._threads) < 2:
+            return []
+        counts = " and ".join(map(str, sorted(self._threads)))
+        return [f"The run was continued with another number of threads ({counts}): times are not of one machine."]
+
+
+def _room(prompt: EncodedPrompt, max_tokens: int) -> int:
+    """Tokens of a conversation, or a few more."""
+    if prompt.rest is None:
+        return len(prompt.token_ids) + max_tokens
+    answer = {"role": "assistant", "content": ""}
+    asked = [message for turn in prompt.rest.turns for message in (answer, *turn) if message["role"] != "system"]
+    length = len(prompt.rest.encode((*prompt.rest.history, *asked)))
+    # an answer that is encoded again, or thoughts that a template writes where there were none, may be a bit longer
+    return length + (1 + len(prompt.rest.turns)) * (max_tokens + 16) + 64
 
 
 def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> None:
@@ -94,12 +188,15 @@ def _warm_up(pair: Pair, drafts: Iterable[bool], prompt: EncodedPrompt, params: 
 class _Meter:
     """The progress bar: requests done, tokens decoded per second, tau up to now."""
 
-    def __init__(self, total: int, done: Iterable[Measurement]) -> None:
+    def __init__(self, total: int) -> None:
         self._bar = Progress("evaluating", total, unit="tok")
-        drafted = [m.drafted for m in done]
-        self._committed = sum(len(g.tokens) - 1 for g in drafted)
-        self._steps = sum(len(g.steps) for g in drafted)
-        self._bar.advance(len(drafted), units=0)
+        self._committed = self._steps = 0
+
+    def kept(self, measurement: Measurement) -> None:
+        """An earlier run has made it."""
+        self._committed += len(measurement.drafted.tokens) - 1
+        self._steps += len(measurement.drafted.steps)
+        self._bar.advance(1, units=0)
 
     def __enter__(self) -> "_Meter":
         self._bar.__enter__()
@@ -125,25 +222,15 @@ class _Meter:
 # ---- what was measured -------------------------------------------------------------------------------------
 
 
-def _describe(
-    pair: Pair,
-    sets: Mapping[str, Sequence[EncodedPrompt]],
-    params: SamplingParams,
-    baseline: bool,
-) -> dict[str, Any]:
-    sampling = asdict(params)
+def _describe(pair: Pair, setting: Setting, baseline: bool) -> dict[str, Any]:
     return {
         "runtime": pair.name,
         **pair.facts,
         "device": str(pair.device),
         "dtype": str(pair.dtype).removeprefix("torch."),
         "baseline": baseline,
-        **sampling,
-        "stop_token_ids": list(params.stop_token_ids),
-        "prompt_tokens_sha256": {name: prompts_digest(prompts) for name, prompts in sets.items()},
+        **asdict(setting.params),
+        "thinking": setting.thinking,
+        "stop_token_ids": list(setting.params.stop_token_ids),
+        "prompt_tokens_sha256": {name: prompts_digest(prompts) for name, prompts in setting.sets.items()},
     }
-
-
-def _fingerprint(environment: Environment, arguments: dict[str, Any]) -> str:
-    stable = asdict(replace(environment, date=""))
-    return json_digest([stable, arguments])

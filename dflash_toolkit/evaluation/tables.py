@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from .bootstrap import Interval
-from .report import Report, Summary
+from .report import Report, Section, Summary
 
 SHOWN_DIFFERENCES = 20
 MISSING = "-"  # nothing to count
@@ -83,7 +83,7 @@ def identical(summary: Summary) -> str:
     return MISSING if summary.identical is None else f"{summary.identical:,} of {summary.drafted.answers:,}"
 
 
-def summary_table(report: Report) -> Table:
+def summary_table(report: Report | Section) -> Table:
     """The figures people decide from; without a baseline the columns that need one are absent."""
     header = ["Set", "Requests", "Tokens", "Steps", "τ pooled", "τ mean", "Tokens/s"]
     if report.overall.plain:

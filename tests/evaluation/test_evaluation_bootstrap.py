@@ -79,6 +79,15 @@ def test_of_one_request_or_without_a_step_there_is_no_interval() -> None:
     assert found["tau_mean"] is found["plain_tokens_per_second"] is found["accepted_given_previous"][0] is None
 
 
+def test_turns_of_a_conversation_are_drawn_together() -> None:
+    drafted, _ = planted(10, 0)
+    twice = [answer for answer in drafted for _ in range(2)]  # the second says nothing new
+    assert intervals(twice, [], SLOTS + 1, [True, False] * 10) == intervals(drafted, [], SLOTS + 1)
+    low, high = intervals(twice, [], SLOTS + 1)["tau_pooled"]
+    wide = intervals(drafted, [], SLOTS + 1)["tau_pooled"]
+    assert high - low < 0.85 * (wide[1] - wide[0])
+
+
 def test_draws_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = np.arange(24.0).reshape(12, 2)
     whole = resampled_sums(figures)

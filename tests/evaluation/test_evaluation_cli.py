@@ -18,6 +18,7 @@ from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, run, 
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair
 from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
+from dflash_toolkit.evaluation.report import Section, noise
 from dflash_toolkit.evaluation.schema import read_report, report_schema
 
 REPORT_FILES = {"report.json", "report.md", "report.html"}
@@ -59,14 +60,14 @@ def load(output: Path) -> dict[str, Any]:
     report = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     jsonschema.validate(report, report_schema())
     assert read_report(output / "report.json") == report
-    (section,) = report["sections"]
+    section = report["sections"][0]
     return report | {"overall": section["overall"], "sets": section["sets"]}
 
 
 def untimed(value: Any) -> Any:
     """A report without what another run measures anew."""
     if isinstance(value, dict):
-        timed = ("seconds", "per_second", "per_second_ci95", "speedup", "speedup_ci95", "date")
+        timed = ("seconds", "per_second", "per_second_ci95", "speedup", "speedup_ci95", "date", "warnings")
         return {key: untimed(v) for key, v in value.items() if not key.endswith(timed)}
     return [untimed(v) for v in value] if isinstance(value, list) else value
 
@@ -167,7 +168,41 @@ def test_answers_of_one_token(arguments: list[str], tmp_path: Path) -> None:
     assert overall["identical_to_plain"] == 1.0
 
 
-def test_thinking_reaches_the_template(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_temperature_and_mode_has_a_section(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def encode(tokenizer: Any, messages: Any, thinking: bool | None, tools: Any) -> list[int]:
+        return [65, 66 + int(thinking or 0)]
+
+    monkeypatch.setattr("dflash_toolkit.evaluation.cli.encode_chat", encode)
+    quick = [*arguments, "--output", str(tmp_path), "limit=1", "max_tokens=3"]
+    assert main([*quick, "--temperature", "0", "0.6", "--thinking", "on", "off"]) == 0
+    sections = load(tmp_path)["sections"]
+    assert [(s["name"], s["temperature"], s["thinking"]) for s in sections] == [
+        ("greedy, thinking", 0.0, True),
+        ("temperature 0.6, thinking", 0.6, True),
+        ("greedy, no thinking", 0.0, False),
+        ("temperature 0.6, no thinking", 0.6, False),
+    ]
+    texts = [s["sets"]["sky"]["per_request"][0]["prompt_text"] for s in sections]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    assert all(s["overall"]["identical_to_plain"] == 1.0 for s in sections)
+    assert "temperature 0.6, no thinking:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ([], [None]),
+        (["--thinking"], [True]),
+        (["--no-thinking"], [False]),
+        (["thinking=false"], [False]),
+        (["thinking=[on,off]", "temperature=0.5"], [True, False]),
+    ],
+)
+def test_thinking_reaches_the_template(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], modes: list[bool | None]
+) -> None:
     seen: list[bool | None] = []
 
     def encode(tokenizer: Any, messages: Any, thinking: bool | None, tools: Any) -> list[int]:
@@ -175,9 +210,34 @@ def test_thinking_reaches_the_template(arguments: list[str], tmp_path: Path, mon
         return [65, 66]
 
     monkeypatch.setattr("dflash_toolkit.evaluation.cli.encode_chat", encode)
-    quick = [*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "max_tokens=1"]
-    assert main(quick) == main([*quick, "thinking=false"]) == main([*quick, "thinking=true"]) == 0
-    assert seen == [None, None, False, False, True, True]
+    assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "max_tokens=1", *words]) == 0
+    assert seen == [mode for mode in modes for _ in range(2)]
+
+
+def test_turns_are_asked_behind_the_answers_before(arguments: list[str], tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "two", "turns": ["Why?", "And how?"]},
+        {"id": "chat", "messages": [
+            {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "recorded"},
+            {"role": "user", "content": "When?"},
+        ]},
+        {"id": "one", "prompt": "Where?"},
+    ]  # fmt: skip
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [*arguments, "--output", str(tmp_path / "report"), "--prompts", str(tmp_path / "turns.jsonl")]
+    assert main([*command, "--max-tokens", "8"]) == 0
+    assert [row["turn"] for row in load(tmp_path / "report")["sets"]["turns"]["per_request"]] == [1, 1, 1]
+    assert main([*command, "--max-tokens", "8", "--multi-turn"]) == 0
+    result = load(tmp_path / "report")["sets"]["turns"]
+    found = {(row["id"], row["turn"]): row for row in result["per_request"]}
+    assert list(found) == [("two", 1), ("two", 2), ("chat", 1), ("chat", 2), ("one", 1)]
+    for name, asked in (("two", "And how?"), ("chat", "When?")):
+        first, second = found[name, 1], found[name, 2]
+        assert second["prompt_text"].startswith(first["prompt_text"])
+        assert second["prompt_text"].endswith(f"<|end|><|user|>{asked}<|end|><|assistant|>")
+        assert "recorded" not in second["prompt_text"]
+        assert second["prompt_tokens"] > first["prompt_tokens"] + len(asked)
+    assert result["identical_to_plain"] == 1.0
 
 
 # ---- resuming -----------------------------------------------------------------------------------------
@@ -215,10 +275,10 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
         main(command)
     partial = tmp_path / "partial.jsonl"
     whole = partial.read_bytes()
-    assert whole.count(b"\n") == 3  # the fingerprint and two requests
+    assert whole.count(b"\n") == 2
     assert not (tmp_path / "report.json").exists()
     partial.write_bytes(whole[:-40])
-    kept = json.loads(whole.splitlines()[1])["measurement"]["drafted"]
+    kept = json.loads(whole.splitlines()[0])["measurement"]["drafted"]
 
     decoded = interrupt()
     assert main(command) == 0
@@ -232,13 +292,14 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda content: content.replace(b'"fingerprint": "', b'"fingerprint": "0'), id="other run"),
+        pytest.param(lambda content: content.replace(b'"key": "', b'"key": "0'), id="other run"),
         pytest.param(lambda content: content[:20], id="torn first line"),
+        pytest.param(lambda content: b'{"fingerprint": "0"}\n' + content, id="of an earlier version"),
         pytest.param(lambda content: b"", id="empty"),
         pytest.param(lambda content: b"\x00" * 512, id="zeros"),
     ],
 )
-def test_a_journal_that_is_not_this_runs_is_started_afresh(
+def test_what_a_journal_has_of_other_runs_is_not_used(
     runtime: Pair, tmp_path: Path, interrupt: Any, damage: Any
 ) -> None:
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
@@ -253,12 +314,29 @@ def test_a_journal_that_is_not_this_runs_is_started_afresh(
         assert decoded == ["a", "b"]
 
 
+def test_more_prompts_and_other_threads_leave_what_is_done(
+    runtime: Pair, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = {"s": [EncodedPrompt("a", [65, 66])]}
+    partial, params, decoded = tmp_path / "partial.jsonl", SamplingParams(max_tokens=4), interrupt()
+    assert evaluate(runtime, sets, params, partial=partial).warnings == ()
+    more = {"first": [EncodedPrompt("z", [70])], "s": [*sets["s"], EncodedPrompt("b", [67])]}
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    report = evaluate(runtime, more, params, partial=partial)
+    assert decoded == ["a", "z", "b"]
+    assert "another number of threads (1 and 77)" in report.warnings[0] and report.environment.threads == 77
+    assert evaluate(runtime, sets, params, partial=partial).overall.drafted.tokens == 4
+    assert decoded == ["a", "z", "b"]
+
+
 def test_another_seed_or_prompt_is_another_run(runtime: Pair, tmp_path: Path, interrupt: Any) -> None:
     partial, decoded = tmp_path / "partial.jsonl", interrupt()
     for name, ids, seed in (("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)):
         params = SamplingParams(max_tokens=4, temperature=1.0, seed=seed)
         evaluate(runtime, {"s": [EncodedPrompt(name, ids)]}, params, partial=partial)
     assert decoded == ["a", "a", "a", "b"]
+    evaluate(runtime, {"t": [EncodedPrompt("a", [65])]}, SamplingParams(max_tokens=4, temperature=1.0), partial=partial)
+    assert decoded == ["a", "a", "a", "b"], "none of them is lost"
 
 
 # ---- from Python --------------------------------------------------------------------------------------
@@ -283,6 +361,18 @@ def test_differences_are_reported(runtime: Pair, tmp_path: Path, monkeypatch: py
          "regret_nats": None}
     ]  # fmt: skip
     assert "| s | b | 1 | 5 | 6 | - |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_machine_that_was_not_equally_fast_is_told_of(runtime: Pair) -> None:
+    sets = {"calm": [EncodedPrompt("a", [65, 66])], "busy": [EncodedPrompt("b", [67])]}
+    (section,) = evaluate(runtime, sets, SamplingParams(max_tokens=6, ignore_eos=True)).sections
+    for busy, warned in ((10.0, True), (1.2, False)):
+        for (m,), slower in zip((s.measurements for s in section.sets.values()), (1.0, busy), strict=True):
+            m.plain.decode_s = slower
+        measured = {name: result.measurements for name, result in section.sets.items()}
+        found = noise([Section.of(measured, 0.0, None, 8)])
+        assert len(found) == warned
+        assert not warned or "(greedy) was not equally fast in all sets (calm 5.0, busy 0.5 tokens/s)" in found[0]
 
 
 def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Pair, interrupt: Any) -> None:
@@ -343,6 +433,8 @@ def files(target: Target, tmp_path: Path) -> dict[str, Path]:
         pytest.param(["--prompts", "a={bad}"], "line 2: not valid JSON", id="broken row"),
         pytest.param(["--prompts", "a={long}"], "prompt 'q0': the prompt has 7", id="prompt longer than the context"),
         pytest.param(["--limit", "0"], "limit is 0", id="limit"),
+        pytest.param(["--temperature", "0", "0"], "temperature is [0.0, 0.0]; give each value once", id="twice"),
+        pytest.param(["--temperature", "0", "-1"], "temperature", id="one temperature of two"),
         pytest.param(["--top-p", "2"], "top_p is 2.0", id="sampling"),
         pytest.param(["--num-speculative-tokens", "0"], "num_speculative_tokens is 0", id="block size"),
         pytest.param(["--target", "/no/such"], "target /no/such: no such directory", id="target"),
