@@ -5,7 +5,7 @@ over requests, so that one matrix product gives the sums of all draws.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -67,31 +67,54 @@ def intervals(
         block_size: S; two figures have S - 1 intervals, one a slot.
         begins: whether a request begins a conversation (default: each does); its turns are drawn together.
     """
+    requests = columns(drafted, plain, block_size, begins)
+    found: dict[str, Interval | tuple[Interval | None, ...] | None]
+    found = dict.fromkeys(("plain_tokens_per_second", "speedup"))
+    return found | intervals_of(figures(resampled_sums(requests), block_size, bool(plain)), len(requests))
+
+
+def intervals_of(
+    replicates: Mapping[str, Array], requests: int
+) -> dict[str, Interval | tuple[Interval | None, ...] | None]:
+    """Of each of `figures` its interval, or one a slot."""
+    return {
+        name: interval(values, requests) if values.ndim == 1 else tuple(interval(slot, requests) for slot in values)
+        for name, values in replicates.items()
+    }
+
+
+def columns(
+    drafted: Sequence[Generation], plain: Sequence[Generation], block_size: int, begins: Sequence[bool] | None = None
+) -> Array:
+    """What `figures` are ratios of, summed over each conversation [conversations, F]. Arguments as of `intervals`."""
     slots = block_size - 1
-    columns = [_speed(drafted), _taus(drafted), np.array([_slots(g, slots) for g in drafted]).reshape(-1, 3 * slots)]
-    columns += [_speed(plain)] if plain else []
-    figures = np.concatenate(columns, axis=1)
-    if begins is not None:
-        figures = np.add.reduceat(figures, np.flatnonzero(begins))
-    sums = resampled_sums(figures)
+    parts = [_speed(drafted), _taus(drafted), np.array([_slots(g, slots) for g in drafted]).reshape(-1, 3 * slots)]
+    parts += [_speed(plain)] if plain else []
+    found = np.concatenate(parts, axis=1)
+    return found if begins is None else np.add.reduceat(found, np.flatnonzero(begins))
+
+
+def figures(sums: Array, block_size: int, plain: bool) -> dict[str, Array]:
+    """Figures by their names in reports, of sums [N, F] of `columns`: [N], or [S - 1, N] where a slot has one each.
+
+    Args:
+        plain: whether there are plain answers.
+    """
+    slots = block_size - 1
     tokens, steps, seconds, taus, counted = sums[:, :5].T
     judged, reached, accepted = sums[:, 5 : 5 + 3 * slots].reshape(-1, 3, slots).transpose(1, 2, 0)
-
-    def of(replicates: Array) -> Interval | None:
-        return interval(replicates, len(figures))
-
     with np.errstate(divide="ignore", invalid="ignore"):
-        speed = tokens / seconds
-        plain_speed = sums[:, -3] / sums[:, -1] if plain else None
-        return {
-            "tau_pooled": of(tokens / steps),
-            "tau_mean": of(taus / counted),
-            "accepted_per_position": tuple(map(of, accepted / judged)),
-            "accepted_given_previous": tuple(map(of, accepted / reached)),
-            "tokens_per_second": of(speed),
-            "plain_tokens_per_second": None if plain_speed is None else of(plain_speed),
-            "speedup": None if plain_speed is None else of(speed / plain_speed),
+        found = {
+            "tau_pooled": tokens / steps,
+            "tau_mean": taus / counted,
+            "accepted_per_position": accepted / judged,
+            "accepted_given_previous": accepted / reached,
+            "tokens_per_second": tokens / seconds,
         }
+        if plain:
+            found["plain_tokens_per_second"] = sums[:, -3] / sums[:, -1]
+            found["speedup"] = found["tokens_per_second"] / found["plain_tokens_per_second"]
+    return found
 
 
 def _speed(generations: Sequence[Generation]) -> Array:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ def write_report(report: Report, output: Path) -> None:
         UserError: the disk is full or `output` cannot be written; no half-written file is left behind.
     """
     contents = {
-        "report.json": _readable(report.to_json()) + "\n",
+        "report.json": readable(report.to_json()) + "\n",
         "report.md": render_markdown(report),
         "report.html": render_page(report),
     }
+    write_together(contents, output)
+
+
+def write_together(contents: Mapping[str, str], output: Path) -> None:
+    """Write files, by their names, to the directory `output`, all or none. Raises UserError."""
     staged = {output / name: output / f".{name}.partial" for name in contents}
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -38,13 +44,13 @@ def write_report(report: Report, output: Path) -> None:
         raise UserError(f"{output}: cannot write the report ({error.strerror}); run the same command again") from error
 
 
-def _readable(value: Any, indent: str = "") -> str:
+def readable(value: Any, indent: str = "") -> str:
     """JSON with a key a line, and lists of numbers and strings on one."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
-        items = [f"{json.dumps(key)}: {_readable(item, inner)}" for key, item in value.items()]
+        items = [f"{json.dumps(key)}: {readable(item, inner)}" for key, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        items = [_readable(item, inner) for item in value]
+        items = [readable(item, inner) for item in value]
     else:
         return json.dumps(value, allow_nan=False)
     lines = f",\n{inner}".join(items)

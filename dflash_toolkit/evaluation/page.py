@@ -25,14 +25,7 @@ Chart = tuple[str, str]  # its title, and SVG
 
 def render_page(report: Report) -> str:
     """The whole page; every text that comes from a user is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
+    return template("page.html.jinja").render(
         report=report,
         setting=_setting(report),
         tiles=_tiles(report),
@@ -47,6 +40,17 @@ def render_page(report: Report) -> str:
         definitions=DEFINITIONS,
         setup=setup_table(report),
     )
+
+
+def template(name: str) -> jinja2.Template:
+    """A page of this folder, which escapes what it is given."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template(name)
 
 
 def _setting(report: Report) -> str:

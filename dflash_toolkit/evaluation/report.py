@@ -197,6 +197,7 @@ def _request(measurement: Measurement) -> dict[str, Any]:
         "identical": plain.tokens == drafted.tokens if plain else None,
         "time_to_first_token_seconds": drafted.prefill_s,
         "decode_seconds": drafted.decode_s,
+        "plain_tokens": len(plain.tokens) if plain else None,
         "plain_time_to_first_token_seconds": plain.prefill_s if plain else None,
         "plain_decode_seconds": plain.decode_s if plain else None,
     }
