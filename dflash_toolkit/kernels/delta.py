@@ -14,23 +14,26 @@ class DeltaMemory:
     arithmetic of their first run; so a state takes no copies, and drafts that were rejected leave nothing behind.
     """
 
-    state: Tensor  # fp32 [slots, N, H_k, H_v] of N heads
-    window: Tensor  # [slots, T - 1, C], the last inputs of the short convolution before the block
+    state: Tensor  # fp32 [slots + kept, N, H_k, H_v] of N heads
+    window: Tensor  # [slots + kept, T - 1, C], the last inputs of the short convolution before the block
     inputs: Tensor  # [slots, S, C], those of the block's rows
     gates: Tensor  # fp32 [slots, S, 2, N], factors that the state decays by, and beta, of the block's rows
 
     @classmethod
     def empty(
         cls, slots: int, rows: int, taps: int, channels: int, heads: int, widths: tuple[int, int],
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, kept: int = 0,
     ) -> "DeltaMemory":  # fmt: skip
-        """Of so many requests that have had no token, for blocks of up to `rows`; `widths` are H_k and H_v."""
+        """Of so many requests that have had no token, for blocks of up to `rows`; `widths` are H_k and H_v.
+
+        Behind them there is room for the states of `kept` prefixes, which run no blocks.
+        """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+            return torch.zeros(*shape, dtype=dtype, device=device)
 
-        window, inputs = zeros(taps - 1, channels, dtype=dtype), zeros(rows, channels, dtype=dtype)
-        return cls(zeros(heads, *widths), window, inputs, zeros(rows, 2, heads))
+        window, inputs = zeros(slots + kept, taps - 1, channels, dtype=dtype), zeros(slots, rows, channels, dtype=dtype)
+        return cls(zeros(slots + kept, heads, *widths), window, inputs, zeros(slots, rows, 2, heads))
 
     @property
     def rows(self) -> int:

@@ -132,6 +132,8 @@ class Engine:
                 drafter = drafter.quantized(target.head)
         forced = options.synthetic.table(4096, max_num_seqs, max_block).to(device) if options.synthetic else None
 
+        kept_states = options.prefix_states or 0
+
         def runner(room: Room) -> StepRunner:
             return StepRunner(
                 target,
@@ -145,12 +147,14 @@ class Engine:
                 max_block=max_block,
                 forced=forced,
                 sample_drafts=options.draft_sample_method == "probabilistic",
+                kept_states=kept_states,
             )
 
         with beside_the_weights(options):
             room = room_for_cache(runner, specs, options, self.context_limit)
             self.runner = runner(room)
-        self.pool = PagePool(room.pages, options.page_size)
+        slots = range(1 + max_num_seqs, 1 + max_num_seqs + kept_states)  # behind those of requests
+        self.pool = PagePool(room.pages, options.page_size, slots)
         self.capacity = Capacity(self.context_limit, self.vocabulary)
         own = weakref.proxy(self)  # an engine that nobody holds any more is gone at once, with the memory it has
         self.scheduler = Scheduler(
@@ -160,7 +164,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_block=max_block,
-            prefix_cache=options.prefix_cache,
+            prefix_cache=options.prefix_cache and (kept_states > 0 or not target.spec.recurrent),
             recurrent=target.spec.recurrent,
             report=lambda request, step: own._report(request, step),
         )

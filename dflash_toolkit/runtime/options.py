@@ -77,6 +77,9 @@ class EngineOptions(DraftOptions):
     kv_cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory, for weights, caches and all")
     prefix_cache: bool = option(True, "keep the pages of prompts for those that begin alike")
+    prefix_states: int | None = option(
+        None, "states of recurrent layers kept for prompts that begin alike (default: as many as max_num_seqs)"
+    )
     retune: bool = option(False, "measure again how long steps take, instead of what an earlier start has kept")
     synthetic: SyntheticAcceptance | None = None
 
@@ -88,6 +91,8 @@ class EngineOptions(DraftOptions):
         for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+        if (self.prefix_states or 0) < 0:
+            raise ValueError(f"prefix_states is {self.prefix_states}; it must be >= 0")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -113,9 +118,12 @@ class EngineOptions(DraftOptions):
             reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
         overshoot = (2 if on_gpu else 1) * (self.block_size or most + 1)
+        rows = self.max_num_seqs or (32 if on_gpu else 4)
+        kept = rows if self.prefix_states is None else self.prefix_states
         return replace(
             self,
-            max_num_seqs=self.max_num_seqs or (32 if on_gpu else 4),
+            max_num_seqs=rows,
+            prefix_states=kept if target.recurrent and self.prefix_cache else 0,
             max_model_len=self._context(target.context_limit, overshoot),
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )

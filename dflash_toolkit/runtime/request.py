@@ -114,6 +114,8 @@ class Request:
     place: Place | None = field(default=None, repr=False)  # in line
     pages: list[int] = field(default_factory=list)
     state: int = 0  # slot of its recurrent states; 0 while it has no pages either
+    goes_on_from: int = 0  # slot of the states that its own begin as; 0: none, or they have begun
+    kept_at: tuple[int, ...] = ()  # numbers of tokens, of whole pages, behind which its prefill keeps states
     prefilled: int = 0  # tokens of `known_ids` whose keys and values are in the pages
     cached_tokens: int = 0  # of them, those that a prefix hit brought
     scored: list[Any] = field(default_factory=list)  # log-probabilities of the prompt's chunks, as the device left them

@@ -68,6 +68,7 @@ class StepRunner:
         scratch: bytes that graphs have for what a pass makes, from the first capture on.
         forced: int32 [steps, max_num_seqs], see `Verifier`.
         sample_drafts: at the temperatures of their requests; else drafts are the most probable tokens.
+        kept_states: slots of recurrent states behind those of requests, for prefixes.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class StepRunner:
         scratch: int = 0,
         forced: Tensor | None = None,
         sample_drafts: bool = False,
+        kept_states: int = 0,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -106,12 +108,14 @@ class StepRunner:
             memories = [
                 DeltaMemory.empty(
                     1 + max_num_seqs, max_block, net.taps, net.channels, net.num_heads,
-                    (net.k_head_dim, net.head_dim), self.dtype, self.device,
+                    (net.k_head_dim, net.head_dim), self.dtype, self.device, kept_states,
                 )
                 for net in spec.delta_nets
             ]  # fmt: skip
+            self._memories += memories
             return Stack(spec, weights.layers, weights.norm, rope, cache, ops, memories)
 
+        self._memories: list[DeltaMemory] = []
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
         self.verifier = Verifier(target, stack(target), taps, forced)
         self.proposer = None
@@ -238,6 +242,12 @@ class StepRunner:
             finally:
                 self._place.copy_(placed)
         return self._prefills[size]
+
+    @torch.inference_mode()
+    def copy_states(self, source: int, target: int) -> None:
+        """Recurrent states in slot `target` become those in slot `source`."""
+        for parts in ([m.state for m in self._memories], [m.window for m in self._memories]):
+            torch._foreach_copy_([part[target] for part in parts], [part[source] for part in parts])
 
     # ---- rows --------------------------------------------------------------------------------------------
 

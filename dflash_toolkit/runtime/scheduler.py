@@ -45,6 +45,9 @@ class Device(Protocol):
             best: most probable tokens beside each of them.
         """
 
+    def copy_states(self, source: int, target: int) -> None:
+        """Recurrent states in slot `target` become those in slot `source`."""
+
     def add(self, row: int, request: Request) -> Any | None:
         """Put a prefilled request into the batch; returns the pending first token if it has none yet."""
 
@@ -95,7 +98,7 @@ class Scheduler:
         max_num_seqs: rows of the batch.
         max_num_batched_tokens: tokens of prompts that one `advance` computes at most, in chunks as `cut_of` has them.
         max_block: the longest block that `choose_block` returns.
-        recurrent: a request has states beside its pages, which no other can go on from.
+        recurrent: a request has states beside its pages; another goes on from those that the pool has room for.
         report: told of every request that got something, with the step it came from (None: the prefill).
     """
 
@@ -120,7 +123,7 @@ class Scheduler:
         self._cut = cut_of(max_num_batched_tokens)
         self._due_starts = False  # whether the next to start, where one can, is who is due
         self._without_pages: list[Request] = []  # that wait though they were next
-        self._prefix_cache, self._recurrent, self._report = prefix_cache and not recurrent, recurrent, report
+        self._prefix_cache, self._recurrent, self._report = prefix_cache, recurrent, report
         self._free_states = list(range(max_num_seqs, 0, -1))  # slots
         self._launches: deque[_Launch] = deque()
         self._block = 1  # of the newest step
@@ -239,7 +242,8 @@ class Scheduler:
 
     def _next_chunk(self, request: Request) -> int:
         """Tokens that it computes next, at most: a prefix may be found yet."""
-        return min(request.length - request.prefilled, self._cut)
+        end = next((tokens for tokens in request.kept_at if tokens > request.prefilled), request.length)
+        return min(end - request.prefilled, self._cut)
 
     def _try_prefill(self, request: Request) -> int:
         """As `_prefill`, twice if need be; whoever raises both times ends."""
@@ -260,10 +264,14 @@ class Scheduler:
         """Compute the next chunk of a prompt; how many tokens it had.
 
         A prompt is cut every so many tokens from where it begins, whatever else is computed in this turn: GEMMs of
-        other sizes would round otherwise, and its answer depend on its neighbours.
+        other sizes would round otherwise, and its answer depend on its neighbours. It is also cut where its states
+        are kept.
         """
         ids = request.known_ids
-        chunk = ids[request.prefilled : request.prefilled + self._cut]
+        if request.goes_on_from:
+            slot, request.goes_on_from = request.goes_on_from, 0
+            self._device.copy_states(slot, request.state)
+        chunk = ids[request.prefilled : request.prefilled + self._next_chunk(request)]
         if chunk:
             start = request.prefilled
             following = ids[start + 1 : start + 1 + len(chunk)] if request.scores_prompt else ()
@@ -273,9 +281,20 @@ class Scheduler:
                 request.scored.append(scored)
             request.prefilled += len(chunk)
             self.waiting.charge(request, prompt=len(chunk))
+            if request.prefilled in request.kept_at:
+                self._keep_states(request, ids[: request.prefilled])
         if request.prefilled == len(ids):
             self._begin_answer(request, ids)
         return len(chunk)
+
+    def _keep_states(self, request: Request, ids: list[int]) -> None:
+        slot = self._pool.keep_state(ids, request.pages)
+        if slot:
+            try:
+                self._device.copy_states(request.state, slot)
+            except Exception:
+                self._pool.drop_state(slot)
+                raise
 
     def _begin_answer(self, request: Request, ids: list[int]) -> None:
         pending = self._device.add(len(self.running), request)
@@ -302,7 +321,7 @@ class Scheduler:
         ids = request.known_ids
         # without a token yet, the last one of the prompt must be computed for its logits
         limit = len(ids) if request.tokens else len(ids) - 1
-        hit = self._pool.match(ids, limit) if self._prefix_cache and not request.scores_prompt else []
+        hit, slot, parting = self._find_prefix(request, ids, limit)
         new = self._pool.allocate(self._pool.pages_for(len(ids) + self._max_block) - len(hit))
         if new is None:
             self._pool.unmatch(hit)
@@ -317,10 +336,22 @@ class Scheduler:
         place.overtaken = 0
         self.waiting.start(request)
         request.pages, request.state = hit + new, self._free_states.pop()
-        request.prefilled = len(hit) * self._pool.page_size
+        request.prefilled, request.goes_on_from = len(hit) * self._pool.page_size, slot
+        if self._prefix_cache and self._recurrent:
+            # others may part from it where it parts from them; and whoever goes on from it has all of its pages
+            whole = limit // self._pool.page_size * self._pool.page_size
+            request.kept_at = tuple(sorted({parting, whole} - {0}))
         if not request.epoch:  # later, what it finds may be its own
             request.cached_tokens = request.prefilled
         return True
+
+    def _find_prefix(self, request: Request, ids: list[int], limit: int) -> tuple[list[int], int, int]:
+        """As `PagePool.match_state`; no slot where there are no states."""
+        if not self._prefix_cache or request.scores_prompt:
+            return [], 0, 0
+        if not self._recurrent:
+            return self._pool.match(ids, limit), 0, 0
+        return self._pool.match_state(ids, limit)
 
     # ---- decode ----------------------------------------------------------------------------------------
 
@@ -438,10 +469,12 @@ class Scheduler:
         if request.state:
             self._free_states.append(request.state)
         request.state, request.pages, request.prefilled, request.row, request.spoilt = 0, [], 0, None, False
+        request.goes_on_from, request.kept_at = 0, ()
         request.scored = []
         request.blocks_in_flight.clear()
         request.epoch += 1
         if spoilt:
+            self._pool.drop_states(request.prompt_ids + request.tokens)
             self._pool.forget(pages)
         elif self._prefix_cache and pages:
             self._pool.publish((request.prompt_ids + request.tokens)[:written], pages)

@@ -66,12 +66,45 @@ def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int)
     params = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
     engine = make_engine(target, drafter)
     knowing(engine, {tuple(prompt): text}, lambda position: False)
-    # the third takes over the row and the state of one of the others
+    # the third takes over the row of one of the others
     ends = [params, SamplingParams(max_tokens=index, ignore_eos=True), SamplingParams(max_tokens=16, ignore_eos=True)]
     got = engine.generate([prompt] * 3, ends)
     assert got[0].tokens == text[: text.index(text[index]) + 1] and got[0].finish_reason == "stop"
     assert got[1].tokens == text[:index] and got[2].tokens == text
-    assert engine.stats.cached_prompt_tokens == 0, "nobody goes on from the pages of another"
+    assert engine.stats.cached_prompt_tokens == 2 * 8, "the others go on from what the first has left"
+
+
+def test_prompts_that_begin_alike_go_on_from_kept_states() -> None:
+    """A conversation, whose blocks are accepted across the page behind which a state is kept; then what several have in
+    common: its state is kept when it is seen for the second time."""
+    target, drafter = pair()
+    (first, more, *tails), (common,) = prompts_of(13, 6, 9, 5, 7), prompts_of(18, seed=3)
+    engine = make_engine(target, drafter, prefix_states=9)
+    begun = generate(target, None, first, LONG).tokens
+    prompts = [first, first + begun + more, *(common + tail for tail in tails), first + begun + more]
+    found = [0, 12, 0, 0, 16, 48]
+    for prompt, cached in zip(prompts, found, strict=True):
+        text = hf_greedy(target, prompt, 30)
+        assert text == generate(target, drafter, prompt, LONG).tokens
+        knowing(engine, {tuple(prompt): text}, lambda position: position % 5 == 0)
+        before = engine.stats.cached_prompt_tokens
+        (got,) = engine.generate([prompt], LONG)
+        assert got.tokens == text and len(got.steps) < 20
+        assert engine.stats.cached_prompt_tokens - before == cached
+    engine.pool.check()
+
+
+@pytest.mark.parametrize(("states", "cached"), [(0, 0), (1, 0), (2, 24)])
+def test_states_are_kept_for_as_many_prompts_as_there_is_room_for(states: int, cached: int) -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, prefix_states=states)
+    assert {len(memory.state) for memory in engine.runner._memories} == {1 + engine.runner.max_num_seqs + states}
+    prompts = prompts_of(9, 17, 9)
+    prompts[2] = prompts[0]
+    for prompt in (*prompts, prompts[1]):
+        (got,) = engine.generate([prompt], LONG)
+        assert got.tokens == generate(target, None, prompt, LONG).tokens
+    assert engine.stats.cached_prompt_tokens == cached
 
 
 @pytest.mark.parametrize("cache_tokens", [120, 1200])

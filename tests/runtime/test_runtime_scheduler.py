@@ -54,6 +54,7 @@ class TableDevice:
         self.depth, self._dice = depth, dice or random.Random(0)
         self.slots: dict[tuple[int, int], int] = {}
         self.states: dict[int, list[int]] = {}
+        self.mistakes: list[tuple[int, list[int]]] = []  # slots that did not hold the states of a text
         self.rows: dict[int, Row] = {}
         self.calls: list[tuple[Any, ...]] = []
         self._prefilled: list[int] = []
@@ -67,6 +68,12 @@ class TableDevice:
 
     def _text(self, pages: Sequence[int], length: int) -> list[int]:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
+
+    def _check_state(self, slot: int, text: list[int]) -> None:
+        """Raising alone would not do: who makes the device raise is computed anew."""
+        if self.recurrent and self.states[slot] != text:
+            self.mistakes.append((slot, text))
+            raise AssertionError(f"slot {slot} holds {self.states[slot]} and not {text}")
 
     def prefill(
         self,
@@ -84,12 +91,17 @@ class TableDevice:
         self._prefilled = self._text(pages, start + len(ids))
         return [(start + 1 + i, token) for i, token in enumerate(following)] or None
 
+    def copy_states(self, source: int, target: int) -> None:
+        self.calls.append(("copy_states", source, target))
+        self.states[target] = list(self.states[source])
+
     def add(self, row: int, request: Request) -> Any:
         assert row not in self.rows
         length = len(request.known_ids)
         last = request.tokens[-1] if request.tokens else -1
         self.rows[row] = Row(list(request.pages), length, last, request.state)
-        assert request.state and (not self.recurrent or self.states[request.state] == request.known_ids)
+        assert request.state
+        self._check_state(request.state, request.known_ids)
         if request.tokens:
             return None
         assert self._text(request.pages, length) == request.prompt_ids
@@ -122,7 +134,7 @@ class TableDevice:
                 row.length += 1
                 if self.recurrent:
                     self.states[row.state].append(row.last)
-                    assert self.states[row.state] == self._text(row.pages, row.length)
+                    self._check_state(row.state, self._text(row.pages, row.length))
                 row.last = next_token(self._text(row.pages, row.length))
                 tokens.append(row.last)
             found.append(Committed(tokens))
@@ -172,6 +184,9 @@ class FaultyDevice(TableDevice):
 
     def prefill(self, ids: Sequence[int], *rest: Any) -> Any:
         return self._strike("prefill", lambda: super(FaultyDevice, self).prefill(ids, *rest), IN_PREFILL in ids)
+
+    def copy_states(self, *slots: int) -> None:
+        self._strike("copy_states", lambda: super(FaultyDevice, self).copy_states(*slots))
 
     def add(self, row: int, request: Request) -> Any:
         found = self._strike("add", lambda: super(FaultyDevice, self).add(row, request))
@@ -266,7 +281,8 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
     """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were, and how
     many faults, NaN by chance, and requests that ended with each kind of error."""
     dice = random.Random(seed)
-    pool = PagePool(pages, SIZE)
+    slots = range(1 + max_num_seqs, 1 + max_num_seqs + dice.choice([1, 3, 9]))
+    pool = PagePool(pages, SIZE, slots)
     done: list[Request] = []
     told: dict[Request, list[int]] = {}
 
@@ -316,6 +332,7 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
     pool.check()
     assert pool.available == pool.capacity
     assert sorted(scheduler._free_states) == list(range(1, max_num_seqs + 1))
+    assert {*pool._free_states, *pool._states} == {*slots} and not device.mistakes
     assert not scheduler.waiting._keys and all(request.place is None for request in alive), "the line is empty"
     assert len(done) == len(set(done)) == len(alive) - cancelled
     failed = [0, 0, 0]
@@ -331,6 +348,27 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
         assert request.generation.prompt_logprobs == scored
     cached = sum(request.cached_tokens > 0 for request in done)
     return scheduler.preemptions, cancelled, cached, device.faults, len(device.struck), *failed
+
+
+def test_nobody_goes_on_from_states_whose_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, pool = TableDevice(0), PagePool(200, SIZE, [9])
+    device.recurrent, real, copies = True, device.copy_states, list[tuple[int, ...]]()
+
+    def copy_states(*slots: int) -> None:
+        copies.append(slots)
+        if len(copies) in (1, 3):  # to keep them, and to go on from them
+            raise RuntimeError("a copy's own")
+        real(*slots)
+
+    monkeypatch.setattr(device, "copy_states", copy_states)
+    requests = [request_of(list(range(9)), 20) for _ in range(3)]
+    scheduler = scheduled(device, pool=pool, prefix_cache=True, recurrent=True)
+    for request in requests:
+        scheduler.add(request)
+        drain(scheduler)
+    assert [slots[-1] == 9 for slots in copies] == [True, True, False]
+    assert [request.cached_tokens for request in requests] == [0, 0, 8] and not device.mistakes
+    assert {tuple(request.tokens) for request in requests} == {tuple(truth(list(range(9)), 20))}
 
 
 def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
@@ -390,6 +428,24 @@ def test_an_evicted_parent_does_not_come_back_through_its_page() -> None:
     assert pool.allocate(1) == first[:1]
     pool.publish([3, 3, 3, 3], first[:1])
     assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == first[:1], "the child belongs behind the ones"
+
+
+def test_a_state_is_kept_as_long_as_its_page_and_the_oldest_gives_way() -> None:
+    pool = PagePool(5, SIZE, [8, 9])
+    tokens, pages = list(range(16)), pool.allocate(4)
+    first, second = pool.keep_state(tokens[:8], pages), pool.keep_state(tokens, pages)
+    assert {first, second} == {8, 9} and pool.keep_state(tokens, pages) == 0, "it is kept already"
+    assert pool.match_state(tokens, 15) == (pages[:2], first, 12), "the next page parts from another"
+    assert pool.keep_state(tokens[:12], pages) == second, "the one that nobody asked for"
+    assert pool.match_state(tokens, 16) == (pages[:3], second, 0), "there is nothing behind it"
+    pool.check()
+    for each in (pages, pages[:2], pages[:3]):
+        pool.release(each)
+    pool.allocate(2)  # takes the last pages
+    assert pool.match_state(tokens, 16) == (pages[:2], first, 0)
+    pool.drop_states(tokens)
+    assert pool.match_state(tokens, 16) == ([], 0, 0)
+    pool.check()
 
 
 def test_more_pages_than_there_are_change_nothing() -> None:
