@@ -62,6 +62,28 @@ class EvalDrafts(DraftOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions:
+    """What some of the prompts are measured over, besides the report on all of them."""
+
+    concurrency: tuple[int, ...] = option((), "requests at a time, as 1 2 4 8 16 32 64; needs the engine")
+    draft_length: tuple[int, ...] = option(
+        (), "tokens drafted a step, as 3 7 15: fewer than the drafter was trained for"
+    )
+    context_length: tuple[int, ...] = option(
+        (), "tokens of a prompt, as 512 2048 8192 32768; filled up with other prompts"
+    )
+    sweep_requests: int = option(16, "prompts of a point, from all sets alike")
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "draft_length", "context_length"):
+            values = getattr(self, name)
+            if any(value < 1 for value in values) or list(values) != sorted(set(values)):
+                raise ValueError(f"{name} is {list(values)}; give numbers >= 1 in ascending order")
+        if self.sweep_requests < 1:
+            raise ValueError(f"sweep_requests is {self.sweep_requests}; it must be >= 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig(ModelOptions):
     """The options of `dflash-eval`."""
 
@@ -77,6 +99,7 @@ class EvalConfig(ModelOptions):
     baseline: bool = option(True, "also decode without the drafter: gives speed-up and identity")
     sampling: EvalSampling = options(EvalSampling, flat=True)
     draft: EvalDrafts = options(EvalDrafts, flat=True)
+    sweeps: SweepOptions = options(SweepOptions, flat=True)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
@@ -106,6 +129,7 @@ def _run(config: EvalConfig) -> None:
     from .files import write_report
     from .markdown import render_table
     from .run import Setting, evaluate_all
+    from .sweeps import Sweeps
     from .tables import summary_table
 
     use_threads(config.threads)
@@ -135,6 +159,12 @@ def _run(config: EvalConfig) -> None:
             pair,
             settings,
             baseline=config.baseline,
+            sweeps=Sweeps(
+                draft_length=config.sweeps.draft_length,
+                context_length=config.sweeps.context_length,
+                concurrency=config.sweeps.concurrency,
+                requests=config.sweeps.sweep_requests,
+            ),
             arguments={**arguments, "prompt_file_sha256": hashes},
             partial=partial,
             show_progress=True,
@@ -145,6 +175,8 @@ def _run(config: EvalConfig) -> None:
         print(f"{section.name}:\n\n{render_table(summary_table(section))}\n")
     for warning in report.warnings:
         print(f"warning: {warning}\n")
+    if report.recommendation:
+        print(f"{report.recommendation['reason']}\n")
     print(f"The report is in {output / 'report.html'}")
 
 

@@ -210,6 +210,14 @@ class Pair(ABC):
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """From now on a prompt and its answer have at most so many tokens together."""
 
+    def draft_at_most(self, tokens: int) -> None:
+        """From now on a step drafts so many tokens, at most as many as the drafter was loaded for."""
+        raise UserError(f"draft_length: the {self.name} cannot be told how much to draft")
+
+    def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder:
+        """What decodes so many requests at a time; the caller closes it. Raises UserError."""
+        raise UserError(f"concurrency: the {self.name} decodes one request at a time; it needs --runtime engine")
+
     def repeats_plain(self, params: SamplingParams) -> bool:
         """Whether answers are to be the plain ones, and not only distributed as those."""
         return self.draft_sample_method == "greedy" or params.temperature == 0.0
@@ -249,6 +257,11 @@ class ReferencePair(Pair):
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
         how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
         self.facts = facts | how
+        self._drafter = drafter
+
+    def draft_at_most(self, tokens: int) -> None:
+        self._drafter.config = self._drafter.config.with_block_size(tokens + 1)
+        self.block_size = self.facts["block_size"] = tokens + 1
 
     def decoder(self, draft: bool) -> ReferenceDecoder:
         return self._decoders[draft]
@@ -315,22 +328,35 @@ class EnginePair(Pair):
         self._context = min(tokens, self.context_limit)
         self._decoders.clear()
 
+    def draft_at_most(self, tokens: int) -> None:
+        self.block_size = self.facts["block_size"] = tokens + 1
+        self._decoders.pop(True, None)
+
     def decoder(self, draft: bool) -> EngineDecoder:
         if draft not in self._decoders:
-            tokens = self.block_size - 1 if draft else 0  # a report is about whole blocks: nothing is chosen
-            options = replace(self._options, max_model_len=self._context, num_speculative_tokens=tokens)
-            try:
-                parts = self._parts if draft else replace(self._parts, drafter=None)
-                engine = parts.engine(options)
-            except UserError as error:
-                # the reference does not draft in fp8; and without its copy of the head there is more room
-                way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
-                raise UserError(
-                    f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
-                    f"lower max_tokens or use {way}"
-                ) from error
-            self._decoders[draft] = EngineDecoder(engine)
+            self._decoders[draft] = self._made(draft, 1)
         return self._decoders[draft]
+
+    def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder:
+        self._decoders.clear()  # it needs their memory
+        free_memory()
+        return self._made(draft, concurrency)
+
+    def _made(self, draft: bool, concurrency: int) -> EngineDecoder:
+        tokens = self.block_size - 1 if draft else 0  # a report is about whole blocks: nothing is chosen
+        options = replace(
+            self._options, max_num_seqs=concurrency, max_model_len=self._context, num_speculative_tokens=tokens
+        )
+        try:
+            parts = self._parts if draft else replace(self._parts, drafter=None)
+            return EngineDecoder(parts.engine(options))
+        except UserError as error:
+            # the reference does not draft in fp8; and without its copy of the head there is more room
+            way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
+            raise UserError(
+                f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
+                f"lower max_tokens or use {way}"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ class Journal:
         """Continue the journal at `path`, or start it, with so many threads. Raises UserError: it cannot be written."""
         self._path, self._threads = path, threads
         self.done: dict[str, Measurement] = {}
+        self.points: dict[str, dict[str, Any]] = {}  # of sweeps, as reports have them
         self.threads: dict[str, int] = {}  # that measured it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,10 @@ class Journal:
                 break
             try:
                 row = json.loads(line)
-                self.done[row["key"]] = _measurement(row["measurement"])
+                if "point" in row:
+                    self.points[row["key"]] = dict(row["point"])
+                else:
+                    self.done[row["key"]] = _measurement(row["measurement"])
                 self.threads[row["key"]] = int(row["threads"])
             except (ValueError, KeyError, TypeError):
                 break
@@ -48,6 +52,11 @@ class Journal:
         """Record a finished measurement. Raises UserError if the disk is full."""
         append_lines(self._path, [{"key": key, "threads": self._threads, "measurement": asdict(measurement)}])
         self.done[key], self.threads[key] = measurement, self._threads
+
+    def append_point(self, key: str, point: dict[str, Any]) -> None:
+        """Record a point of a sweep. Raises UserError if the disk is full."""
+        append_lines(self._path, [{"key": key, "threads": self._threads, "point": point}])
+        self.points[key], self.threads[key] = point, self._threads
 
 
 def _measurement(row: dict[str, Any]) -> Measurement:

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class Summary:
             Acceptance.of(plain, block_size=1) if plain else None,
             same if plain and repeats_plain else None,
             intervals(drafted, plain, block_size, [m.turn == 1 for m in measurements]),
-            _spread([answer.prefill_s for answer in drafted]),
+            spread([answer.prefill_s for answer in drafted]),
             max((regret for regret in regrets if regret is not None), default=None),
         )
 
@@ -131,7 +131,8 @@ class Summary:
         }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles of at least one value."""
     percentiles = np.percentile(values, PERCENTILES)
     return {
         "mean": float(np.mean(values)),
@@ -274,6 +275,8 @@ class Report:
     arguments: dict[str, Any]  # plain JSON values
     sections: tuple[Section, ...]  # at least one; the first is what a reader is told of where there is room for one
     warnings: tuple[str, ...] = ()  # why figures may mislead
+    sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # points, as `report.json` has them
+    recommendation: dict[str, Any] | None = None  # see `sweeps.recommendation`
 
     @property
     def sets(self) -> dict[str, SetReport]:
@@ -311,6 +314,8 @@ class Report:
             "arguments": self.arguments,
             "bootstrap": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
             "warnings": list(self.warnings),
+            "recommendation": self.recommendation,
+            "sweeps": self.sweeps,
             "sections": [section.to_json() for section in self.sections],
         }
         return finite(values)

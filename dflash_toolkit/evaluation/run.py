@@ -1,6 +1,7 @@
 """Go through prompt sets with a pair, keeping what is done."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from ..files import finite
 from ..fingerprint import json_digest
 from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
@@ -15,7 +17,8 @@ from ..sampling import SamplingParams
 from .decoders import Pair
 from .journal import Journal
 from .measure import EncodedPrompt, Measurement, measure, prompts_digest
-from .report import Environment, Report, Section, noise
+from .report import Environment, Report, Section, Summary, noise
+from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
 
 WARM_UP_TOKENS = 8
 
@@ -45,6 +48,7 @@ def evaluate_all(
     *,
     baseline: bool = True,
     arguments: Mapping[str, Any] | None = None,
+    sweeps: Sweeps | None = None,
     partial: Path | None = None,
     show_progress: bool = False,
 ) -> Report:
@@ -55,6 +59,7 @@ def evaluate_all(
     Args:
         settings: at least one; each gives the report a section.
         arguments: further JSON values to note in the report.
+        sweeps: gone through with prompts of the first setting.
         partial: file that keeps finished requests. A later call that measures one of them again (models, pair, prompt,
             sampling, machine and versions are the same) takes it, times included. The caller removes the file once the
             report is safe.
@@ -64,14 +69,19 @@ def evaluate_all(
     """
     for setting in settings:
         _check_prompts(pair, setting.sets)
+    sweeps = sweeps or Sweeps()
+    sweeps.check(pair, settings[0].params.max_tokens)
     environment = Environment.of(pair)
     journal = Journal(partial, environment.threads) if partial else None
     prompts = [prompt for setting in settings for found in setting.sets.values() for prompt in found]
     most = max(setting.params.max_tokens for setting in settings)
-    room = min(max(_room(prompt, most) for prompt in prompts), pair.context_limit)
+    longest = max(sweeps.context_length, default=0) + settings[0].params.max_tokens
+    room = min(max(longest, *(_room(prompt, most) for prompt in prompts)), pair.context_limit)
     pair.make_room(room)
     turns = sum(1 + (len(prompt.rest.turns) if prompt.rest else 0) for prompt in prompts)
-    meter = _Meter(turns) if show_progress else None
+    places = chosen(settings[0].sets, sweeps.requests)
+    swept = len(places) * (len(sweeps.draft_length) + len(sweeps.context_length)) + len(sweeps.concurrency)
+    meter = _Meter(turns + swept) if show_progress else None
     decoding = _Decoding(pair, room, environment, baseline, journal, meter)
     with meter or contextlib.nullcontext():
         sections = tuple(
@@ -84,8 +94,10 @@ def evaluate_all(
             )
             for setting in settings
         )
+        points = decoding.sweep(sweeps, settings[0], sections[0], places)
     noted = {**(arguments or {}), **_describe(pair, settings[0], baseline)}
-    return Report(environment, noted, sections, (*decoding.warnings(), *noise(sections)))
+    warnings = (*decoding.warnings(), *noise(sections))
+    return Report(environment, noted, sections, warnings, points, recommendation(sections[0], points))
 
 
 class _Decoding:
@@ -104,9 +116,9 @@ class _Decoding:
         machine = asdict(environment)
         for name in ("date", "threads"):  # no reason to measure again
             del machine[name]
-        self._same = [machine, pair.name, pair.facts, baseline]
+        self._same = [machine, pair.name]
         self._threads: set[int] = set()
-        self._warm = False
+        self._warm: tuple[int, bool] | None = None  # what was decoded last
 
     def conversations(self, prompts: Iterable[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
         """All turns of every prompt."""
@@ -114,7 +126,7 @@ class _Decoding:
         for first in prompts:
             prompt: EncodedPrompt | None = first
             while prompt is not None:
-                found.append(self._measurement(prompt, params))
+                found.append(self._measurement(prompt, params, self._baseline))
                 prompt = self._next(prompt, found[-1], params)
         return found
 
@@ -126,19 +138,63 @@ class _Decoding:
             return None
         return following
 
-    def _measurement(self, prompt: EncodedPrompt, params: SamplingParams) -> Measurement:
-        key = json_digest([self._same, asdict(params), prompt.id, prompt.turn, prompt.category, prompt.token_ids])
+    def sweep(
+        self, sweeps: Sweeps, setting: Setting, section: Section, places: Sequence[tuple[str, int]]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """The points of every sweep that was asked for, by its name."""
+        pair, params = self._pair, setting.params
+        whole, repeats = pair.block_size, pair.repeats_plain(params)
+        prompts = [setting.sets[name][i] for name, i in places]
+        begun = {name: [m for m in found.measurements if m.turn == 1] for name, found in section.sets.items()}
+        points: dict[str, list[dict[str, Any]]] = {}
+        for length in sweeps.draft_length:
+            pair.draft_at_most(length)
+            drafted = [self._measurement(prompt, params, False) for prompt in prompts]
+            # the plain answers are those of the section
+            both = [replace(m, plain=begun[name][i].plain) for m, (name, i) in zip(drafted, places, strict=True)]
+            figures = Summary.of(both, length + 1, repeats).to_json()
+            points.setdefault("draft_length", []).append({"num_speculative_tokens": length, **figures})
+        if sweeps.draft_length:
+            pair.draft_at_most(whole - 1)
+        for length in sweeps.context_length:
+            found = [self._measurement(prompt, params, self._baseline) for prompt in of_length(prompts, length)]
+            figures = Summary.of(found, whole, repeats).to_json()
+            points.setdefault("context_length", []).append({"context_length": length, **figures})
+        for concurrency in sweeps.concurrency:
+            count = sweeps.at_concurrency(concurrency)
+            ids = [prompt.token_ids for prompt in itertools.islice(itertools.cycle(prompts), count)]
+            points.setdefault("concurrency", []).append(self._under_load(ids, params, concurrency))
+        return points
+
+    def _under_load(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict[str, Any]:
+        key = json_digest([self._same, self._pair.facts, self._baseline, asdict(params), concurrency, prompts])
+        if self._journal and key in self._journal.points:
+            point = self._journal.points[key]
+        else:
+            point = finite(load_point(self._pair, prompts, params, concurrency, self._baseline))
+            if self._journal:
+                self._journal.append_point(key, point)
+        if self._journal:
+            self._threads.add(self._journal.threads[key])
+        if self._meter:
+            self._meter.passed()
+        return point
+
+    def _measurement(self, prompt: EncodedPrompt, params: SamplingParams, baseline: bool) -> Measurement:
+        prompted = [prompt.id, prompt.turn, prompt.category, prompt.token_ids]
+        key = json_digest([self._same, self._pair.facts, baseline, asdict(params), *prompted])
         if self._journal and key in self._journal.done:
             found = self._journal.done[key]
             self._threads.add(self._journal.threads[key])
             if self._meter:
                 self._meter.kept(found)
             return found
-        if not self._warm:
-            _warm_up(self._pair, (True, False) if self._baseline else (True,), prompt, params)
-            self._warm = True
+        how = self._pair.block_size, baseline
+        if self._warm != how:
+            _warm_up(self._pair, (True, False) if baseline else (True,), prompt, params)
+            self._warm = how
         on_step = self._meter.step if self._meter else None
-        found = measure(self._pair, prompt, params, baseline=self._baseline, on_step=on_step)
+        found = measure(self._pair, prompt, params, baseline=baseline, on_step=on_step)
         if self._journal:
             self._journal.append(key, found)
             self._threads.add(self._journal.threads[key])
@@ -204,6 +260,10 @@ class _Meter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.__exit__()
+
+    def passed(self) -> None:
+        """A point of a sweep is done."""
+        self._bar.advance(1, units=0)
 
     def step(self, growing: Generation) -> None:
         """The drafted answer has grown by its last step, or by the prefill's first token."""

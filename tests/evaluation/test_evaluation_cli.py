@@ -67,7 +67,16 @@ def load(output: Path) -> dict[str, Any]:
 def untimed(value: Any) -> Any:
     """A report without what another run measures anew."""
     if isinstance(value, dict):
-        timed = ("seconds", "per_second", "per_second_ci95", "speedup", "speedup_ci95", "date", "warnings")
+        timed = (
+            "seconds",
+            "per_second",
+            "per_second_ci95",
+            "speedup",
+            "speedup_ci95",
+            "date",
+            "warnings",
+            "recommendation",
+        )
         return {key: untimed(v) for key, v in value.items() if not key.endswith(timed)}
     return [untimed(v) for v in value] if isinstance(value, list) else value
 

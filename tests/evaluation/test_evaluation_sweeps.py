@@ -1,0 +1,147 @@
+"""Sweeps measure what they say, resume, and lead to a recommendation."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_drafter, make_target
+from test_evaluation_cli import REPORT_FILES, load
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, run
+from dflash_toolkit.evaluation.cli import main
+from dflash_toolkit.evaluation.decoders import Pair
+from dflash_toolkit.evaluation.report import Section
+from dflash_toolkit.evaluation.run import Setting, evaluate_all
+from dflash_toolkit.evaluation.sweeps import Sweeps, chosen, load_point, of_length, recommendation
+
+SETS = {
+    "a": [EncodedPrompt("a1", list(range(65, 90))), EncodedPrompt("a2", [70, 71])],
+    "b": [EncodedPrompt("b1", list(range(40, 60)))],
+}
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def test_the_command_goes_through_all_of_them_and_recommends(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.txt").write_text("Why is the sky blue?\nWhat is 2+2?\n")
+    command = ["--target", target_dir, "--drafter", drafter_dir, "--device", "cpu", "--max-tokens", 8]
+    command += ["--prompts", tmp_path / "few.txt", "--output", tmp_path / "report", "--sweep-requests", 2]
+    command += ["--draft-length", 2, 7, "--context-length", 16, 200, "--concurrency", 1, 3]
+    assert main([str(word) for word in command]) == 0
+    report = load(tmp_path / "report")
+    sweeps, overall = report["sweeps"], report["overall"]
+    assert [point["num_speculative_tokens"] for point in sweeps["draft_length"]] == [2, 7]
+    assert [len(point["accepted_lengths"]) for point in sweeps["draft_length"]] == [3, 8]
+    assert sweeps["draft_length"][1]["accepted_lengths"] == overall["accepted_lengths"], "as in the report itself"
+    assert sweeps["draft_length"][0]["plain_decode_seconds"] == overall["plain_decode_seconds"]
+    assert [(point["concurrency"], point["requests"]) for point in sweeps["concurrency"]] == [(1, 2), (3, 6)]
+    for point in sweeps["concurrency"]:
+        assert point["speedup"] == pytest.approx(point["tokens_per_second"] / point["plain_tokens_per_second"])
+        low, high = point["speedup_ci95"]
+        assert low <= point["speedup"] <= high
+        assert point["tau_pooled"] == pytest.approx(overall["tau_pooled"]), "the same prompts, equally often"
+        for name in ("time_to_first_token_seconds", "plain_time_per_output_token_seconds"):
+            assert 0 < point[name]["p50"] <= point[name]["p99"]
+    assert all(
+        point["identical_to_plain"] == 1.0 for sweep in ("draft_length", "context_length") for point in sweeps[sweep]
+    )
+    assert report["recommendation"]["num_speculative_tokens"] in (2, 7)
+    assert report["recommendation"]["reason"] in capsys.readouterr().out
+    assert report["arguments"]["block_size"] == 8
+    assert {path.name for path in (tmp_path / "report").iterdir()} == REPORT_FILES
+
+
+def test_both_runtimes_accept_alike_when_fewer_are_drafted_and_contexts_are_longer(
+    target: Target, drafter: Drafter
+) -> None:
+    sweeps, found = Sweeps(draft_length=(1, 4), context_length=(60,)), []
+    for pair in (EnginePair.load(target, drafter), ReferencePair(target, make_drafter(target))):
+        report = evaluate_all(pair, [Setting(SETS, PARAMS)], sweeps=sweeps)
+        found.append([[p["accepted_lengths"] for p in points] for points in report.sweeps.values()])
+        assert pair.block_size == 8
+    assert found[0] == found[1]
+
+
+def test_points_are_kept_and_a_point_that_is_new_is_measured_alone(
+    target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def counted(pair: Pair, prompts: Any, params: Any, concurrency: int, baseline: bool) -> dict[str, Any]:
+        measured.append(concurrency)
+        return load_point(pair, prompts, params, concurrency, baseline)
+
+    monkeypatch.setattr(run, "load_point", counted)
+    pair, partial = EnginePair.load(target, drafter), tmp_path / "partial.jsonl"
+    first, second = (
+        evaluate_all(
+            pair, [Setting(SETS, PARAMS)], sweeps=Sweeps(concurrency=loads, requests=2), partial=partial
+        ).sweeps["concurrency"]
+        for loads in ((2,), (1, 2))
+    )
+    assert measured == [2, 1] and second[1:] == first
+
+
+def test_prompts_are_of_all_sets_and_of_the_length() -> None:
+    assert chosen(SETS, 2) == [("a", 0), ("b", 0)] and chosen(SETS, 9) == [("a", 0), ("b", 0), ("a", 1)]
+    prompts = [*SETS["a"], *SETS["b"]]
+    for length in (1, 10, 47, 333):
+        found = of_length(prompts, length)
+        assert [len(prompt.token_ids) for prompt in found] == [length] * 3
+        for prompt, long in zip(prompts, found, strict=True):
+            assert long.token_ids[-len(prompt.token_ids) :] == prompt.token_ids[-length:]
+    assert of_length(prompts, 50)[1].token_ids[:25] == prompts[0].token_ids
+
+
+def test_what_a_pair_cannot_do_is_said_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
+    reference = ReferencePair(make_target(limit=130), make_drafter(make_target()))
+    for sweeps, said in (
+        (Sweeps(draft_length=(3, 8)), "draft_length 8: the drafter drafts at most 7 tokens"),
+        (Sweeps(context_length=(64, 120)), "context_length 120: with an answer of 12 tokens .* limit of 130"),
+        (Sweeps(concurrency=(1,)), "the reference decodes one request at a time"),
+    ):
+        with pytest.raises(UserError, match=said):
+            evaluate_all(reference, [Setting(SETS, PARAMS)], sweeps=sweeps)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--concurrency", "4", "2"], "concurrency is [4, 2]; give numbers >= 1 in ascending order"),
+        (["--draft-length", "0"], "draft_length is [0]"),
+        (["--sweep-requests", "0"], "sweep_requests is 0"),
+    ],
+)
+def test_bad_sweeps_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", "t", "--drafter", "d", "--prompts", "a=b", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_fastest_length_and_the_last_load_that_pays_are_recommended(target: Target, drafter: Drafter) -> None:
+    report = evaluate_all(EnginePair.load(target, drafter), [Setting(SETS, PARAMS)])
+    for m in report.sections[0].sets["a"].measurements + report.sections[0].sets["b"].measurements:
+        m.drafted.decode_s, m.plain.decode_s = 1.0, 2.0
+    measured = {name: result.measurements for name, result in report.sets.items()}
+    section = Section.of(measured, 0.0, None, 8)
+    found = recommendation(section, {})
+    assert found == found | {"use_drafter": True, "num_speculative_tokens": 7, "max_concurrency": None}
+    assert found["speedup"] == pytest.approx(2.0)
+    lengths = [
+        {"num_speculative_tokens": n, "tokens_per_second": speed, "speedup": speed / 10, "speedup_ci95": within}
+        for n, speed, within in ((3, 9.0, (0.8, 0.95)), (5, 9.5, (0.9, 1.1)), (7, math.nan, None))
+    ]
+    loads = [
+        {"concurrency": n, "speedup": within[0], "speedup_ci95": within}
+        for n, within in ((1, (2.0, 3.0)), (2, (1.1, 1.2)), (4, (0.9, 1.1)), (8, (1.1, 1.2)))
+    ]
+    found = recommendation(section, {"draft_length": lengths, "concurrency": loads})
+    assert found == found | {"use_drafter": None, "num_speculative_tokens": 5, "max_concurrency": 2}
+    assert found["reason"] == (
+        "5 drafted tokens are the fastest of 3, 5, 7; one request at a time is 0.95x as fast as without a drafter; "
+        "of 1, 2, 4, 8 requests at a time up to 2 are faster with it."
+    )
+    assert recommendation(section, {"draft_length": lengths[:1]})["use_drafter"] is False
