@@ -156,6 +156,24 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_drafter_changes_no_token_behind_kept_states(kind: str) -> None:
+    """Conversations whose second turns go on from the states that their first ones left."""
+    target, drafter = pair(kind)
+    params, more = SamplingParams(max_tokens=48, ignore_eos=True), prompts_of(24, seed=2)
+    turns, answers = [prompts_of(24)], list[list[list[int]]]()
+    room: dict[str, Any] = {"prefix_cache": True, "prefix_states": 64, "kv_cache_tokens": 32 * LIMIT}
+    engines = [make_engine(target, drafts, **room) for drafts in (None, drafter)]
+    for turn in range(2):
+        answers.append([g.tokens for g in engines[0].generate(turns[turn], params)])
+        turns.append([a + b + c for a, b, c in zip(turns[turn], answers[turn], more, strict=True)])
+    knowing(engines[1], turns[0] + turns[1], answers[0] + answers[1])
+    for prompts, expected in zip(turns[:2], answers, strict=True):
+        assert [g.tokens for g in engines[1].generate(prompts, params)] == expected
+    cached = [engine.stats.cached_prompt_tokens for engine in engines]
+    assert cached[0] == cached[1] == sum((len(prompt) - 1) // 64 * 64 for prompt in turns[0])
+
+
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 def test_answers_to_sampled_drafts_are_the_same_alone_and_in_a_batch(dflash2: bool) -> None:
     target, drafter = pair(dflash2=dflash2)
