@@ -48,6 +48,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from dflash_toolkit import Drafter, Target
@@ -72,6 +73,10 @@ CONFIGS = {
     "qwen3_moe": functools.partial(  # the second layer is dense
         Qwen3MoeConfig, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
         mlp_only_layers=[1],
+    ),
+    "qwen3_next": functools.partial(  # the second layer is dense
+        Qwen3NextConfig, **DELTA_NET, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, mlp_only_layers=[1],
     ),
     "qwen3_5": functools.partial(Qwen3_5TextConfig, **DELTA_NET),
     "qwen3_5_moe": functools.partial(

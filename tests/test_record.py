@@ -73,7 +73,7 @@ def test_a_channel_that_is_thousands_of_times_the_others_does_not_hide_them() ->
 
 
 # not of random delta nets, whose states make much of a rounding
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if not kind.startswith("qwen3_5")])
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if not kind.startswith(("qwen3_5", "qwen3_next"))])
 def test_another_dtype_moves_the_targets_numbers_less_than_another_layer_does(kind: str) -> None:
     target, taps = make_target(kind), range(5)
     wide = target_signature(target, taps)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import UnsupportedModel, UserError
+from ..kernels.weight import BLOCK
 from .quantized import Fp8Blocks
 from .rope import ROPE_TYPES, full_rope, scaled_frequencies
 
@@ -60,6 +61,7 @@ class GatedDeltaNetSpec:
     head_dim: int  # H_v, of values
     k_head_dim: int  # H_k
     taps: int  # T, of the short convolution before it
+    by_key_heads: bool = False  # checkpoints have what it makes of a token in one matrix, a key head behind the other
     fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`, but for those of beta and the decay
     fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
 
@@ -75,7 +77,10 @@ class GatedDeltaNetSpec:
 
     def matrices(self, d: int) -> dict[str, tuple[int, int]]:
         """Shapes of a checkpoint's matrices in a model of hidden size d, those of beta and the decay left out."""
-        return {"in_proj_qkv": (self.channels, d), "in_proj_z": (self.width, d), "out_proj": (d, self.width)}
+        out = {"out_proj": (d, self.width)}
+        if self.by_key_heads:
+            return {"in_proj_qkvz": (self.channels + self.width, d)} | out
+        return {"in_proj_qkv": (self.channels, d), "in_proj_z": (self.width, d)} | out
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,7 @@ class Architecture:
     o_bias: bool | None = None
     experts: bool = False  # in layers that `decoder_sparse_step` and `mlp_only_layers` do not leave out
     hybrid: bool = False  # gated delta nets as `layer_types` says; gated attention with partial RoPE; centered norms
+    by_key_heads: bool = False  # see `GatedDeltaNetSpec`
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
@@ -160,6 +166,9 @@ ARCHITECTURES = {
     "qwen2": Architecture(qkv_bias=True, o_bias=False),
     "qwen3": Architecture(qk_norm=True),
     "qwen3_moe": Architecture(qk_norm=True, experts=True),
+    "qwen3_next": Architecture(
+        qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True, experts=True, by_key_heads=True
+    ),
     "qwen3_5_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True),
     "qwen3_5_moe_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True, experts=True),
 }
@@ -282,9 +291,11 @@ class ModelSpec:
                 ffn = replace(ffn, fp8_by_rows=ffn_in_fp8 and in_fp8.by_rows)
             mixer: AttentionSpec | GatedDeltaNetSpec = attention
             if architecture.hybrid and c.layer_types[layer] == "linear_attention":
-                mixer = _gated_delta_net(c)
+                mixer = _gated_delta_net(c, architecture.by_key_heads)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
             mixer_in_fp8 = held(f"{part}.{kind}", mixer.matrices(d))
+            if mixer_in_fp8 and architecture.by_key_heads and not in_fp8.by_rows:
+                _check_heads_are_blocks(name, c)
             mixer = replace(mixer, fp8_blocks=mixer_in_fp8, fp8_by_rows=mixer_in_fp8 and in_fp8.by_rows)
             return LayerSpec(mixer, ffn, zero_centered=architecture.hybrid)
 
@@ -306,18 +317,26 @@ class ModelSpec:
         return torch.stack([angles.cos(), angles.sin()]) * self.rope_factor
 
 
-def _gated_delta_net(config: Any) -> GatedDeltaNetSpec:
+def _gated_delta_net(config: Any, by_key_heads: bool) -> GatedDeltaNetSpec:
     return GatedDeltaNetSpec(
         num_heads=config.linear_num_value_heads,
         num_k_heads=config.linear_num_key_heads,
         head_dim=config.linear_value_head_dim,
         k_head_dim=config.linear_key_head_dim,
         taps=config.linear_conv_kernel_dim,
+        by_key_heads=by_key_heads,
     )
 
 
+def _check_heads_are_blocks(name: str, config: Any) -> None:
+    """Rows of a block are sorted with one scale. Raises UnsupportedModel for a block with rows of two heads."""
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if (width := getattr(config, key)) % BLOCK:
+            raise UnsupportedModel(f"target {name}: {key} {width} is no multiple of its fp8 blocks of {BLOCK}")
+
+
 def _check_hybrid(name: str, config: Any) -> None:
-    """Raises UnsupportedModel for what transformers' Qwen3.5 does not compute, or our layers of it do not."""
+    """Raises UnsupportedModel for what transformers' Qwen3-Next and Qwen3.5 do not compute, or our layers do not."""
     shared = getattr(config, "shared_expert_intermediate_size", 0)
     for key, computed in (
         ("output_gate_type", (None, "silu", "swish")),

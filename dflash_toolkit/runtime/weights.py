@@ -29,6 +29,7 @@ from ..models.spec import (
 )
 
 CENTERED = ("_layernorm.weight", ".q_norm.weight", ".k_norm.weight", "model.norm.weight")  # where norms are
+SORTED = (".in_proj_qkvz.weight", ".in_proj_ba.weight")  # see `GatedDeltaNetWeights.sort`
 STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one tensor
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
@@ -112,13 +113,28 @@ class GatedDeltaNetWeights:
 
     def parameter_views(self, spec: GatedDeltaNetSpec) -> dict[str, Tensor]:
         assert not isinstance(self.qkvz, RowScaledFp8), "an own copy, which is not loaded"
-        (qkv, z), (b, a) = self.qkvz.split([spec.channels, spec.width]), self.ba.split(spec.num_heads)
         found = {"conv1d.weight": self.conv[:, None], "norm.weight": self.norm}
         found |= {"A_log": self.a_log, "dt_bias": self.dt_bias}
-        matrices = {"out_proj": self.o, "in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
+        matrices: dict[str, Weight] = {"out_proj": self.o}
+        if spec.by_key_heads:  # which `sort` puts in order when they are loaded
+            matrices |= {"in_proj_qkvz": self.qkvz, "in_proj_ba": self.ba}
+        else:
+            (qkv, z), (b, a) = self.qkvz.split([spec.channels, spec.width]), self.ba.split(spec.num_heads)
+            matrices |= {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
         for name, weight in matrices.items():
             found |= _named(name, weight)
         return {f"linear_attn.{name}": view for name, view in found.items()}
+
+    def sort(self, spec: GatedDeltaNetSpec) -> None:
+        """Rows that were loaded a key head behind the other: all queries, then all keys, values, gates; likewise ba."""
+        values = spec.num_heads // spec.num_k_heads
+        each, (qkvz, scale) = [*[spec.k_head_dim] * 2, *[values * spec.head_dim] * 2], parts(self.qkvz)
+        sorts = [(qkvz, each), (self.ba, [values] * 2)]
+        if scale is not None:
+            sorts.append((scale, [rows * len(scale) // len(qkvz) for rows in each]))
+        for matrix, rows in sorts:
+            heads = matrix.unflatten(0, (spec.num_k_heads, -1))
+            matrix.copy_(torch.cat([part.flatten(0, 1) for part in heads.split(rows, dim=1)]))
 
 
 @dataclass(slots=True)
@@ -342,7 +358,7 @@ class TargetWeights:
         weights = cls.empty(spec, device, dtype)
         stacked = any(name.endswith(STACKED) for name in tensor_names(files))
         load_files(f"target {folder}", weights.parameter_views(stacked), files)
-        return weights._centered()
+        return weights._as_computed()
 
     @classmethod
     def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
@@ -351,10 +367,14 @@ class TargetWeights:
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
         load_weights("target", weights.parameter_views(stacked=True), state)
-        return weights._centered()
+        return weights._as_computed()
 
-    def _centered(self) -> "TargetWeights":
-        """What was loaded, with the ones that stored weights of norms may lack."""
+    def _as_computed(self) -> "TargetWeights":
+        """What was loaded, with the ones that stored weights of norms may lack, and rows in our order."""
+        for kind, layer in zip(self.spec.layers, self.layers, strict=True):
+            if isinstance(kind.mixer, GatedDeltaNetSpec) and kind.mixer.by_key_heads:
+                assert isinstance(layer.mixer, GatedDeltaNetWeights)
+                layer.mixer.sort(kind.mixer)
         if self.spec.layers[-1].zero_centered:
             for name, view in self.parameter_views().items():
                 if name.endswith(CENTERED):
@@ -365,8 +385,8 @@ class TargetWeights:
     def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
         """The weights of a loaded Hugging Face model, which from then on reads its own out of the fused matrices.
 
-        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies. A model in fp8
-        keeps its own.
+        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies, but for those whose
+        rows are sorted. A model in fp8 keeps its own.
         """
         if spec.fp8_blocks:
             return cls.of_module(model, spec)
@@ -385,10 +405,10 @@ class TargetWeights:
             views = {prefix + name: view for name, view in layer.parameter_views(kind, True).items()}
             load_weights("target", views, {name: state[name] for name in state if name.startswith(prefix)})
             for name, view in views.items():
-                if not (centered and name.endswith(CENTERED)):
+                if not (centered and name.endswith((*CENTERED, *SORTED))):
                     state[name].data = view
             weights.layers.append(layer)
-        return weights._centered()
+        return weights._as_computed()
 
 
 @dataclass(slots=True)

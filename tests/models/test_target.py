@@ -275,7 +275,7 @@ def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu() -> None:
 
 # weights in blocks of two layers; experts have three each
 IN_FP8 = {"Qwen3": 14, "Qwen3-MoE": 32, "Qwen3.5-MoE": 37, "Qwen3.5 with images": 13}
-IN_16_BITS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
+IN_16_BITS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:

@@ -87,11 +87,13 @@ HYBRID = {
     "linear_value_head_dim": 64,
     "shared_expert_intermediate_size": 128,
 }
+BY_KEY_HEADS = HYBRID | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # heads are blocks
+CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID}
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Qwen3.5", "Qwen3.5-MoE"])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE"])
 def test_the_engine_writes_what_transformers_modules_in_fp8_write(name: str, tmp_path: Path) -> None:
-    sizes = SIZES | (HYBRID if name.startswith("Qwen3.5") else {})
+    sizes = SIZES | CHANGES.get(name, {})
     in_fp8(ARCHITECTURES[name].target(**sizes), tmp_path)
     with in_modules(tmp_path) as target:
         check_answers(tmp_path, target)
@@ -157,6 +159,12 @@ def test_sides_that_are_no_multiples_of_a_block_are_refused_by_name(folder: Path
     config.intermediate_size = 192
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate_proj.weight' of \(192, 128\) is no multiple of"):
         ModelSpec.of_target(config)
+
+
+def test_heads_that_share_a_block_of_sorted_rows_are_refused(tmp_path: Path) -> None:
+    in_fp8(ARCHITECTURES["Qwen3-Next"].target(**SIZES, **HYBRID), tmp_path)
+    with pytest.raises(UnsupportedModel, match="linear_key_head_dim 64 is no multiple of its fp8 blocks of 128"):
+        ModelSpec.of_target(load_config(str(tmp_path)))
 
 
 def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

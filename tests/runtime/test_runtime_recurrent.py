@@ -34,7 +34,7 @@ def pair(kind: str = "qwen3_5") -> tuple[Target, Drafter]:
     return target, make_drafter(target)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> None:
     """Prompts shorter than the convolution, and such as are cut into several chunks."""
     target, drafter = pair(kind)
@@ -174,7 +174,7 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
             assert ours[2].isfinite().all() and ours[[0, 1, 3]].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3.5 with images"])
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "Qwen3.5 with images"])
 def test_checkpoints_are_read_as_transformers_writes_them(name: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[name]
     target = architecture.target()
@@ -186,8 +186,9 @@ def test_checkpoints_are_read_as_transformers_writes_them(name: str, tmp_path: P
     assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12))[0].tokens == hf_greedy(loaded, [1, 2, 3], 12)
 
 
-def test_a_module_that_shares_its_weights_computes_what_it_did() -> None:
-    target, _ = pair("qwen3_5_moe")
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])
+def test_a_module_that_shares_its_weights_computes_what_it_did(kind: str) -> None:
+    target, _ = pair(kind)
     ids = torch.tensor(prompts_of(9))
     with torch.no_grad():
         before = target.model(ids).logits
