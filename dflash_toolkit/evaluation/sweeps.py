@@ -34,7 +34,8 @@ class Sweeps:
         """Raises UserError for what this pair cannot do."""
         if (most := max(self.draft_length, default=0)) > pair.block_size - 1:
             raise UserError(f"draft_length {most}: the drafter drafts at most {pair.block_size - 1} tokens a step")
-        if (most := max(self.context_length, default=0)) + max_tokens > pair.context_limit:
+        most = max(self.context_length, default=0)
+        if most and most + max_tokens > pair.context_limit:
             raise UserError(
                 f"context_length {most}: with an answer of {max_tokens} tokens (max_tokens) it is beyond the target's "
                 f"limit of {pair.context_limit}"
