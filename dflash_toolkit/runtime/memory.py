@@ -81,9 +81,10 @@ def room_for_cache(
         missing = ((wanted or least) - pages) * bytes_of_page / GIB
         what = f"one request of {context} tokens"
         now = options.gpu_memory_utilization
-        way_out = f"lower max_model_len or max_num_seqs, or raise gpu_memory_utilization (now {now})"
+        rows = "max_num_seqs or prefix_states" if options.prefix_states else "max_num_seqs"
+        way_out = f"lower max_model_len or {rows}, or raise gpu_memory_utilization (now {now})"
         if wanted is not None:
-            what, way_out = f"a cache of {options.kv_cache_tokens} tokens", "lower kv_cache_tokens or max_num_seqs"
+            what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
         said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}"
         raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
     # behind the last even a prefix cache has little use for more

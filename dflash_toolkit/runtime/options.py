@@ -78,7 +78,7 @@ class EngineOptions(DraftOptions):
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory, for weights, caches and all")
     prefix_cache: bool = option(True, "keep the pages of prompts for those that begin alike")
     prefix_states: int | None = option(
-        None, "states of recurrent layers kept for prompts that begin alike (default: as many as max_num_seqs)"
+        None, "states of recurrent layers kept for prompts that begin alike (default: max_num_seqs, 32 at most)"
     )
     retune: bool = option(False, "measure again how long steps take, instead of what an earlier start has kept")
     synthetic: SyntheticAcceptance | None = None
@@ -119,7 +119,7 @@ class EngineOptions(DraftOptions):
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
         overshoot = (2 if on_gpu else 1) * (self.block_size or most + 1)
         rows = self.max_num_seqs or (32 if on_gpu else 4)
-        kept = rows if self.prefix_states is None else self.prefix_states
+        kept = min(rows, 32) if self.prefix_states is None else self.prefix_states
         return replace(
             self,
             max_num_seqs=rows,

@@ -84,6 +84,8 @@ def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
         pages_of(OPTIONS, context=50000)
     assert float(str(caught.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
     assert isinstance(caught.value, UnsupportedModel) and caught.value.gpus == 2, "more GPUs would hold it"
+    with refused("lower max_model_len or max_num_seqs or prefix_states, or raise"):
+        pages_of(replace(OPTIONS, prefix_states=4), context=50000)
 
 
 @pytest.mark.usefixtures("gpu")
