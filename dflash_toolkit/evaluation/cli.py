@@ -26,8 +26,9 @@ Decode prompts with a drafter and without one, and report how many drafted token
 faster that is, and whether every answer is the plain one. Writes report.json, report.md and report.html. An
 interrupted run continues where it was when the same command runs again.
 
-dflash-eval check REPORT says whether a report keeps limits; it has a --help of its own."""
-COMMANDS = ("check",)  # first words; each has a module of its name
+dflash-eval check REPORT says whether a report keeps limits, dflash-eval compare REPORT REPORT how runs differ; each has
+a --help of its own."""
+COMMANDS = ("check", "compare")  # first words; each has a module of its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

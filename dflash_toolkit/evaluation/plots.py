@@ -1,4 +1,4 @@
-"""The report's three kinds of plot as inline SVG: no scripts, no fonts, nothing fetched.
+"""The report's kinds of plot as inline SVG: no scripts, no fonts, nothing fetched.
 
 Colours come from the page's style sheet through classes (`c0`..`c7` for prompt sets, `pooled` for all), so
 one picture serves light and dark. Every mark carries a <title>: a tooltip, and a name for screen readers.
@@ -91,6 +91,33 @@ def bars(title: str, series: Sequence[Series], form: Callable[[float], str], at_
     one = left + scale
     body.append(_mark("line", "mean", at_one, x1=one, x2=one, y1=2, y2=height - 26))
     body.append(_text(min(one, WIDTH - right), height - 9, at_one, "tick"))
+    return _svg(title, height, body)
+
+
+def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[float] | None]]) -> str:
+    """A point with its interval for each difference, around a line at zero.
+
+    Args:
+        rows: name, what it is of, its colour, difference, and low and high of its interval.
+    """
+    row, left, right = 34, 140, 64
+    height = row * len(rows) + 34
+    far = max(abs(end) for *_, value, within in rows for end in (value, *(within or ()))) or 1.0
+    centre, scale = (left + WIDTH - right) / 2, (WIDTH - right - left) / 2 / far
+    body = [_mark("line", "mean", "no difference", x1=centre, x2=centre, y1=2, y2=height - 26)]
+    for i, (name, what, colour, value, within) in enumerate(rows):
+        y, label = 18.0 + i * row, f"{value:+.2f}"
+        said = f"{name}, {what}: {label}" + (f", 95 % interval {within[0]:+.2f} to {within[1]:+.2f}" if within else "")
+        if within:
+            low, high = (centre + end * scale for end in within)
+            body.append(_mark("line", f"line {colour}", x1=low, x2=high, y1=y, y2=y))
+        shown = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+        body += [
+            _mark("circle", f"dot {colour}", said, cx=centre + value * scale, cy=y, r=4.5),
+            _text(left - 10, y + 4, shown, "label", "end"),
+            _text(WIDTH - right + 8, y + 4, label, "value", "start"),
+        ]
+    body.append(_text(centre, height - 9, "0: no difference", "tick"))
     return _svg(title, height, body)
 
 

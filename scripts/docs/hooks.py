@@ -26,7 +26,7 @@ log = logging.getLogger("mkdocs.hooks.names")
 def commands() -> dict[str, tuple[type, str]]:
     """Of each command its options and what it is for."""
     from dflash_toolkit.doctor import cli as doctor
-    from dflash_toolkit.evaluation import check
+    from dflash_toolkit.evaluation import check, compare
     from dflash_toolkit.evaluation import cli as evaluate
     from dflash_toolkit.serve import cli as serve
     from dflash_toolkit.train import cli as train
@@ -38,6 +38,7 @@ def commands() -> dict[str, tuple[type, str]]:
         "dflash-data": (data, data.DataConfig),
         "dflash-eval": (evaluate, evaluate.EvalConfig),
         "dflash-eval check": (check, check.CheckConfig),
+        "dflash-eval compare": (compare, compare.CompareConfig),
         "dflash-serve": (serve, serve.ServeConfig),
         "dflash-doctor": (doctor, doctor.DoctorConfig),
     }

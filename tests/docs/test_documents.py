@@ -13,7 +13,7 @@ from paths import ROOT
 
 from dflash_toolkit.config import given_values, parse_cli
 from dflash_toolkit.doctor.cli import DoctorConfig
-from dflash_toolkit.evaluation import check
+from dflash_toolkit.evaluation import check, compare
 from dflash_toolkit.evaluation.cli import EvalConfig
 from serve.cli import ServeConfig
 from serve.external import split
@@ -23,11 +23,14 @@ from train.data_cli import DataConfig
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCES = [found for page in PAGES for found in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]
+EVALUATION = {"check": check, "compare": compare}
 PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "dflash-train": lambda words: configure(*given_values(TrainConfig, words, "dflash-train", "")),
     "dflash-data": lambda words: parse_cli(DataConfig, words, "dflash-data", ""),
     "dflash-eval": lambda words: (
-        check.parse(words[1:]) if words[0] == "check" else parse_cli(EvalConfig, words, "dflash-eval", "")
+        EVALUATION[words[0]].parse(words[1:])
+        if words[0] in EVALUATION
+        else parse_cli(EvalConfig, words, "dflash-eval", "")
     ),
     "dflash-serve": lambda words: parse_cli(ServeConfig, in_our_words(split(words)[0]), "dflash-serve", ""),
     "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),

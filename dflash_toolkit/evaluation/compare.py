@@ -1,0 +1,299 @@
+"""dflash-eval compare: runs of the same requests side by side, and whether what parts them is more than chance."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import UserError, option, parse_cli, run_command
+from ..files import finite
+from ..generation import Generation, Step
+from .bootstrap import CONFIDENCE, RESAMPLES, SEED, Array, columns, figures, intervals_of, resampled_sums
+from .paired import PERMUTATIONS, difference_intervals, p_values, parted
+from .schema import read_report, split_places
+
+PROG = "dflash-eval compare REPORT REPORT ..."
+DESCRIPTION = """\
+Put reports of dflash-eval (report.json, or its folder) side by side. Every figure is of the requests that all of them
+have, and every run is compared with the first: differences with intervals of a paired bootstrap over requests, and the
+p-value of a paired permutation test. --output also writes compare.json, compare.md and compare.html."""
+SCHEMA_VERSION = 1
+COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_per_position")
+SPEEDS = ("tokens_per_second", "speedup")
+SAMPLING = ("max_tokens", "top_p", "top_k", "min_p", "seed", "ignore_eos", "multi_turn", "chat_template_sha256")
+
+Row = dict[str, Any]
+Key = tuple[str, str, str, int]  # set, id and text of the first prompt, and which it is of several such
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig:
+    """The options of `dflash-eval compare`."""
+
+    output: str | None = option(None, "directory for compare.json, compare.md and compare.html")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A report, and what it is called among others."""
+
+    name: str
+    place: str
+    report: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.report["arguments"]
+
+    @property
+    def machine(self) -> tuple[Any, ...]:
+        """Whatever speed depends on that is no part of the software."""
+        environment = self.report["environment"]
+        threads = environment["threads"] if environment["device"] == "cpu" else None
+        return environment["device_name"], environment["dtype"], threads
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command on the words behind `compare`; returns its exit code."""
+    return run_command(lambda: _run(*parse(argv)))
+
+
+def parse(argv: Sequence[str]) -> tuple[list[Path], CompareConfig]:
+    """Raises UserError for a command line that is not reports and options."""
+    places, rest = split_places(argv, CompareConfig)
+    config = parse_cli(CompareConfig, rest, PROG, DESCRIPTION)
+    if len(places) < 2:
+        raise UserError(f"expected two reports or more before the options, got {len(places)}: {PROG}")
+    return places, config
+
+
+def _run(places: Sequence[Path], config: CompareConfig) -> None:
+    comparison = compare(named_runs([(str(place), read_report(place)) for place in places]))
+    # not above: this imports torch, which what is refused need not wait for
+    from .comparison import render_markdown, write_comparison
+
+    if config.output is not None:
+        write_comparison(comparison, Path(config.output))
+    print(render_markdown(comparison))
+
+
+def named_runs(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Run]:
+    """Reports by the last part of their drafter's name, or by their places where that is the same for two."""
+    names = [Path(str(report["arguments"].get("drafter") or place)).name for place, report in reports]
+    unique = len(set(names)) == len(names)
+    if not unique and len({place for place, _ in reports}) < len(reports):
+        raise UserError(f"{', '.join(place for place, _ in reports)}: a report is given twice")
+    return [Run(n if unique else place, place, report) for n, (place, report) in zip(names, reports, strict=True)]
+
+
+def compare(runs: Sequence[Run]) -> dict[str, Any]:
+    """What compare.json holds: strict JSON values.
+
+    Raises:
+        UserError: another target, or no request that all runs have decoded the same way.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        _check_target(first, run)
+    names = [s["name"] for s in first.report["sections"] if all(_section(run, s["name"]) is not None for run in runs)]
+    if not names:
+        raise UserError(
+            "the runs have no way of decoding in common: "
+            + "; ".join(f"{run.name}: {', '.join(s['name'] for s in run.report['sections'])}" for run in runs)
+        )
+    warnings = [warning for run in runs[1:] for warning in _warnings(first, run)]
+    same_machine = all(run.machine == first.machine for run in runs)
+    sections = [_compared(runs, name, same_machine, warnings) for name in names]
+    return finite(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "statistics": {
+                "confidence": CONFIDENCE,
+                "resamples": RESAMPLES,
+                "permutations": PERMUTATIONS,
+                "seed": SEED,
+            },
+            "warnings": list(dict.fromkeys(warnings)),
+            "runs": [_described(run) for run in runs],
+            "sections": sections,
+        }
+    )
+
+
+def _described(run: Run) -> dict[str, Any]:
+    environment, arguments = run.report["environment"], run.arguments
+    told = ("target", "drafter", "drafter_kind", "runtime", "block_size")
+    return {
+        "name": run.name,
+        "report": run.place,
+        **{key: arguments.get(key) for key in told},
+        **{key: environment[key] for key in ("device_name", "dtype", "threads", "dflash_toolkit", "torch", "date")},
+    }
+
+
+# ---- what can be compared -----------------------------------------------------------------------------------------
+
+
+def _check_target(first: Run, run: Run) -> None:
+    here, there = ((r.arguments.get("target"), r.arguments.get("target_sample_sha256")) for r in (first, run))
+    # one target has other hashes in other dtypes, and other names on other machines
+    if here[0] != there[0] and (here[1] != there[1] or here[1] is None):
+        raise UserError(f"{run.name} was measured on {there[0]}, {first.name} on {here[0]}: compare runs of one target")
+
+
+def _warnings(first: Run, run: Run) -> list[str]:
+    """Why figures of two runs may part for other reasons than their drafters."""
+    found = []
+    here, there = first.arguments, run.arguments
+    sampled = any(section["temperature"] for section in run.report["sections"])
+    for key in SAMPLING:
+        if here.get(key) != there.get(key) and (sampled or key != "seed"):
+            values = f": {there.get(key)}, not {here.get(key)}" if not key.endswith("sha256") else ""
+            found.append(f"{run.name} was decoded with another {key} than {first.name}{values}.")
+    if here.get("target_sample_sha256") != there.get("target_sample_sha256"):
+        found.append(f"The target of {run.name} has other weights than that of {first.name}, or another dtype.")
+    if run.machine != first.machine:
+        found.append(
+            f"{run.name} ran on another machine than {first.name} ({_said(run.machine)}, not {_said(first.machine)}): "
+            f"speeds stand side by side, but are not compared."
+        )
+    return found + [f"{r.name}: {warning}" for r in (first, run) for warning in r.report["warnings"]]
+
+
+def _said(machine: tuple[Any, ...]) -> str:
+    name, dtype, threads = machine
+    return f"{name}, {dtype}" + (f", {threads} threads" if threads else "")
+
+
+def _section(run: Run, name: str) -> dict[str, Any] | None:
+    return next((section for section in run.report["sections"] if section["name"] == name), None)
+
+
+def _conversations(section: Mapping[str, Any]) -> dict[Key, list[Row]]:
+    """The requests of a section, turns of a conversation together."""
+    found: dict[Key, list[Row]] = {}
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for name, result in section["sets"].items():
+        for row in result["per_request"]:
+            if row["turn"] == 1:
+                prompt = name, row["id"], row["prompt_text"]
+                current = found[(*prompt, seen[prompt])] = []
+                seen[prompt] += 1
+            current.append(row)
+    return found
+
+
+# ---- figures ------------------------------------------------------------------------------------------------------
+
+
+def _compared(runs: Sequence[Run], name: str, same_machine: bool, warnings: list[str]) -> dict[str, Any]:
+    """A section of compare.json; what is left out of it is added to `warnings`."""
+    requests = [_conversations(_section(run, name) or {}) for run in runs]
+    shared = [key for key in requests[0] if all(key in found for found in requests)]
+    if not shared:
+        sets = "; ".join(
+            f"{run.name}: {', '.join(dict.fromkeys(key[0] for key in found))}"
+            for run, found in zip(runs, requests, strict=True)
+        )
+        raise UserError(f"the runs ({name}) have no request of one set, id and text in common; their sets are {sets}")
+    for run, found in zip(runs, requests, strict=True):
+        if len(found) > len(shared):
+            warnings.append(
+                f"{run.name} ({name}): {len(found) - len(shared)} of {len(found)} requests are left out, for not all "
+                f"runs have them."
+            )
+    by_set = {one: [key for key in shared if key[0] == one] for one in dict.fromkeys(key[0] for key in shared)}
+    pooled = [(_section(run, name) or {})["overall"] for run in runs]
+    block_size = min(len(summary["accepted_lengths"]) for summary in pooled)
+    repeats = [summary["identical_to_plain"] is not None for summary in pooled]
+
+    def scope(keys: Iterable[Key]) -> dict[str, Any]:
+        rows = [[found[key] for key in keys] for found in requests]
+        return _figures_of(runs, rows, block_size, same_machine, repeats)
+
+    return {
+        "name": name,
+        "sets": {one: scope(keys) for one, keys in by_set.items()},
+        "overall": scope(shared),
+    }
+
+
+def _figures_of(
+    runs: Sequence[Run],
+    rows: Sequence[Sequence[list[Row]]],
+    block_size: int,
+    same_machine: bool,
+    repeats: Sequence[bool],
+) -> dict[str, Any]:
+    """Of some requests the figures of each run, and how it differs from the first.
+
+    Args:
+        repeats: of each run whether its answers are to be the plain ones.
+    """
+    flat = [[row for turns in run for row in turns] for run in rows]
+    plain = all(row["plain_decode_seconds"] is not None for run in flat for row in run)
+    tables = [_columns(run, block_size, plain) for run in flat]
+    answers = [[[row["answer_sha256"] for row in turns] for turns in run] for run in rows]
+    found = []
+    for place, (run, table) in enumerate(zip(runs, tables, strict=True)):
+        figures_here = figures(table.sum(0, keepdims=True), block_size, plain)
+        within = intervals_of(figures(resampled_sums(table), block_size, plain), len(table))
+        found.append(
+            {
+                "name": run.name,
+                **{key: _values(figures_here.get(key)) for key in COMPARED},
+                **{f"{key}_ci95": within.get(key) for key in COMPARED},
+                "identical_to_plain": _share([row["identical"] for row in flat[place]]) if repeats[place] else None,
+                "same_answers": _share([a == b for a, b in zip(answers[place], answers[0], strict=True)]),
+            }
+        )
+        if place:
+            found[-1]["difference"] = _difference(tables[0], table, block_size, plain, same_machine)
+    return {"requests": len(rows[0]), "runs": found}
+
+
+def _difference(first: Array, second: Array, block_size: int, plain: bool, same_machine: bool) -> dict[str, Any]:
+    """By figure, the second run's less the first's; None for speeds of different machines."""
+    sums = first.sum(0, keepdims=True), second.sum(0, keepdims=True)
+    apart = parted(*sums, block_size, plain)
+    within = difference_intervals(first, second, block_size, plain)
+    chance = p_values(first, second, block_size, plain)
+    return {
+        key: {"value": _values(apart[key]), "ci95": within[key], "p_value": chance.get(key)}
+        if key in apart and (same_machine or key not in SPEEDS)
+        else None
+        for key in COMPARED
+    }
+
+
+def _columns(rows: Sequence[Row], block_size: int, plain: bool) -> Array:
+    """As `bootstrap.columns`, a row for each conversation."""
+    drafted = [
+        Generation(
+            steps=[
+                Step(proposed, accepted, (0,) * committed)
+                for proposed, accepted, committed in zip(
+                    row["drafted_per_step"], row["accepted_per_step"], row["committed_per_step"], strict=True
+                )
+            ],
+            finish_reason=row["finish_reason"],
+            decode_s=row["decode_seconds"],
+        )
+        for row in rows
+    ]
+    without = [
+        Generation(steps=[Step(0, 0, (0,))] * (row["plain_tokens"] - 1), decode_s=row["plain_decode_seconds"])
+        for row in rows
+        if plain
+    ]
+    return columns(drafted, without, block_size, [row["turn"] == 1 for row in rows])
+
+
+def _values(found: Array | None) -> Any:
+    """A figure of one sum: a number, one a slot, or None."""
+    return None if found is None else found[..., 0].tolist()
+
+
+def _share(same: Sequence[bool | None]) -> float | None:
+    return None if None in same else sum(map(bool, same)) / len(same)

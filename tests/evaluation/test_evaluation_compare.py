@@ -1,0 +1,321 @@
+"""`dflash-eval compare`: what is paired, what is called a difference, and which runs are not compared."""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_drafter
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode
+from dflash_toolkit.decode import generate
+from dflash_toolkit.evaluation import EncodedPrompt, ReferencePair, Report, evaluate, write_report
+from dflash_toolkit.evaluation.bootstrap import columns, figures
+from dflash_toolkit.evaluation.cli import main
+from dflash_toolkit.evaluation.compare import compare, named_runs
+from dflash_toolkit.evaluation.comparison import render_markdown
+from dflash_toolkit.evaluation.paired import difference_intervals, p_values, parted
+from dflash_toolkit.generation import Generation, Step
+
+SETS = {
+    "sky": [EncodedPrompt("a", [65, 66, 67]), EncodedPrompt("b", [68, 69])],
+    "<b>": [EncodedPrompt("c", [70]), EncodedPrompt("c", [70])],  # two of one id and text
+}
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def measured(target: Target, right: int, name: str, params: SamplingParams = PARAMS, **more: Any) -> Report:
+    """A run with a drafter of whose drafts the first `right` of a block are the target's, and no other is."""
+    plain = {tuple(p.token_ids): generate(target, None, p.token_ids, params).tokens for p in chain(*SETS.values())}
+
+    def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:
+        slots = drafter.config.block_size - 1
+        for prompt, answer in plain.items():
+            if (at := position - len(prompt)) < len(answer) and answer[at] == last:
+                drafts = (answer[at + 1 :] + [0] * slots)[:slots]
+                return [token if i < right else (token + 1) % 200 for i, token in enumerate(drafts)]
+        raise AssertionError("no answer goes on so")
+
+    pair = ReferencePair(target, make_drafter(target, **more))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose", propose)
+        return evaluate(pair, SETS, params, arguments={"drafter": name})
+
+
+def values(report: Report) -> dict[str, Any]:
+    return json.loads(json.dumps(report.to_json()))
+
+
+@pytest.fixture(scope="module")
+def runs(target: Target) -> list[Report]:
+    """Of two drafters of one target, real ones; the second has shorter blocks and is better."""
+    return [measured(target, 1, "out/first"), measured(target, 3, "out/second", block_size=4)]
+
+
+@pytest.fixture(scope="module")
+def reports(runs: list[Report]) -> list[dict[str, Any]]:
+    return [values(report) for report in runs]
+
+
+Compared = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def compared(reports: list[dict[str, Any]]) -> Compared:
+    """The comparison of those reports, the second changed before."""
+
+    def run(change: Callable[[dict[str, Any]], object] = lambda report: None) -> dict[str, Any]:
+        other = copy.deepcopy(reports[1])
+        change(other)
+        return compare(named_runs([("A", reports[0]), ("B", other)]))
+
+    return run
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------
+
+
+def planted(rng: np.random.Generator, easy: np.ndarray[Any, Any], gain: float) -> np.ndarray[Any, Any]:
+    """Columns of answers to requests of which each draft is accepted with its own probability, raised by `gain`."""
+    answers = []
+    for chance in np.clip(easy + gain, 0, 1):
+        accepted = (rng.random((12, 4)) < chance).cumprod(-1).sum(-1).tolist()
+        steps = [Step(4, count, (7,) * (count + 1)) for count in accepted]
+        answers.append(Generation(steps=steps, finish_reason="length", decode_s=12.0))
+    return columns(answers, [], 5)
+
+
+def tau(easy: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return sum((easy**k for k in range(5)), np.zeros_like(easy))
+
+
+def test_a_planted_difference_is_in_its_interval_and_none_is_found_where_none_is() -> None:
+    """Requests differ far more than the runs do, so that only pairs show it."""
+    seeds, gain, held, sure, wrong = 60, 0.05, 0, 0, 0
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        easy = rng.uniform(0.2, 0.9, 25)
+        first, second, same = (planted(rng, easy, more) for more in (0.0, gain, 0.0))
+        low, high = difference_intervals(first, second, 5, False)["tau_pooled"]
+        held += low <= EXPECTED_GAIN <= high
+        sure += p_values(first, second, 5, False)["tau_pooled"] < 0.05
+        wrong += p_values(first, same, 5, False)["tau_pooled"] < 0.05
+    assert held >= 53
+    assert wrong <= 7 < 18 <= sure
+
+
+EVEN = np.linspace(0.2, 0.9, 10_001)
+EXPECTED_GAIN = float(np.mean(tau(EVEN + 0.05) - tau(EVEN)))
+
+
+def test_few_pairs_are_swapped_in_every_way() -> None:
+    rng = np.random.default_rng(0)
+    first, second = (planted(rng, np.full(4, easy), 0.0) for easy in (0.1, 0.9))
+    found = p_values(first, second, 5, False)
+    assert found["tau_pooled"] == found["tokens_per_second"] == 2 / 2**4, "only none and all swapped are as far apart"
+    assert p_values(first, first, 5, False)["tau_pooled"] == 1.0
+    assert "accepted_per_position" not in found
+
+
+def test_many_pairs_are_swapped_at_random_and_seeded() -> None:
+    rng = np.random.default_rng(0)
+    easy = rng.uniform(0.2, 0.9, 30)
+    first, second = planted(rng, easy, 0.0), planted(rng, easy, 0.02)
+    found = p_values(first, second, 5, False)
+    assert found == p_values(first, second, 5, False)
+    assert found["tau_pooled"] == pytest.approx(p_values(second, first, 5, False)["tau_pooled"], abs=0.02)
+
+
+# ---- a comparison ---------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_reports_and_differences_theirs(
+    reports: list[dict[str, Any]], compared: Compared
+) -> None:
+    found = compared()
+    assert (found["schema_version"], [run["name"] for run in found["runs"]]) == (1, ["first", "second"])
+    (section,) = found["sections"]
+    assert section["name"] == "greedy" and list(section["sets"]) == ["sky", "<b>"]
+    for name, scope in [*section["sets"].items(), ("overall", section["overall"])]:
+        assert scope["requests"] == (4 if name == "overall" else 2)
+        own = [report["sections"][0] for report in reports]
+        own = [one["overall"] if name == "overall" else one["sets"][name] for one in own]
+        first, second = scope["runs"]
+        for key in ("tau_pooled", "tau_mean", "tokens_per_second", "speedup"):
+            assert [first[key], second[key]] == pytest.approx([report[key] for report in own]), key
+            assert first[f"{key}_ci95"] == pytest.approx(own[0][f"{key}_ci95"])
+            difference = second["difference"][key]
+            assert difference["value"] == pytest.approx(second[key] - first[key], abs=1e-9)
+            assert difference["ci95"][0] <= difference["value"] <= difference["ci95"][1]
+            assert 0 < difference["p_value"] <= 1
+        assert second["accepted_per_position"] == own[1]["accepted_per_position"], "blocks of 4"
+        assert first["accepted_per_position"] == pytest.approx(own[0]["accepted_per_position"][:3])
+        # fp32: whatever the drafter, the answers are the target's
+        assert (second["identical_to_plain"], second["same_answers"]) == (1.0, 1.0)
+    assert found["warnings"] == []
+    first, second = section["overall"]["runs"]
+    assert second["tau_pooled"] > first["tau_pooled"] + 0.5 > 2
+
+
+def test_only_requests_that_all_runs_have_are_compared(reports: list[dict[str, Any]], compared: Compared) -> None:
+    def change(report: dict[str, Any]) -> None:
+        rows = report["sections"][0]["sets"]["sky"]["per_request"]
+        rows[0]["prompt_text"] += "!"
+
+    found = compared(change)
+    assert found["sections"][0]["sets"]["sky"]["requests"] == 1
+    row = reports[0]["sections"][0]["sets"]["sky"]["per_request"][1]
+    assert found["sections"][0]["sets"]["sky"]["runs"][0]["tau_pooled"] == pytest.approx(row["tau"])
+    assert "first (greedy): 1 of 4 requests are left out, for not all runs have them." in found["warnings"]
+
+
+def test_turns_of_a_conversation_are_drawn_and_swapped_together(compared: Compared) -> None:
+    def change(report: dict[str, Any]) -> None:
+        for row in report["sections"][0]["sets"]["<b>"]["per_request"][1:]:
+            row["turn"] = 2
+
+    assert compared()["sections"][0]["sets"]["<b>"]["requests"] == 2
+    found = compared(change)["sections"][0]["sets"]["<b>"]
+    assert found["requests"] == 1 and found["runs"][1]["tau_pooled_ci95"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        (lambda r: r["arguments"].update(max_tokens=7), "decoded with another max_tokens than first: 7, not 12."),
+        (lambda r: r["arguments"].update(chat_template_sha256="0"), "decoded with another chat_template_sha256"),
+        (
+            lambda r: r["arguments"].update(target_sample_sha256="0"),
+            "other weights than that of first, or another dtype",
+        ),
+        (lambda r: r.update(warnings=["A noisy machine."]), "second: A noisy machine."),
+    ],
+)
+def test_what_else_may_part_runs_is_said(compared: Compared, change: Any, warning: str) -> None:
+    assert any(warning in said for said in compared(change)["warnings"])
+
+
+def test_the_seed_of_greedy_answers_is_no_difference(compared: Compared) -> None:
+    assert compared(lambda report: report["arguments"].update(seed=5))["warnings"] == []
+
+
+def test_speeds_of_other_machines_are_shown_and_not_compared(compared: Compared) -> None:
+    found = compared(lambda report: report["environment"].update(device_name="H200"))
+    assert "second ran on another machine than first (H200, float32" in found["warnings"][0]
+    second = found["sections"][0]["overall"]["runs"][1]
+    assert second["speedup"] > 0 and second["difference"]["speedup"] is None
+    assert second["difference"]["tau_pooled"]["p_value"] is not None
+    assert "speed-up" not in render_markdown(found).partition("## greedy")[0]
+
+
+def test_one_target_may_have_two_names(compared: Compared) -> None:
+    assert compared(lambda report: report["arguments"].update(target="/models/tiny"))["warnings"] == []
+
+
+def _other_target(report: dict[str, Any]) -> None:
+    report["arguments"].update(target="large", target_sample_sha256="0")
+
+
+def _other_texts(report: dict[str, Any]) -> None:
+    for result in report["sections"][0]["sets"].values():
+        for row in result["per_request"]:
+            row["prompt_text"] = "?"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_other_target, "second was measured on large, first on tiny-llama: compare runs of one target"),
+        (
+            _other_texts,
+            "no request of one set, id and text in common; their sets are first: sky, <b>; second: sky, <b>",
+        ),
+        (
+            lambda r: r["sections"][0].update(name="temperature 1"),
+            "no way of decoding in common: first: greedy; second: t",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(compared: Compared, change: Any, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        compared(change)
+
+
+def test_without_a_baseline_speed_is_compared_and_speed_up_is_not(target: Target, compared: Compared) -> None:
+    def change(report: dict[str, Any]) -> None:
+        for result in report["sections"][0]["sets"].values():
+            for row in result["per_request"]:
+                row.update(plain_tokens=None, plain_decode_seconds=None, identical=None)
+
+    second = compared(change)["sections"][0]["overall"]["runs"][1]
+    assert second["difference"]["speedup"] is None and second["difference"]["tokens_per_second"]["value"] is not None
+    assert second["identical_to_plain"] is None
+
+
+def test_answers_of_one_token_have_nothing_to_compare(target: Target) -> None:
+    reports = [values(measured(target, 0, name, SamplingParams(max_tokens=1))) for name in ("a", "b")]
+    found = compare(named_runs([("A", reports[0]), ("B", reports[1])]))
+    assert found["sections"][0]["overall"]["runs"][1]["difference"]["tau_pooled"]["value"] is None
+    assert "no tokens a step to compare" in render_markdown(found)
+
+
+def test_figures_of_sums_are_those_of_acceptance() -> None:
+    table = planted(np.random.default_rng(0), np.full(3, 0.5), 0.0)
+    assert parted(table, table, 5, False)["tau_pooled"].tolist() == [0.0] * 3
+    assert figures(table, 5, False)["accepted_per_position"].shape == (4, 3)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(runs: list[Report], tmp_path: Path) -> list[str]:
+    """Reports of drafters called <i>0, <i>1 and again <i>1."""
+    for i, (report, drafter) in enumerate(zip([*runs, runs[0]], ("out/<i>0", "out/<i>1", "old/<i>1"), strict=True)):
+        write_report(replace(report, arguments=report.arguments | {"drafter": drafter}), tmp_path / f"report{i}")
+    return [str(tmp_path / f"report{i}") for i in range(3)]
+
+
+def test_the_command_writes_three_files(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "compared"
+    assert main(["compare", *folders[:2], "--output", str(output)]) == 0
+    assert {file.name for file in output.iterdir()} == {"compare.json", "compare.md", "compare.html"}
+    found = json.loads((output / "compare.json").read_text(), parse_constant=pytest.fail)
+    second = found["sections"][0]["overall"]["runs"][1]
+    markdown, page = (output / "compare.md").read_text(), (output / "compare.html").read_text()
+    assert capsys.readouterr().out == markdown
+    for text in (f"{second['tau_pooled']:.2f}", f"{second['difference']['tau_pooled']['value']:+.2f}"):
+        assert text in markdown and text in page
+    assert "\\<i\\>1 against \\<i\\>0 (greedy, 4 requests): " in markdown
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(|<i>", page)
+    assert page.count("<svg") == page.count("aria-label") == 4  # tau, two differences, slots
+
+
+def test_three_runs_and_two_of_one_name(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *folders]) == 0
+    first, second = (line for line in capsys.readouterr().out.splitlines() if " against " in line)
+    assert "report1 against " in first and "report2 against " in second, "named by their places"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{0}"], "expected two reports or more before the options, got 1"),
+        (["{0}", "{0}"], "a report is given twice"),
+        (["{0}", "/no/such"], "/no/such: cannot be read (No such file"),
+        (["{0}", "{1}", "--outptu", "x"], "did you mean --output?"),
+        (["{0}", "{1}", "--output", "{0}/report.json"], "cannot write the report"),
+    ],
+)
+def test_bad_input_is_one_line(
+    folders: list[str], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["compare", *(word.format(*folders) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1 and out == ""
