@@ -1,0 +1,84 @@
+"""The whole way with a target of gated delta nets: it learns a few sentences, a drafter learns them from it, and the
+engine writes them in far fewer steps than they have tokens."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from conftest import EOS, PAD
+
+from dflash_toolkit import SamplingParams, Target, generate
+from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.runtime import EngineOptions, load_engine
+from train.cli import main
+
+SENTENCES = {
+    "Why is the sky blue?": "Air scatters blue light more than red light.",
+    "Count to ten.": "One two three four five six seven eight nine ten.",
+}
+BLOCK = 8
+
+
+@dataclass(frozen=True)
+class Learnt:
+    target: Target
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    target_dir: Path
+    drafter_dir: Path
+
+
+def teach(target: Target, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Until the answers are what it writes."""
+    texts = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PAD)
+    labels = ids.where(ids != PAD, -100)
+    for row, prompt in zip(labels, prompts, strict=True):
+        row[: len(prompt)] = -100
+    model = target.model.requires_grad_(True)
+    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0), torch.tensor(9.0)
+    for _ in range(100):
+        if loss < 0.02:
+            break
+        loss = model(ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+    """By dflash-train itself, with answers that the engine writes."""
+    torch.set_num_threads(1)
+    work = tmp_path_factory.mktemp("learnt")
+    target = ARCHITECTURES["Qwen3.5"].target(initializer_range=0.1)
+    prompts = [encode_chat(target.tokenizer, [{"role": "user", "content": text}]) for text in SENTENCES]
+    answers = [[*target.tokenizer.encode(text, add_special_tokens=False), EOS] for text in SENTENCES.values()]
+    teach(target, prompts, answers)
+    target.model.save_pretrained(work / "target")
+    target.tokenizer.save_pretrained(work / "target")
+    (work / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in SENTENCES))
+    argv = [
+        "--target", str(work / "target"), "--data", str(work / "p.jsonl"), "--output", str(work / "drafter"),
+        "drafter.layers=2", "drafter.taps=3", f"drafter.block_size={BLOCK}", "responses.max_tokens=64",
+        "responses.runtime=engine", "loss.anchors=24", "optim.batch_size=2", "optim.steps=90",
+        "optim.learning_rate=8e-3", "prompts.held_out=0", "run.feature_cache_gb=1",
+    ]  # fmt: skip
+    assert main(argv) == 0
+    return Learnt(target, prompts, answers, work / "target", work / "drafter")
+
+
+def test_what_target_and_drafter_learnt_is_written_with_almost_every_draft_accepted(learnt: Learnt) -> None:
+    options = EngineOptions(max_num_seqs=2, kv_cache_tokens=400, page_size=4, num_speculative_tokens=BLOCK - 1)
+    engine, _ = load_engine(str(learnt.target_dir), str(learnt.drafter_dir), "cpu", "float32", options)
+    params = SamplingParams(max_tokens=64)
+    found = engine.generate(learnt.prompts, params)
+    assert [got.tokens for got in found] == learnt.answers
+    assert [generate(learnt.target, None, prompt, params).tokens for prompt in learnt.prompts] == learnt.answers
+    fewest = sum(-(-(len(answer) - 1) // BLOCK) for answer in learnt.answers)  # behind the prefill's token
+    assert fewest <= sum(len(got.steps) for got in found) <= fewest + 1
