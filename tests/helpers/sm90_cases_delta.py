@@ -28,7 +28,7 @@ CASES = {
     "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False),
     "the rule over a prompt": case(delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True),
     "inputs of a prompt": case(delta_chunk._chunk_inputs_kernel, TAPS=4, ROWS=delta_chunk.ROWS, BLOCK=128, HEADS=64),
-    "triangles of a prompt": case(delta_chunk._chunk_solve_kernel, 8, BLOCK_K=128, BLOCK_V=128),
+    "triangles of a prompt": case(delta_chunk._chunk_solve_kernel, BLOCK_K=128, BLOCK_V=128),
     "the rule in chunks": case(delta_chunk._chunk_rule_kernel, 8, 2, BLOCK_K=128, BLOCK_V=delta_chunk.COLUMNS),
     "gated norm": case(delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128),
 }  # fmt: skip

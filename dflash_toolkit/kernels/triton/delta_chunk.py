@@ -142,6 +142,9 @@ def _chunk_solve_kernel(
     tl.store(decay_p + o_own, b_decay, mask=m_t)
     m_upto, m_before = o_c[:, None] >= o_c[None, :], o_c[:, None] > o_c[None, :]
     b_between = tl.exp(tl.where(m_upto, b_decay[:, None] - b_decay[None, :], float("-inf")))
+    b_q = tl.load(q_p + o_key, mask=m_k, other=0.0)
+    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_between * scale
+    tl.store(scores_p + o_own[:, None] * CHUNK + o_c[None, :], b_scores.to(b_k.dtype), mask=m_t[:, None])
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision="ieee") * b_between * b_beta[:, None]
     b_inverse = _inverse(tl.where(m_before, b_a, 0.0)) * b_beta[None, :]
     b_of_keys = (b_inverse * tl.exp(b_decay)[None, :]).to(b_k.dtype)
@@ -150,9 +153,6 @@ def _chunk_solve_kernel(
     b_v = tl.load(v_p + o_own[:, None] * H_V + o_v[None, :], mask=m_v, other=0.0)
     b_u = tl.dot(b_inverse.to(b_v.dtype), b_v, input_precision="ieee")
     tl.store(u_p + o_own[:, None] * H_V + o_v[None, :], b_u.to(b_v.dtype), mask=m_v)
-    b_q = tl.load(q_p + o_key, mask=m_k, other=0.0)
-    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_between * scale
-    tl.store(scores_p + o_own[:, None] * CHUNK + o_c[None, :], b_scores.to(b_k.dtype), mask=m_t[:, None])
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -240,7 +240,7 @@ def chunk_rule(
     scale, block_k = width_k**-0.5, padded(width_k)
     _chunk_solve_kernel[(heads, -(-rows // CHUNK.value), batch)](
         q, k, v, gates, w, u, scores, decay, *sizes, gates.stride(0), scale,
-        BLOCK_K=block_k, BLOCK_V=padded(width_v), num_warps=8, **pdl(q),
+        BLOCK_K=block_k, BLOCK_V=padded(width_v), **pdl(q),
     )  # fmt: skip
     columns = min(COLUMNS, padded(width_v))
     _chunk_rule_kernel[(-(-width_v // columns), heads, batch)](
