@@ -65,7 +65,7 @@ def _measurement(row: dict[str, Any]) -> Measurement:
         "drafted": _generation(row["drafted"]),
         "plain": None if plain is None else _generation(plain),
         "difference": None if difference is None else Difference(**difference),
-        "token_texts": tuple(row["token_texts"]),
+        **{name: tuple(row[name]) for name in ("token_texts", "step_s", "plain_step_s")},
     }
     return Measurement(**row | changed)
 

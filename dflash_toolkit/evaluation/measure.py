@@ -3,6 +3,8 @@
 Everything here is batch 1, on one of the two runtimes of `decoders.py`.
 """
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +18,7 @@ from ..models.dflash.network import Drafter
 from ..models.target import Target
 from ..sampling import SamplingParams
 from .decoders import Pair
+from .energy import joules
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class Measurement:
     turn: int = 1
     prompt_text: str = ""
     token_texts: tuple[str, ...] = ()  # of the drafted answer, one a token; together they are its text
+    step_s: tuple[float, ...] = ()  # seconds from each of its steps to the next, as who reads the stream sees them
+    plain_step_s: tuple[float, ...] = ()
+    joules: float | None = None  # that the GPU used for it; None where it does not say
+    plain_joules: float | None = None
 
 
 def measure(
@@ -102,15 +109,36 @@ def measure(
     Raises:
         UserError: a prompt that is empty or leaves no room for an answer.
     """
-    drafted = pair.decode(prompt.token_ids, params, draft=True, on_step=on_step)
-    plain = pair.decode(prompt.token_ids, params, draft=False) if baseline else None
+    drafted, gaps, used = _watched(pair, prompt.token_ids, params, True, on_step)
+    plain, plain_gaps, plain_used = _watched(pair, prompt.token_ids, params, False) if baseline else (None, (), None)
     difference = None
     if plain and pair.repeats_plain(params):
         difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
     texts = _text(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
-    return Measurement(
-        prompt.id, len(prompt.token_ids), drafted, plain, difference, prompt.category, prompt.turn, *texts
-    )
+    of_prompt, costs = (prompt.category, prompt.turn, *texts), (gaps, plain_gaps, used, plain_used)
+    return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference, *of_prompt, *costs)
+
+
+def _watched(
+    pair: Pair,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    draft: bool,
+    on_step: Callable[[Generation], None] | None = None,
+) -> tuple[Generation, tuple[float, ...], float | None]:
+    """An answer, the seconds between its steps, and joules."""
+    times: list[float] = []
+
+    def step(growing: Generation) -> None:
+        times.append(time.perf_counter())
+        if on_step:
+            on_step(growing)
+
+    before = joules(pair.device)
+    answer = pair.decode(prompt_ids, params, draft=draft, on_step=step)
+    after = joules(pair.device)
+    used = None if before is None or after is None else after - before
+    return answer, tuple(round(b - a, 6) for a, b in itertools.pairwise(times)), used
 
 
 def _difference(

@@ -14,9 +14,10 @@ import transformers
 
 import dflash_toolkit
 
-from ..acceptance import Acceptance
+from ..acceptance import Acceptance, ratio
 from ..files import finite
 from ..fingerprint import json_digest
+from ..generation import Generation
 from .bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
 from .decoders import Pair
 from .measure import Difference, Measurement
@@ -77,7 +78,9 @@ class Summary:
     plain: Acceptance | None  # S = 1; None without a baseline
     identical: int | None  # requests whose tokens are the plain ones; None too where they need not be
     intervals: dict[str, Any]  # by the names of figures in `to_json`: an interval, None, or one a slot
-    first_tokens: dict[str, float]  # seconds to the first token with the drafter: mean and percentiles
+    latencies: dict[str, dict[str, float] | None]  # mean and percentiles of seconds, by their names in `to_json`
+    joules_per_token: float | None  # None where the GPU does not say
+    plain_joules_per_token: float | None
     max_regret_nats: float | None  # largest of the differences; None where there is none
 
     @classmethod
@@ -92,7 +95,14 @@ class Summary:
             Acceptance.of(plain, block_size=1) if plain else None,
             same if plain and repeats_plain else None,
             intervals(drafted, plain, block_size, [m.turn == 1 for m in measurements]),
-            spread([answer.prefill_s for answer in drafted]),
+            {
+                "time_to_first_token_seconds": spread([answer.prefill_s for answer in drafted]),
+                "inter_token_latency_seconds": spread([gap for m in measurements for gap in m.step_s]),
+                "plain_time_to_first_token_seconds": spread([answer.prefill_s for answer in plain]),
+                "plain_inter_token_latency_seconds": spread([gap for m in measurements for gap in m.plain_step_s]),
+            },
+            _per_token([m.joules for m in measurements], drafted),
+            _per_token([m.plain_joules for m in measurements], plain),
             max((regret for regret in regrets if regret is not None), default=None),
         )
 
@@ -117,7 +127,9 @@ class Summary:
             "accepted_per_position": drafted.accepted_per_position,
             "accepted_given_previous": drafted.accepted_given_previous,
             "accepted_lengths": drafted.accepted_lengths,
-            "time_to_first_token_seconds": self.first_tokens,
+            **self.latencies,
+            "joules_per_token": self.joules_per_token,
+            "plain_joules_per_token": self.plain_joules_per_token,
             "prefill_seconds": drafted.prefill_s,
             "decode_seconds": drafted.decode_s,
             "tokens_per_second": drafted.tokens_per_second,
@@ -131,8 +143,16 @@ class Summary:
         }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles of at least one value."""
+def _per_token(joules: Sequence[float | None], answers: Sequence[Generation]) -> float | None:
+    """The counter moves a few times a second, so that only many answers together tell."""
+    known = [used for used in joules if used is not None]
+    return ratio(sum(known), sum(len(answer.tokens) for answer in answers)) if len(known) == len(answers) > 0 else None
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles; None of nothing."""
+    if not values:
+        return None
     percentiles = np.percentile(values, PERCENTILES)
     return {
         "mean": float(np.mean(values)),
@@ -192,6 +212,7 @@ def _request(measurement: Measurement) -> dict[str, Any]:
         "drafted_per_step": [step.drafted for step in drafted.steps],
         "accepted_per_step": [step.accepted for step in drafted.steps],
         "committed_per_step": [len(step.tokens) for step in drafted.steps],
+        "seconds_per_step": measurement.step_s,
         "tau": drafted.acceptance_length,
         "finish_reason": drafted.finish_reason,
         "answer_sha256": answer_hash(drafted.tokens),

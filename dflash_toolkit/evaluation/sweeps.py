@@ -135,8 +135,8 @@ def load_point(
     for draft, name in ((True, ""), (False, "plain_")):
         found = timed.get(draft)
         per_token = [(r.whole - r.first) / (_tokens(r) - 1) for r in found if _tokens(r) > 1] if found else []
-        point[f"{name}time_to_first_token_seconds"] = spread([r.first for r in found]) if found else None
-        point[f"{name}time_per_output_token_seconds"] = spread(per_token) if per_token else None
+        point[f"{name}time_to_first_token_seconds"] = spread([r.first for r in found or ()])
+        point[f"{name}time_per_output_token_seconds"] = spread(per_token)
     return point
 
 

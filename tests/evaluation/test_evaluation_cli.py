@@ -69,6 +69,7 @@ def untimed(value: Any) -> Any:
     if isinstance(value, dict):
         timed = (
             "seconds",
+            "seconds_per_step",
             "per_second",
             "per_second_ci95",
             "speedup",

@@ -128,6 +128,9 @@ def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Dr
     assert (seen[0], seen[-1], len(seen)) == (1, len(found.drafted.tokens), 1 + len(found.drafted.steps))
     for answer in (found.drafted, found.plain):
         assert answer.prefill_s > 0 and answer.decode_s > 0
+    assert (len(found.step_s), len(found.plain_step_s)) == (len(found.drafted.steps), len(found.plain.steps))
+    assert sum(found.step_s) == pytest.approx(found.drafted.decode_s, rel=0.5)
+    assert found.joules is found.plain_joules is None, "a CPU does not count"
     assert all(step.drafted == 0 for step in found.plain.steps)
     assert all(step.drafted == 7 for step in found.drafted.steps[:1])
     assert measure(runtime, SKY, params, baseline=False).plain is None
