@@ -2,7 +2,7 @@
 
 `decoders.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run continue,
 `report.py` holds the results. `tables.py`, `plots.py`, `markdown.py` and `page.py` show them, `files.py`
-writes them; `cli.py` is `dflash-eval`, `check.py` its limits,
+writes them, `publish.py` tells others; `cli.py` is `dflash-eval`, `check.py` its limits,
 `compare.py` (statistics in `paired.py`, what is shown in `comparison.py`) its comparisons.
 """
 

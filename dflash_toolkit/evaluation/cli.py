@@ -15,6 +15,7 @@ from ..files import locked
 from ..options import AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
+from ..tracking import log_in
 
 if TYPE_CHECKING:
     from .decoders import Pair
@@ -85,6 +86,14 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PublishOptions:
+    """Who else gets the report."""
+
+    wandb: str | None = option(None, "Weights & Biases project to log the report to")
+    write_model_card: bool = option(False, "also put table, command and a badge into the README.md of the drafter")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig(ModelOptions):
     """The options of `dflash-eval`."""
 
@@ -101,6 +110,7 @@ class EvalConfig(ModelOptions):
     sampling: EvalSampling = options(EvalSampling, flat=True)
     draft: EvalDrafts = options(EvalDrafts, flat=True)
     sweeps: SweepOptions = options(SweepOptions, flat=True)
+    publish: PublishOptions = options(PublishOptions, flat=True)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
@@ -129,10 +139,15 @@ def _run(config: EvalConfig) -> None:
 
     from .files import write_report
     from .markdown import render_table
+    from .publish import badge, find_card, log_report, shown_command, write_card
     from .run import Setting, evaluate_all
     from .sweeps import Sweeps
     from .tables import summary_table
 
+    publish = config.publish
+    card = find_card(config.drafter) if publish.write_model_card else None
+    if publish.wandb:
+        log_in("wandb", publish.wandb)
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
     pair = _load(config)
@@ -154,7 +169,8 @@ def _run(config: EvalConfig) -> None:
 
     output = Path(config.output)
     partial = output / "partial.jsonl"
-    arguments = {key: value for key, value in to_mapping(config).items() if key != "output"}
+    told_elsewhere = {"output", *to_mapping(publish)}
+    arguments = {key: value for key, value in to_mapping(config).items() if key not in told_elsewhere}
     with _alone(output):
         report = evaluate_all(
             pair,
@@ -172,13 +188,17 @@ def _run(config: EvalConfig) -> None:
         )
         write_report(report, output)
         partial.unlink(missing_ok=True)
+        if card:
+            write_card(card, report, shown_command(config))
+        if publish.wandb:
+            log_report(report, output, publish.wandb)
     for section in report.sections:
         print(f"{section.name}:\n\n{render_table(summary_table(section))}\n")
     for warning in report.warnings:
         print(f"warning: {warning}\n")
     if report.recommendation:
         print(f"{report.recommendation['reason']}\n")
-    print(f"The report is in {output / 'report.html'}")
+    print(f"Badge: {badge(report)}\n\nThe report is in {output / 'report.html'}")
 
 
 @contextlib.contextmanager

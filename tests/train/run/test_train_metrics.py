@@ -4,11 +4,9 @@ import itertools
 import json
 import math
 import resource
-import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from conftest import Clock
 from programs import Program
 from test_train_export import interrupted
 from test_train_loop import largest_file
+from wandb_runs import wandb_records
 
 import train.run.metrics
 from dflash_toolkit import UserError, tracking
@@ -104,25 +103,6 @@ def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
     assert len(begun) == 2 and len(set(begun)) == 1 and len(begun[0]) == 8
 
 
-def wandb_records(run: Path) -> list[Any]:
-    """What the offline runs below `run` hold: LevelDB's log format behind a header of seven bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found, whole = [], b""
-    for file in sorted((run / "work/wandb").glob("offline-run-*/*.wandb")):
-        content, at = file.read_bytes(), 7
-        while at + 7 < len(content):
-            if 32768 - at % 32768 < 7:  # too little for a header: the block is filled up with zeros
-                at += 32768 - at % 32768
-            length, kind = struct.unpack_from("<HB", content, at + 4)
-            whole += content[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # full, last
-                record, whole = Record.FromString(whole), b""
-                found.append(record)
-    return found
-
-
 def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_best(
     dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,10 +115,10 @@ def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_bes
     dflash_train(*often)
 
     deadline = time.monotonic() + 120  # wandb's own process may still be writing
-    while sum(record.HasField("exit") for record in wandb_records(tmp_path / "run")) != 2:
+    while sum(record.HasField("exit") for record in wandb_records(tmp_path / "run/work/wandb")) != 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    records = wandb_records(tmp_path / "run")
+    records = wandb_records(tmp_path / "run/work/wandb")
     runs = [record.run for record in records if record.HasField("run")]
     assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"tiny"}
     config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
