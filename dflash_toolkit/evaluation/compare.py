@@ -21,7 +21,8 @@ p-value of a paired permutation test. --output also writes compare.json, compare
 SCHEMA_VERSION = 1
 COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_per_position")
 SPEEDS = ("tokens_per_second", "speedup")
-SAMPLING = ("max_tokens", "top_p", "top_k", "min_p", "seed", "ignore_eos", "multi_turn", "chat_template_sha256")
+SAMPLED = ("top_p", "top_k", "min_p", "seed", "draft_sample_method")  # nothing to greedy answers
+SAMPLING = ("max_tokens", "ignore_eos", "multi_turn", "chat_template_sha256", *SAMPLED)
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, int]  # set, id and text of the first prompt, and which it is of several such
@@ -148,7 +149,7 @@ def _warnings(first: Run, run: Run) -> list[str]:
     here, there = first.arguments, run.arguments
     sampled = any(section["temperature"] for section in run.report["sections"])
     for key in SAMPLING:
-        if here.get(key) != there.get(key) and (sampled or key != "seed"):
+        if here.get(key) != there.get(key) and (sampled or key not in SAMPLED):
             values = f": {there.get(key)}, not {here.get(key)}" if not key.endswith("sha256") else ""
             found.append(f"{run.name} was decoded with another {key} than {first.name}{values}.")
     if here.get("target_sample_sha256") != there.get("target_sample_sha256"):

@@ -201,8 +201,13 @@ def test_what_else_may_part_runs_is_said(compared: Compared, change: Any, warnin
     assert any(warning in said for said in compared(change)["warnings"])
 
 
-def test_the_seed_of_greedy_answers_is_no_difference(compared: Compared) -> None:
-    assert compared(lambda report: report["arguments"].update(seed=5))["warnings"] == []
+def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[dict[str, Any]]) -> None:
+    for temperature, warnings in ((0.0, []), (1.0, ["second was decoded with another seed than first: 5, not 0."])):
+        first, second = copy.deepcopy(reports)
+        for report in (first, second):
+            report["sections"][0]["temperature"] = temperature
+        second["arguments"]["seed"] = 5
+        assert compare(named_runs([("A", first), ("B", second)]))["warnings"] == warnings
 
 
 def test_speeds_of_other_machines_are_shown_and_not_compared(compared: Compared) -> None:
