@@ -29,6 +29,8 @@ def read_report(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no report of dflash-eval: it has no schema_version")
     if version != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {version}, this reads {SCHEMA_VERSION}; measure again")
+    if missing := [key for key in report_schema()["required"] if key not in report]:
+        raise UserError(f"{path}: no whole report of dflash-eval: it has no {', '.join(missing)}; measure again")
     return report
 
 

@@ -125,6 +125,11 @@ def test_an_old_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "schema_version is 1, this reads 2; measure again" in capsys.readouterr().err
 
 
+def test_half_a_report_is_refused(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(changed(lambda report: report.pop("sections"))), "--min-tau", "2"]) == 2
+    assert "no whole report of dflash-eval: it has no sections; measure again" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("setting", "words", "message"),
     [
