@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConf
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import read_json, write_json
-from dflash_toolkit.models import packed
+from dflash_toolkit.kernels import fla
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.models.target import Target, resolve_device
 from dflash_toolkit.runtime.shapes import named_shape
@@ -134,13 +134,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     device = resolve_device(args.device)
     config, rows = (TINY[name], TINY_ROWS) if args.tiny else (named_shape(name), ROWS)
     bench = Bench(config, device, args.taps, args.steps)
-    fla = packed._fla() is not None and device.type == "cuda" and hasattr(config, "linear_num_key_heads")
+    fast = fla.delta_rule() is not None and device.type == "cuda" and hasattr(config, "linear_num_key_heads")
     return {
         "shape": name,
         "config": {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"},
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "experts": config._experts_implementation if hasattr(config, "num_experts_per_tok") else None,
-        "flash_linear_attention": importlib.metadata.version("fla-core") if fla else None,
+        "flash_linear_attention": importlib.metadata.version("fla-core") if fast else None,
         "taps": list(bench.taps),
         "rows": [bench.rows(*each) for each in rows],
     }

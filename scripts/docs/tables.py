@@ -39,6 +39,7 @@ MOVED = {  # programs in the files, and where they are now
 RENAMED = {"--useless": "--zero-acceptance"}  # flags of programs
 POOLED = ("gsm8k", "mbpp", "humaneval", "mt_bench")
 SETS = (*POOLED, "math500")
+HEADS = ("DFlash", "convolution alone", "selector alone", "DFlash 2")  # kinds of drafters
 
 
 @dataclass
@@ -221,26 +222,26 @@ def endpoint_plain(table: Table) -> None:
 
 
 def soak(table: Table) -> None:
-    """Mixed requests to servers that are killed and stopped meanwhile."""
-    runs = [table.read(file) for file in ("soak_cpu", "soak_h100")]
+    """Mixed requests to servers that are killed and stopped meanwhile; the demo's models had two servers on a CPU."""
+    demo = [table.read("soak_demo_cpu", server) for server in ("first", "second")]
+    runs = [[table.read("soak_cpu")], demo, [table.read("soak_h100")]]
     kinds = ("whole", "streamed", "slow", "leaves", "several", "responses", "refused", "garbage")
-    table.columns(" | a CPU, a tiny random target | an H100, SmolLM2-135M")
+    table.columns(" | a CPU, a tiny random target | a CPU, SmolLM2-135M, two servers | an H100, SmolLM2-135M")
 
-    def add(what: str, cell: Callable[[dict[str, Any]], object]) -> None:
-        table.add(what, *map(cell, runs))
+    def add(what: str, count: Callable[[dict[str, Any]], int]) -> None:
+        table.add(what, *(f"{sum(map(count, servers)):,}" for servers in runs))
 
-    add("requests", lambda run: f"{run['requests']:,}")
+    add("requests", lambda run: run["requests"])
     for kind in kinds:
-        add(f"of them {kind}", lambda run, kind=kind: f"{run['counts'][kind]:,}")
-    add("sent while the server was away", lambda run: f"{run['counts']['lost to the disturbance']:,}")
-    add("answers compared with the one given alone, without drafts", lambda run: f"{run['counts']['compared']:,}")
+        add(f"of them {kind}", lambda run, kind=kind: run["counts"][kind])
+    add("sent while the server was away", lambda run: run["counts"]["lost to the disturbance"])
+    add("answers compared with the one given alone, without drafts", lambda run: run["counts"]["compared"])
     add("of them different", lambda run: run["counts"].get("different", 0))
     add("unexpected statuses, and requests or pages held at the end", lambda run: run["failures"])
     for name, what in (("front_rss_mib", "HTTP and text"), ("engine_rss_mib", "the engine")):
-        add(
-            f"memory of {what}, at 60 % and at the end, MiB",
-            lambda run, name=name: " and ".join(str(run["figures"][at][name]) for at in run["figures"]),
-        )
+        held = ["; ".join(" and ".join(str(each[name]) for each in run["figures"].values()) for run in servers)
+                for servers in runs]  # fmt: skip
+        table.add(f"memory of {what}, at 60 % and at the end, MiB", *held)
 
 
 def real_weights(table: Table) -> None:
@@ -397,6 +398,46 @@ def acceptance(table: Table) -> None:
             )
 
 
+def draft_heads(table: Table) -> None:
+    """The kinds of drafters, by minutes of training; every key of the file is one job."""
+    table.columns(
+        f"target, drafter | {' | '.join(POOLED)} | these four, pooled | of DFlash | math500 | tokens/s, pooled "
+        "| of DFlash | steps | sequences/s"
+    )
+    found = []
+    for key in load("train_dflash2_h100"):
+        job = table.read("train_dflash2_h100", key)
+        target = job["target"].partition(",")[0]
+        found += [(target, run["minutes"], HEADS.index(head_of(run)), run) for run in job["runs"] if "pooled" in run]
+    plain = {(target, minutes): run["pooled"] for target, minutes, head, run in found if head == 0}
+    for target, minutes, head, run in sorted(found, key=lambda each: each[:3]):
+        base, pooled, sets = plain.get((target, minutes)) if head else None, run["pooled"], run["sets"]
+        taus = [f"{sets[name]['tau_pooled']:.2f}" if name in sets else "" for name in SETS]
+        gains = [
+            f"{100 * (pooled[key] / base[key] - 1):+.1f} %" if base else "" for key in ("tau", "tokens_per_second")
+        ]
+        table.add(
+            f"{target}, {minutes:g} minutes, {HEADS[head]}",
+            *taus[:-1],
+            f"{pooled['tau']:.2f}",
+            gains[0],
+            taus[-1],
+            f"{pooled['tokens_per_second']:.0f}",
+            gains[1],
+            run["steps"],
+            f"{run['sequences_per_second']:.0f}",
+        )
+
+
+def head_of(run: dict[str, Any]) -> str:
+    """Which of HEADS a run trained, by its settings."""
+    given = dict(word.split("=", 1) for word in run["settings"])
+    if given.get("drafter.kind", "dflash") == "dflash":
+        return HEADS[0]
+    left_out = [given.get(f"drafter.{size}") == "0" for size in ("selector_rank", "conv_kernel_size")]
+    return HEADS[1 + left_out.index(True)] if any(left_out) else HEADS[3]
+
+
 def settings(table: Table) -> None:
     table.columns("two minutes of | steps | epochs | held out, teacher-forced | acceptance length | tokens/s")
     runs = {}
@@ -491,14 +532,18 @@ def targets(table: Table) -> None:
         "Qwen3-8B, bf16": "step_qwen3_8b_dflash2_h100",
         "Qwen3-8B, FP8": "step_qwen3_8b_fp8_h100",
         "Qwen3-30B-A3B, bf16": "step_qwen3_30b_a3b_h100",
+        "Qwen3.8-27B, FP8": "step_qwen3_8_27b_fp8_h100",
+        "Qwen3.6-35B-A3B, FP8": "step_qwen3_6_35b_a3b_fp8_h100",
     }
-    table.columns("tokens/s | plain, batch 1 | 8 | 32 | DFlash, batch 1 | 8 | 32")
+    table.columns("tokens/s | plain, batch 1 | 8 | 32 | a position accepted with | DFlash, batch 1 | 8 | 32")
     for label, file in runs.items():
-        rows = (row for row in table.read(file)["rows"] if row["drafter_kind"] == "dflash")
+        found = table.read(file)
+        rows = (row for row in found["rows"] if row["drafter_kind"] == "dflash")
         # above 1 the rows of a request had the same experts, as with random weights those behind one context have
         rows = (row for row in rows if row["mbu"] <= 1)
-        found = {(row["block"], row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
-        table.add(label, *(found.get((block, batch), "") for block in (1, 8) for batch in (1, 8, 32)))
+        speed = {(row["block"], row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
+        plain, drafted = ([speed.get((block, batch), "") for batch in (1, 8, 32)] for block in (1, 8))
+        table.add(label, *plain, found["accept"] if any(drafted) else "", *drafted)
 
 
 def dflash2_step(table: Table) -> None:
@@ -597,6 +642,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         fp8_drafts,
         fp8_acceptance,
         acceptance,
+        draft_heads,
         settings,
         density,
         training_step,

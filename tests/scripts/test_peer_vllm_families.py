@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import ARCHITECTURES
 from conftest import make_tokenizer
 from programs import Program
@@ -17,6 +19,13 @@ WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, 
 MORE = {"Qwen3": {"head_dim": 64}, "Mistral": {"head_dim": 64}, "OLMo 3": {"sliding_window": 128}}
 
 
+def wait_for_memory() -> None:
+    """Until the engine of the last test has given its memory back, which vLLM would take for a mistake of its own."""
+    held = None
+    while held != (held := torch.cuda.mem_get_info()[0]):
+        time.sleep(3)
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi-3", "OLMo 2", "OLMo 3"])
@@ -27,7 +36,8 @@ def test_vllm_accepts_as_many_drafts_as_we_do(name: str, dflash_train: Program, 
     ARCHITECTURES[name].model(**WIDE, **MORE.get(name, {})).bfloat16().save_pretrained(target)
     make_tokenizer().save_pretrained(target)
     dflash_train.target = target
-    dflash_train("optim.steps=150", "responses.runtime=reference", "run.evaluate_every=0", "loss.anchors=16")
+    dflash_train("optim.steps=150", "responses.runtime=reference", "run.evaluate_every=0", "loss.anchors=16",
+                 "run.compile=off", "run.attention=sdpa")  # fmt: skip
 
     # the prompts that it was trained with, so that drafts are accepted
     asked = ["--target", str(target), "--drafter", str(drafter), "--prompts", f"seen={dflash_train.data}"]
@@ -35,10 +45,12 @@ def test_vllm_accepts_as_many_drafts_as_we_do(name: str, dflash_train: Program, 
     how = ["--runtime", "reference", "--no-baseline", "--max-tokens", "24", "--output", str(report)]
     assert evaluation.main([*asked, *how]) == 0
     theirs = tmp_path / "vllm.json"
-    options = ["--max-tokens", "24", "--gpu-memory-utilization", "0.1", "--ours", str(report / "report.json")]
-    assert vllm_decode.main([*asked, *options, "--output", str(theirs)]) == 0
+    options = ["--max-tokens", "24", "--gpu-memory-utilization", "0.1", "--enforce-eager"]
+    wait_for_memory()
+    assert vllm_decode.main([*asked, *options, "--ours", str(report / "report.json"), "--output", str(theirs)]) == 0
 
-    found = json.loads(theirs.read_text())["sets"]["seen"]
-    print(name, found["tau_pooled"], found["tau_of_ours"], found["same_answers"])
-    assert found["tau_pooled"] > 1.5, "the drafter has learned something"
-    assert 0.9 < found["tau_of_ours"] < 1.1
+    # behind a near tie the texts part, so of the answers that are the same in both
+    same = json.loads(theirs.read_text())["sets"]["seen"]["same_answers"]
+    assert same["requests"] >= 3
+    assert same["tau_pooled"] > 1.5, "the drafter has learned something"
+    assert 0.95 < same["tau_of_ours"] < 1.05

@@ -155,12 +155,14 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: P
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [[], DFLASH2], ids=["dflash", "dflash2"])
 def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(
-    kind: list[str], target_dir: Path, data: Path, tmp_path: Path
+    kind: list[str], target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine.
 
-    Every part is a process of its own: what this one compiled for other tests decides how it compiles the step.
+    Every part is a process of its own: what this one compiled for other tests decides how it compiles the step. They
+    share a cache that no other test writes to: torch times some of a step's kernels once and keeps its choice there.
     """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     users = [
         "dtype=bfloat16", "run.attention=flex", "run.compile=auto", "drafter.head_dim=16", "optim.optimizer=muon",
         "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", *kind,
