@@ -220,7 +220,7 @@ class Probe:
         drafter = self._run_as(setting)
         parts: list[tuple[Tensor, ...]] = []
         for number, answer in enumerate(answers):
-            for anchor, drafted, best in self._draft(drafter, answer, setting, stride, near):
+            for anchor, drafted, best in self.drafts(drafter, answer, setting, stride, near):
                 slots = torch.arange(1, drafter.config.block_size, device=best.device)
                 at = anchor[:, None] + slots + setting.label_shift
                 judged = at < len(answer.tokens)
@@ -252,10 +252,14 @@ class Probe:
             tensors = edit.apply(tensors)
         return Drafter.of_tensors(config, tensors).eval().requires_grad_(False)
 
-    def _draft(
+    @torch.inference_mode()
+    def drafts(
         self, drafter: Drafter, answer: Answer, setting: Setting, stride: int, near: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Anchors [A], drafts [A, S - 1] and the `near` best tokens of the slots [A, S - 1, near], some at a time."""
+        """Anchors [A], drafts [A, S - 1] and the `near` best tokens of the slots [A, S - 1, near], the best first.
+
+        Some at a time, of every `stride`-th anchor of the answer.
+        """
         device, total, size = answer.tokens.device, len(answer.tokens), drafter.config.block_size
         features = torch.cat([answer.hidden[layer] for layer in setting.layer_ids], dim=-1)[None]
         place = torch.arange(total, device=device)[None]

@@ -107,6 +107,10 @@ class EvalConfig(ModelOptions):
         ("auto", "engine", "reference"),
     )
     baseline: bool = option(True, "also decode without the drafter: gives speed-up and identity")
+    recall: bool = option(
+        False,
+        "also count how often the target's token is among the drafter's 1, 4 and 16 best (on Hugging Face modules)",
+    )
     sampling: EvalSampling = options(EvalSampling, flat=True)
     draft: EvalDrafts = options(EvalDrafts, flat=True)
     sweeps: SweepOptions = options(SweepOptions, flat=True)
@@ -182,6 +186,7 @@ def _run(config: EvalConfig) -> None:
                 concurrency=config.sweeps.concurrency,
                 requests=config.sweeps.sweep_requests,
             ),
+            recall=config.recall,
             arguments={**arguments, "prompt_file_sha256": hashes},
             partial=partial,
             show_progress=True,
@@ -229,15 +234,16 @@ def _load(config: EvalConfig) -> "Pair":
         except ValueError as error:
             raise UserError(str(error)) from error
     refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
+    modules = Target.load(config.target, config.device, config.dtype) if config.recall else None
     if config.runtime != "reference":
         try:
             how = config.device, config.dtype, config.draft.draft_dtype, method
-            return EnginePair.load(config.target, drafter, *how)
+            return EnginePair.load(modules or config.target, drafter, *how)
         except UnsupportedModel as error:
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
                 raise
             refused = str(error.__cause__ or error)  # without the way out
-    pair = ReferencePair(Target.load(config.target, config.device, config.dtype), drafter, method)
+    pair = ReferencePair(modules or Target.load(config.target, config.device, config.dtype), drafter, method)
     if refused is not None:
         print(f"the reference decodes, for the engine cannot: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused

@@ -206,6 +206,7 @@ class Pair(ABC):
     block_size: int  # S; every step drafts S - 1 tokens
     draft_sample_method: DraftSampleMethod
     facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
+    modules: tuple[Target, Drafter] | None = None  # of Hugging Face, where there are some beside what decodes
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """From now on a prompt and its answer have at most so many tokens together."""
@@ -258,6 +259,7 @@ class ReferencePair(Pair):
         how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
         self.facts = facts | how
         self._drafter = drafter
+        self.modules = target, drafter
 
     def draft_at_most(self, tokens: int) -> None:
         self._drafter.config = self._drafter.config.with_block_size(tokens + 1)
@@ -313,16 +315,19 @@ class EnginePair(Pair):
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
     ) -> "EnginePair":
-        """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
+        """As `load_parts` does, and raises what it raises; `drafter` moves to the device, and a target in memory reads
+        the engine's weights from then on."""
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
         else:
             name, config, tokenizer = target.name, target.config, target.tokenizer
         with _way_out():
-            parts = load_parts(target, drafter, device, dtype)
+            parts = load_parts(target, drafter, device, dtype, share=not isinstance(target, str))
         tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
-        return cls(parts, tokenizer, facts, draft_dtype, draft_sample_method)
+        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method)
+        pair.modules = None if isinstance(target, str) else (target, drafter)
+        return pair
 
     def make_room(self, tokens: int) -> None:
         self._context = min(tokens, self.context_limit)

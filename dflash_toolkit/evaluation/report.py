@@ -298,6 +298,7 @@ class Report:
     warnings: tuple[str, ...] = ()  # why figures may mislead
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # points, as `report.json` has them
     recommendation: dict[str, Any] | None = None  # see `sweeps.recommendation`
+    recall: dict[str, Any] | None = None  # see `recall.draft_recall`
 
     @property
     def sets(self) -> dict[str, SetReport]:
@@ -337,6 +338,7 @@ class Report:
             "warnings": list(self.warnings),
             "recommendation": self.recommendation,
             "sweeps": self.sweeps,
+            "draft_recall": self.recall,
             "sections": [section.to_json() for section in self.sections],
         }
         return finite(values)

@@ -17,6 +17,7 @@ from ..sampling import SamplingParams
 from .decoders import Pair
 from .journal import Journal
 from .measure import EncodedPrompt, Measurement, measure, prompts_digest
+from .recall import draft_recall
 from .report import Environment, Report, Section, Summary, noise
 from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
 
@@ -49,6 +50,7 @@ def evaluate_all(
     baseline: bool = True,
     arguments: Mapping[str, Any] | None = None,
     sweeps: Sweeps | None = None,
+    recall: bool = False,
     partial: Path | None = None,
     show_progress: bool = False,
 ) -> Report:
@@ -60,6 +62,7 @@ def evaluate_all(
         settings: at least one; each gives the report a section.
         arguments: further JSON values to note in the report.
         sweeps: gone through with prompts of the first setting.
+        recall: also rank the tokens of some of its answers among the drafter's; the pair must have `modules`.
         partial: file that keeps finished requests. A later call that measures one of them again (models, pair, prompt,
             sampling, machine and versions are the same) takes it, times included. The caller removes the file once the
             report is safe.
@@ -97,7 +100,13 @@ def evaluate_all(
         points = decoding.sweep(sweeps, settings[0], sections[0], places)
     noted = {**(arguments or {}), **_describe(pair, settings[0], baseline)}
     warnings = (*decoding.warnings(), *noise(sections))
-    return Report(environment, noted, sections, warnings, points, recommendation(sections[0], points))
+    ranked = None
+    if recall:
+        assert pair.modules is not None
+        first = {name: [m for m in found.measurements if m.turn == 1] for name, found in sections[0].sets.items()}
+        texts = ((settings[0].sets[name][i].token_ids, first[name][i].drafted.tokens) for name, i in places)
+        ranked = draft_recall(*pair.modules, texts)
+    return Report(environment, noted, sections, warnings, points, recommendation(sections[0], points), ranked)
 
 
 class _Decoding:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_drafter, make_target
 from test_evaluation_cli import REPORT_FILES, load
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter
+from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.decode import _draft_states
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, run
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair
@@ -94,6 +97,35 @@ def test_prompts_are_of_all_sets_and_of_the_length() -> None:
         for prompt, long in zip(prompts, found, strict=True):
             assert long.token_ids[-len(prompt.token_ids) :] == prompt.token_ids[-length:]
     assert of_length(prompts, 50)[1].token_ids[:25] == prompts[0].token_ids
+
+
+@pytest.mark.parametrize("runtime", ["engine", "reference"])
+def test_recall_is_that_of_drafts_made_one_by_one(
+    runtime: str, target_dir: Path, drafter_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("Why is the sky blue?\n")
+    command = ["--target", target_dir, "--drafter", drafter_dir, "--device", "cpu", "--dtype", "float32", "--recall"]
+    command += ["--max-tokens", 10, "--prompts", tmp_path / "one.txt", "--output", tmp_path / "report"]
+    assert main([str(word) for word in [*command, "--runtime", runtime]]) == 0
+    report = load(tmp_path / "report")
+    assert report["arguments"]["runtime"] == runtime and report["overall"]["identical_to_plain"] == 1.0
+    target, drafter = Target.load(str(target_dir), "cpu", "float32"), load_drafter(str(drafter_dir)).float()
+    prompt = encode_chat(target.tokenizer, [{"role": "user", "content": "Why is the sky blue?"}])
+    answer = report["sets"]["one"]["per_request"][0]["token_ids"]
+    ranks: list[list[int]] = [[] for _ in range(7)]
+    with torch.inference_mode():
+        text = torch.tensor([prompt + answer])
+        features = target.forward(text, taps=drafter.config.target_layer_ids).features
+        for p in range(len(prompt), len(prompt) + len(answer) - 1):
+            context = drafter.context_kv(features[:, :p], torch.arange(p)[None])
+            logits = _draft_states(target, drafter, context, int(text[0, p]), p)[1]
+            for slot, token in enumerate(text[0, p + 1 : p + 8]):
+                ranks[slot].append(int((logits[slot] > logits[slot, token]).sum()))
+    found = report["draft_recall"]
+    assert (found["requests"], found["anchors"]) == (1, len(answer) - 1)
+    for k, shares in found["recall_at_k"].items():
+        assert shares == pytest.approx([sum(rank < int(k) for rank in slot) / len(slot) for slot in ranks])
+    assert max(found["recall_at_k"]["16"]) > 0
 
 
 def test_what_a_pair_cannot_do_is_said_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
