@@ -14,6 +14,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.decoders import ReferencePair
 from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
+from dflash_toolkit.evaluation.schema import report_schema
 from dflash_toolkit.generation import Generation, Step
 from scripts.peers import vllm_decode as program
 
@@ -32,7 +33,8 @@ def result(tmp_path: Path) -> Path:
     path.write_text(json.dumps({"runs": runs}))
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
         arguments = {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}
-        report = {"schema_version": 2, "sections": [{"sets": {}}], "arguments": arguments}
+        report = dict.fromkeys(report_schema()["required"])  # of which the program reads a part
+        report |= {"schema_version": 2, "sections": [{"sets": {}}], "arguments": arguments}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return path
