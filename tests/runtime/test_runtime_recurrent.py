@@ -1,6 +1,8 @@
 """Gated delta nets in the engine: states follow their requests, whoever joins, leaves, fails or gives way."""
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, Request, load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 
+EVENTS = 400
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 
 
@@ -124,6 +127,39 @@ def test_whoever_comes_leaves_or_gives_way_the_others_write_on(cache_tokens: int
             break
     assert [request.tokens for request in requests[1:]] == expected[1:]
     assert (engine.stats.preemptions > 0) == (cache_tokens == 120)
+
+
+def test_random_events_leave_every_request_its_own_states() -> None:
+    """As in test_runtime_scheduler.py, on a device that computes: rows move, states are kept, folded and taken over."""
+    dice = random.Random(3)
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    target = ARCHITECTURES["Qwen3.5"].target(num_hidden_layers=3, layer_types=kinds)
+    drafter, shared = make_drafter(target, taps=1, layers=1), prompts_of(14, seed=4)[0]
+    prompts = [shared[: dice.randrange(1, 14)] + tail for tail in prompts_of(*[3] * 12, seed=5)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    texts = {tuple(prompt): generate(target, None, prompt, params).tokens for prompt in prompts}
+    engine = make_engine(target, drafter, max_num_seqs=4, kv_cache_tokens=100, prefix_states=2)
+    knowing(engine, texts, lambda position: position % 7 in (2, 3))
+    alive: list[Request] = []
+    cancelled = 0
+    for _ in range(EVENTS):
+        action = dice.random()
+        if action < 0.3:
+            limit = replace(params, max_tokens=dice.choice([1, 9, 24, 24]))
+            alive.append(engine.submit(dice.choice(prompts), limit, priority=dice.choice([0, 0, 1])))
+        elif action < 0.35 and (unfinished := [r for r in alive if not r.finished and not r.cancelled]):
+            engine.cancel(dice.choice(unfinished))
+            cancelled += 1
+        else:
+            engine.step()
+        engine.pool.check()
+    while engine.step():
+        pass
+    ended = [request for request in alive if not request.cancelled]
+    assert len(ended) == len(alive) - cancelled and all(request.finished for request in ended)
+    for request in ended:
+        assert request.tokens == texts[tuple(request.prompt_ids)][: request.limit]
+    assert min(cancelled, engine.stats.preemptions, engine.stats.cached_prompt_tokens) > EVENTS / 100
 
 
 @pytest.mark.parametrize("place", ["prefill", "decode"])

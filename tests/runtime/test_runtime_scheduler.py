@@ -263,21 +263,23 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
     assert [cuts([prompt]) for prompt in prompts] == each and cuts(prompts) == [cut for cuts in each for cut in cuts]
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
-def test_ten_thousand_random_events_lose_no_page_and_no_token(
-    depth: int, seed: int, max_num_seqs: int, pages: int
+def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
+    depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int
 ) -> None:
-    check_events(depth, seed, max_num_seqs, pages)
+    check_events(depth, recurrent, seed, max_num_seqs, pages)
 
 
-def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail() -> None:
-    counts = [check_events(1, seed, 5, 30) for seed in range(4)]
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(recurrent: bool) -> None:
+    counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
 
 
-def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
+def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
     """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were, and how
     many faults, NaN by chance, and requests that ended with each kind of error."""
     dice = random.Random(seed)
@@ -294,7 +296,7 @@ def check_events(depth: int, seed: int, max_num_seqs: int, pages: int) -> tuple[
             done.append(request)
 
     device = FaultyDevice(depth, dice)
-    recurrent = device.recurrent = dice.random() < 0.4
+    device.recurrent = recurrent
     scheduler = scheduled(
         device,
         pool=pool,
