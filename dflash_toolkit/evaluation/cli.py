@@ -42,12 +42,19 @@ class EvalSampling(AnswerOptions):
         (), "on, off or both, for templates with a thinking mode (default: the template's own)"
     )
     multi_turn: bool = option(False, "ask every turn of a conversation behind the answers before; else the first alone")
+    distribution_samples: int = option(
+        0,
+        "answers of a prompt, with the drafter and without, that are tested to have the same distribution; 0: no test",
+    )
     seed: int = option(0, "of sampling; the same for every prompt")
 
     def __post_init__(self) -> None:
         for name, values in (("temperature", self.temperature), ("thinking", self.thinking)):
             if len(set(values)) < len(values) or (name == "temperature" and not values):
                 raise ValueError(f"{name} is {list(values)}; give each value once")
+        if self.distribution_samples and (self.distribution_samples < 2 or not max(self.temperature)):
+            least = "must be 0, or 2 or more" if max(self.temperature) else "needs a temperature above 0"
+            raise ValueError(f"distribution_samples is {self.distribution_samples}; it {least}")
         for temperature in self.temperature:
             self.params_at(temperature)  # raises for a value outside its range
 
@@ -187,6 +194,7 @@ def _run(config: EvalConfig) -> None:
                 requests=config.sweeps.sweep_requests,
             ),
             recall=config.recall,
+            distribution_samples=sampling.distribution_samples,
             arguments={**arguments, "prompt_file_sha256": hashes},
             partial=partial,
             show_progress=True,

@@ -21,7 +21,7 @@ class Journal:
         """Continue the journal at `path`, or start it, with so many threads. Raises UserError: it cannot be written."""
         self._path, self._threads = path, threads
         self.done: dict[str, Measurement] = {}
-        self.points: dict[str, dict[str, Any]] = {}  # of sweeps, as reports have them
+        self.points: dict[str, dict[str, Any]] = {}  # of sweeps and tests, as reports have them
         self.threads: dict[str, int] = {}  # that measured it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class Journal:
         self.done[key], self.threads[key] = measurement, self._threads
 
     def append_point(self, key: str, point: dict[str, Any]) -> None:
-        """Record a point of a sweep. Raises UserError if the disk is full."""
+        """Record a point of a sweep, or a test. Raises UserError if the disk is full."""
         append_lines(self._path, [{"key": key, "threads": self._threads, "point": point}])
         self.points[key], self.threads[key] = point, self._threads
 

@@ -299,6 +299,7 @@ class Report:
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # points, as `report.json` has them
     recommendation: dict[str, Any] | None = None  # see `sweeps.recommendation`
     recall: dict[str, Any] | None = None  # see `recall.draft_recall`
+    distribution: dict[str, Any] | None = None  # see `distribution.distribution_test`
 
     @property
     def sets(self) -> dict[str, SetReport]:
@@ -339,6 +340,7 @@ class Report:
             "recommendation": self.recommendation,
             "sweeps": self.sweeps,
             "draft_recall": self.recall,
+            "distribution_test": self.distribution,
             "sections": [section.to_json() for section in self.sections],
         }
         return finite(values)

@@ -1,9 +1,10 @@
 """Go through prompt sets with a pair, keeping what is done."""
 
 import contextlib
+import functools
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
 from ..sampling import SamplingParams
 from .decoders import Pair
+from .distribution import SUSPICIOUS, distribution_test
 from .journal import Journal
 from .measure import EncodedPrompt, Measurement, measure, prompts_digest
 from .recall import draft_recall
@@ -51,6 +53,7 @@ def evaluate_all(
     arguments: Mapping[str, Any] | None = None,
     sweeps: Sweeps | None = None,
     recall: bool = False,
+    distribution_samples: int = 0,
     partial: Path | None = None,
     show_progress: bool = False,
 ) -> Report:
@@ -62,6 +65,8 @@ def evaluate_all(
         settings: at least one; each gives the report a section.
         arguments: further JSON values to note in the report.
         sweeps: gone through with prompts of the first setting.
+        distribution_samples: test with so many answers of some prompts whether those of the first setting that samples
+            are distributed as without the drafter; 0 does not.
         recall: also rank the tokens of some of its answers among the drafter's; the pair must have `modules`.
         partial: file that keeps finished requests. A later call that measures one of them again (models, pair, prompt,
             sampling, machine and versions are the same) takes it, times included. The caller removes the file once the
@@ -84,6 +89,8 @@ def evaluate_all(
     turns = sum(1 + (len(prompt.rest.turns) if prompt.rest else 0) for prompt in prompts)
     places = chosen(settings[0].sets, sweeps.requests)
     swept = len(places) * (len(sweeps.draft_length) + len(sweeps.context_length)) + len(sweeps.concurrency)
+    sampled = next((setting for setting in settings if setting.params.temperature > 0.0), None)
+    swept += recall + bool(distribution_samples and sampled)
     meter = _Meter(turns + swept) if show_progress else None
     decoding = _Decoding(pair, room, environment, baseline, journal, meter)
     with meter or contextlib.nullcontext():
@@ -98,15 +105,23 @@ def evaluate_all(
             for setting in settings
         )
         points = decoding.sweep(sweeps, settings[0], sections[0], places)
+        tested = ranked = None
+        if distribution_samples and sampled:
+            some = [sampled.sets[name][i] for name, i in places]
+            what = "distribution", distribution_samples, asdict(sampled.params), [prompt.token_ids for prompt in some]
+            tested = decoding.point(what, lambda: distribution_test(pair, some, sampled.params, distribution_samples))
+        if recall:
+            modules = pair.modules
+            assert modules is not None
+            begun = {name: [m for m in found.measurements if m.turn == 1] for name, found in sections[0].sets.items()}
+            texts = [(settings[0].sets[name][i].token_ids, begun[name][i].drafted.tokens) for name, i in places]
+            ranked = decoding.point(("recall", texts), functools.partial(draft_recall, *modules, texts))
     noted = {**(arguments or {}), **_describe(pair, settings[0], baseline)}
     warnings = (*decoding.warnings(), *noise(sections))
-    ranked = None
-    if recall:
-        assert pair.modules is not None
-        first = {name: [m for m in found.measurements if m.turn == 1] for name, found in sections[0].sets.items()}
-        texts = ((settings[0].sets[name][i].token_ids, first[name][i].drafted.tokens) for name, i in places)
-        ranked = draft_recall(*pair.modules, texts)
-    return Report(environment, noted, sections, warnings, points, recommendation(sections[0], points), ranked)
+    if tested and tested["p_value"] < SUSPICIOUS:
+        warnings += (f"Sampled answers are distributed otherwise than without the drafter: p = {tested['p_value']}.",)
+    advice = recommendation(sections[0], points)
+    return Report(environment, noted, sections, warnings, points, advice, ranked, tested)
 
 
 class _Decoding:
@@ -172,22 +187,24 @@ class _Decoding:
         for concurrency in sweeps.concurrency:
             count = sweeps.at_concurrency(concurrency)
             ids = [prompt.token_ids for prompt in itertools.islice(itertools.cycle(prompts), count)]
-            points.setdefault("concurrency", []).append(self._under_load(ids, params, concurrency))
+            what = "load", self._baseline, asdict(params), concurrency, ids
+            load = functools.partial(load_point, pair, ids, params, concurrency, self._baseline)
+            points.setdefault("concurrency", []).append(self.point(what, load))
         return points
 
-    def _under_load(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict[str, Any]:
-        key = json_digest([self._same, self._pair.facts, self._baseline, asdict(params), concurrency, prompts])
-        if self._journal and key in self._journal.points:
-            point = self._journal.points[key]
-        else:
-            point = finite(load_point(self._pair, prompts, params, concurrency, self._baseline))
+    def point(self, what: Sequence[Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `measure` returns, or returned when `what` was measured before."""
+        key = json_digest([self._same, self._pair.facts, *what])
+        found = self._journal.points.get(key) if self._journal else None
+        if found is None:
+            found = finite(measure())
             if self._journal:
-                self._journal.append_point(key, point)
+                self._journal.append_point(key, found)
         if self._journal:
             self._threads.add(self._journal.threads[key])
         if self._meter:
             self._meter.passed()
-        return point
+        return found
 
     def _measurement(self, prompt: EncodedPrompt, params: SamplingParams, baseline: bool) -> Measurement:
         prompted = [prompt.id, prompt.turn, prompt.category, prompt.token_ids]

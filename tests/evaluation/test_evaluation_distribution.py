@@ -1,0 +1,77 @@
+"""The two-sample test of sampled answers: as often wrong as it says, and right where a sampler is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_evaluation_cli import load, write_prompts
+
+from dflash_toolkit import Drafter, SamplingParams, Target
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
+from dflash_toolkit.evaluation.cli import main
+from dflash_toolkit.evaluation.distribution import distribution_test, two_samples
+
+PROMPTS = [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [70])]
+
+
+def texts(rng: np.random.Generator, samples: int, often: float) -> list[list[int]]:
+    """Answers of four tokens of three, of which one comes so often and likes to be repeated."""
+    first = rng.choice(3, (samples, 4), p=[often, (1 - often) / 2, (1 - often) / 2])
+    again = rng.random((samples, 4)) < 0.3
+    again[:, 0] = False
+    for place in range(1, 4):
+        first[:, place] = np.where(again[:, place], first[:, place - 1], first[:, place])
+    return first.tolist()
+
+
+def test_equal_samplers_are_suspected_as_often_as_the_p_value_says_and_others_found() -> None:
+    equal, other = [], []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        drafted = [texts(rng, 20, 0.5) for _ in range(2)]
+        equal.append(two_samples(drafted, [texts(rng, 20, 0.5) for _ in range(2)])[1])
+        other.append(two_samples(drafted, [texts(rng, 20, 0.85) for _ in range(2)])[1])
+    assert np.mean(np.array(equal) < 0.1) < 0.2 and 0.4 < np.mean(equal) < 0.6
+    assert np.mean(np.array(other) < 0.01) > 0.9
+
+
+def test_the_same_answers_are_the_least_suspicious() -> None:
+    answers = [[[1, 2], [1], [3, 4]]]
+    assert two_samples(answers, answers) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("make", [EnginePair.load, ReferencePair])
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_drafter_changes_no_distribution_and_a_wrong_sampler_does(
+    target: Target, drafter: Drafter, make: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make(target, drafter, draft_sample_method=method)
+    params = SamplingParams(temperature=0.3, top_k=4, max_tokens=4, ignore_eos=True, seed=0)
+    found = distribution_test(pair, PROMPTS, params, 12)
+    assert found["p_value"] > 0.05 and (found["prompts"], found["samples"]) == (2, 12)
+    if method == "greedy":
+        right = pair.decode
+
+        def wrong(ids: list[int], params: SamplingParams, *, draft: bool, **more: Any) -> Any:
+            """As if the best token were always taken."""
+            given = SamplingParams(max_tokens=params.max_tokens, ignore_eos=True) if draft else params
+            return right(ids, given, draft=draft, **more)
+
+        monkeypatch.setattr(pair, "decode", wrong)
+        assert distribution_test(pair, PROMPTS, params, 12)["p_value"] < 0.01
+
+
+def test_the_command_tests_the_first_temperature_above_zero(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "few.jsonl", "Hi", "Ho")
+    command = ["--target", target_dir, "--drafter", drafter_dir, "--device", "cpu", "--max-tokens", 3]
+    command += ["--prompts", prompts, "--output", tmp_path / "report", "--distribution-samples", 3, "--no-baseline"]
+    words = [str(word) for word in command]
+    assert main(words) == 2
+    assert "distribution_samples is 3; it needs a temperature above 0" in capsys.readouterr().err
+    assert main([*words, "--temperature", "0", "0.7", "1"]) == 0
+    found = load(tmp_path / "report")["distribution_test"]
+    assert (found["temperature"], found["prompts"], found["samples"]) == (0.7, 2, 3)
+    assert 0 < found["p_value"] <= 1
