@@ -102,7 +102,7 @@ def test_the_engine_writes_what_transformers_modules_in_fp8_write(name: str, tmp
 def check_answers(folder: Path, target: Target) -> None:
     """With a drafter and without, from files and from modules, in batches and behind chunks of prompts."""
     drafter = make_drafter(target, taps=1)
-    prompts = prompts_of(*range(3, 19, 2))
+    prompts = prompts_of(3, 6, 11, 17)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     expected = [generate(target, None, prompt, params).tokens for prompt in prompts]
     assert hf_greedy(target, prompts[0], 16) == expected[0]
