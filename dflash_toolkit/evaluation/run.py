@@ -175,7 +175,11 @@ class _Decoding:
             pair.draft_at_most(length)
             drafted = [self._measurement(prompt, params, False) for prompt in prompts]
             # the plain answers are those of the section
-            both = [replace(m, plain=begun[name][i].plain) for m, (name, i) in zip(drafted, places, strict=True)]
+            plain = [begun[name][i] for name, i in places]
+            both = [
+                replace(m, plain=p.plain, plain_step_s=p.plain_step_s, plain_joules=p.plain_joules)
+                for m, p in zip(drafted, plain, strict=True)
+            ]
             figures = Summary.of(both, length + 1, repeats).to_json()
             points.setdefault("draft_length", []).append({"num_speculative_tokens": length, **figures})
         if sweeps.draft_length:
@@ -188,7 +192,8 @@ class _Decoding:
             count = sweeps.at_concurrency(concurrency)
             ids = [prompt.token_ids for prompt in itertools.islice(itertools.cycle(prompts), count)]
             what = "load", self._baseline, asdict(params), concurrency, ids
-            load = functools.partial(load_point, pair, ids, params, concurrency, self._baseline)
+            on_step = self._meter.step if self._meter else None
+            load = functools.partial(load_point, pair, ids, params, concurrency, self._baseline, on_step)
             points.setdefault("concurrency", []).append(self.point(what, load))
         return points
 

@@ -14,7 +14,7 @@ from ..config import UserError
 from ..generation import Generation
 from ..sampling import SamplingParams
 from .bootstrap import interval, resampled_sums
-from .decoders import EngineDecoder, Pair
+from .decoders import EngineDecoder, OnStep, Pair
 from .measure import EncodedPrompt
 from .report import Section, Summary, spread
 
@@ -80,7 +80,11 @@ class _Timed:
 
 
 def under_load(
-    decoder: EngineDecoder, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
+    decoder: EngineDecoder,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    concurrency: int,
+    watch: OnStep | None = None,
 ) -> tuple[float, list[_Timed]]:
     """Seconds in all, and every request: whenever one has ended the next is submitted, `concurrency` at a time."""
     timed: dict[int, _Timed] = {}
@@ -90,9 +94,11 @@ def under_load(
         for key, prompt in itertools.islice(waiting, 1):
             request = timed[key] = _Timed(time.perf_counter())
 
-            def on_step(_: Generation, request: _Timed = request) -> None:
+            def on_step(growing: Generation, request: _Timed = request) -> None:
                 if math.isnan(request.first):
                     request.first = time.perf_counter() - request.began
+                if watch:
+                    watch(growing)
 
             decoder.submit(key, prompt, params, on_step=on_step)
 
@@ -108,16 +114,25 @@ def under_load(
 
 
 def load_point(
-    pair: Pair, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int, baseline: bool
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    concurrency: int,
+    baseline: bool,
+    on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """What the report has of so many requests at a time. Raises UserError: they have no room."""
+    """What the report has of so many requests at a time. Raises UserError: they have no room.
+
+    Args:
+        on_step: called with the growing drafted answers.
+    """
     seconds: dict[bool, float] = {}
     timed: dict[bool, list[_Timed]] = {}
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
     for draft in (True, False) if baseline else (True,):
         decoder = pair.decoder_for(draft, concurrency)
         under_load(decoder, prompts[:concurrency], short, concurrency)
-        seconds[draft], timed[draft] = under_load(decoder, prompts, params, concurrency)
+        seconds[draft], timed[draft] = under_load(decoder, prompts, params, concurrency, on_step if draft else None)
         decoder.close()
     answers = [request.generation for request in timed[True] if request.generation]
     figures = {draft: np.array([(_tokens(r), r.whole) for r in found]) for draft, found in timed.items()}
