@@ -210,6 +210,26 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
             assert ours[2].isfinite().all() and ours[[0, 1, 3]].isnan().all()
 
 
+def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair()
+    engine, prompts = make_engine(target, drafter, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
+    for memory in engine.runner._memories:
+        memory.state.fill_(torch.nan)
+    monkeypatch.setattr(engine.runner, "_rows", lambda count: 5)  # as steps that were captured for five
+    check(engine, (target, drafter), prompts, LONG)
+    for memory in engine.runner._memories:
+        untouched = memory.state.isnan().flatten(1).all(1).tolist()
+        assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
+
+
+def test_states_are_in_fp32_whatever_their_target_is_in() -> None:
+    target = make_target("qwen3_5")
+    target.model.bfloat16()
+    memories = make_engine(target, None).runner._memories
+    kinds = {(m.state.dtype, m.gates.dtype, m.window.dtype, m.inputs.dtype) for m in memories}
+    assert kinds == {(torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)}
+
+
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "Qwen3.5 with images"])
 def test_checkpoints_are_read_as_transformers_writes_them(name: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[name]
