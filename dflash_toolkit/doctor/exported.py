@@ -24,6 +24,9 @@ ALIKE = 0.02  # after an edit that bf16 rounds, as 1 + (w - 1)
 ROUNDED = 0.15  # the target's numbers, where one of the two computed in 16 bits: twice what tests see of random targets
 EXACT = 0.02  # where both computed in fp32, on whatever device
 OTHER = 0.35  # beyond: not another quantization of the same weights, but others
+RECURRENT = (
+    3.0  # times as far where layers are recurrent: what a head reads of its state is normed, however small it is
+)
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 NESTED = (*SCALES, *PARTS)  # in dflash_config
 BEHIND_HEAD = ("output_multiplier", "final_logit_softcapping")
@@ -328,7 +331,8 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
         return [], False
     now = target_signature(target, ids)
     sixteen = {now["dtype"], then["dtype"]} != {"float32"}
-    tolerance = ROUNDED if sixteen else EXACT
+    further = RECURRENT if sixteen and target.new_cache().recurrent else 1.0
+    tolerance = further * ROUNDED if sixteen else EXACT
     places = {place: round(distance(now["places"].get(place, ()), there), 5) for place, there in then["places"].items()}
     figures = {"distance": places, "tolerance": tolerance, "dtype": then["dtype"], "device": then["device"]}
     recorded = case.provenance.get("target_digest")
@@ -348,7 +352,13 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
         f"its hidden states are not those of training: they depart first at {place}, by {away:.2g}; at most {worst:.2g}"
     )
     named = f" ({made_for})" if made_for else ""
-    if worst <= OTHER:
+    if digest is not None and digest == recorded:
+        remedy = (
+            f"weights and configuration are those of training: compute as there, in {then['dtype']} on "
+            f"{then['device']}, with the same versions of transformers and of its kernels"
+        )
+        return [Finding("target", "warning", words, remedy, figures)], False
+    if worst <= further * OTHER:
         remedy = (
             f"its weights are others than at training{named}, or quantized otherwise: use those that it was trained for"
         )

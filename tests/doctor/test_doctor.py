@@ -195,6 +195,18 @@ def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clini
         assert not found["fault"] and [finding["check"] for finding in found["warning"]] == warned
 
 
+def test_a_target_of_the_same_digest_that_computes_otherwise_has_no_other_weights(clinic: Clinic) -> None:
+    target = Target.load(clinic.target, "cpu")
+    with torch.no_grad():
+        target.layers[3].mlp.down_proj.weight.mul_(-1)  # as other kernels might
+    record = {RECORD_KEY: export_record(load_drafter(str(clinic.healthy)), target)}
+    note = record | {"target_digest": model_digest(clinic.target)}
+    found = clinic.examine(break_it=config(lambda values: values[PROVENANCE_KEY].update(note)))
+    (finding,) = found["warning"]
+    assert not found["fault"] and finding["check"] == "target"
+    assert "weights and configuration are those of training: compute as there, in float32 on cpu" in finding["remedy"]
+
+
 def test_the_other_thinking_mode_is_named(clinic: Clinic, tmp_path: Path) -> None:
     target = make_target()
     target.tokenizer.chat_template = THINKING

@@ -12,6 +12,7 @@ from conftest import EOS, PAD
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.doctor.cli import main as dflash_doctor
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from train.cli import main
 
@@ -82,3 +83,17 @@ def test_what_target_and_drafter_learnt_is_written_with_almost_every_draft_accep
     assert [generate(learnt.target, None, prompt, params).tokens for prompt in learnt.prompts] == learnt.answers
     fewest = sum(-(-(len(answer) - 1) // BLOCK) for answer in learnt.answers)  # behind the prefill's token
     assert fewest <= sum(len(got.steps) for got in found) <= fewest + 1
+
+
+def test_such_a_target_in_16_bits_is_called_the_one_of_training(learnt: Learnt, tmp_path: Path) -> None:
+    """Its states make more of a rounding than attention does."""
+    argv = [
+        "--target", str(learnt.target_dir), "--drafter", str(learnt.drafter_dir), "--device", "cpu",
+        "--dtype", "bfloat16", "--prompts", f"p={learnt.target_dir.parent / 'p.jsonl'}", "--max-tokens", "48",
+        "--output", str(tmp_path / "report.json"),
+    ]  # fmt: skip
+    assert dflash_doctor(argv) == 0
+    findings = json.loads((tmp_path / "report.json").read_text())["findings"]
+    assert {finding["severity"] for finding in findings} == {"ok"}
+    (found,) = (finding["figures"] for finding in findings if finding["check"] == "target")
+    assert found["dtype"] == "float32" and 0.05 < max(found["distance"].values()) < found["tolerance"] < 0.5
