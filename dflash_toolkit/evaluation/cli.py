@@ -246,7 +246,7 @@ def _load(config: EvalConfig) -> "Pair":
     if config.runtime != "reference":
         try:
             how = config.device, config.dtype, config.draft.draft_dtype, method
-            return EnginePair.load(modules or config.target, drafter, *how)
+            return EnginePair.load(modules or config.target, drafter, *how, share=config.recall)
         except UnsupportedModel as error:
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
                 raise

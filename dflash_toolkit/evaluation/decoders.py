@@ -314,15 +314,15 @@ class EnginePair(Pair):
         dtype: str = "auto",
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
+        share: bool = False,
     ) -> "EnginePair":
-        """As `load_parts` does, and raises what it raises; `drafter` moves to the device, and a target in memory reads
-        the engine's weights from then on."""
+        """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
         else:
             name, config, tokenizer = target.name, target.config, target.tokenizer
         with _way_out():
-            parts = load_parts(target, drafter, device, dtype, share=not isinstance(target, str))
+            parts = load_parts(target, drafter, device, dtype, share=share)
         tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
         pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method)

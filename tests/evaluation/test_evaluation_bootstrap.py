@@ -14,7 +14,7 @@ from dflash_toolkit.evaluation.schema import read_report
 from dflash_toolkit.generation import Generation, Step
 
 SLOTS, A, B = 4, 3.0, 2.0  # how easy a request is has the distribution Beta(A, B)
-STEPS = 12
+STEPS = 18  # of an answer, at most
 
 
 def planted(requests: int, seed: int) -> tuple[list[Generation], list[Generation]]:
@@ -23,13 +23,14 @@ def planted(requests: int, seed: int) -> tuple[list[Generation], list[Generation
     easy = rng.beta(A, B, requests)
     accepted = (rng.random((requests, STEPS, SLOTS)) < easy[:, None, None]).cumprod(-1).sum(-1).tolist()
     drafted, plain = [], []
-    for row in accepted:
+    for row, length in zip(accepted, rng.integers(STEPS // 3, STEPS + 1, requests), strict=True):
+        row = row[:length]  # some answers are longer, whatever their drafts
         steps = [Step(SLOTS, count, (7,) * (count + 1)) for count in row]
-        length = sum(count + 1 for count in row)
+        tokens = sum(count + 1 for count in row)
         seconds = rng.uniform(0.8, 1.2, 2)
-        drafted.append(Generation([7] * (1 + length), steps, "length", 0.1, STEPS * float(seconds[0])))
-        one = [Step(0, 0, (7,))] * length
-        plain.append(Generation([7] * (1 + length), one, "length", 0.1, length * float(seconds[1])))
+        drafted.append(Generation([7] * (1 + tokens), steps, "length", 0.1, len(row) * float(seconds[0])))
+        one = [Step(0, 0, (7,))] * tokens
+        plain.append(Generation([7] * (1 + tokens), one, "length", 0.1, tokens * float(seconds[1])))
     return drafted, plain
 
 
@@ -66,7 +67,7 @@ def test_intervals_are_those_of_drawing_answers_one_by_one_and_seeded() -> None:
     for name in ("tau_pooled", "tau_mean", "accepted_given_previous"):
         values = np.array([getattr(draw, name) for draw in draws]).reshape(500, -1).T
         for replicates, within in zip(values, np.reshape(found[name], (-1, 2)), strict=True):
-            assert interval(replicates, 12) == pytest.approx(tuple(within), abs=0.06)
+            assert interval(replicates, 12) == pytest.approx(tuple(within), abs=0.15 * (within[1] - within[0]))
     whole = Acceptance.of(drafted, SLOTS + 1)
     assert found["tau_pooled"][0] < whole.tau_pooled < found["tau_pooled"][1]
 
