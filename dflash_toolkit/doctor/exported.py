@@ -343,7 +343,7 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
         remedy = "a light fine-tune or another quantization, perhaps: use the weights of training to be sure"
         return [Finding("target", "warning", words, remedy, figures)], False
     if departed is None:
-        words = f"computes what it did at export, within {max(places.values()):.2g} of {tolerance}"
+        words = f"computes what it did at export, within {max(places.values()):.2g} of {tolerance:.2g}"
         return [Finding("target", "ok", words, figures=figures)], True
     place, away = departed
     worst = max(places.values())

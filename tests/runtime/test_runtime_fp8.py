@@ -17,19 +17,20 @@ from test_decode import hf_greedy
 from test_runtime_engine import knowing, make_engine, prompts_of
 from test_target import in_fp8
 from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.weight import BlockScaledFp8
+from dflash_toolkit.kernels.weight import BlockScaledFp8, dense, parts
 from dflash_toolkit.models import target as target_module
-from dflash_toolkit.models.quantized import GROUP
-from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.quantized import FORM, GROUP
+from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
 from dflash_toolkit.models.target import load_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import check_fp8
 from dflash_toolkit.runtime.shapes import named_shape, random_target
-from dflash_toolkit.runtime.weights import TargetWeights
+from dflash_toolkit.runtime.weights import GatedDeltaNetWeights, TargetWeights
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -161,10 +162,31 @@ def test_sides_that_are_no_multiples_of_a_block_are_refused_by_name(folder: Path
         ModelSpec.of_target(config)
 
 
-def test_heads_that_share_a_block_of_sorted_rows_are_refused(tmp_path: Path) -> None:
-    in_fp8(ARCHITECTURES["Qwen3-Next"].target(**SIZES, **HYBRID), tmp_path)
+@pytest.mark.parametrize("form", ["16 bits", "blocks", "rows"])
+def test_rows_are_sorted_with_their_scales_as_transformers_sorts_what_they_make(form: str) -> None:
+    heads = {"num_heads": 4, "num_k_heads": 2, "head_dim": 128, "k_head_dim": 128, "taps": 4, "by_key_heads": True}
+    spec = GatedDeltaNetSpec(**heads, fp8_blocks=form != "16 bits", fp8_by_rows=form == "rows")
+    weights = GatedDeltaNetWeights.empty(spec, 128, torch.empty)
+    stored, ba = torch.randn(spec.channels + spec.width, 128), torch.randn(8, 128)
+    matrix = stored if form == "16 bits" else BlockScaledFp8.of(stored, by_rows=form == "rows")
+    for view, part in zip(parts(weights.qkvz), parts(matrix), strict=True):
+        if view is not None and part is not None:
+            view.copy_(part)
+    weights.ba.copy_(ba)
+    weights.sort(spec)
+    config = ARCHITECTURES["Qwen3-Next"].config(linear_key_head_dim=128, linear_value_head_dim=128)
+    mixer = Qwen3NextGatedDeltaNet(config, 0)
+    made = mixer.fix_query_key_value_ordering(dense(matrix, torch.float32).T[None], ba.T[None])
+    *qkvz, b, a = (part.flatten(2)[0].T for part in made)
+    assert torch.equal(dense(weights.qkvz, torch.float32), torch.cat(qkvz))
+    assert torch.equal(weights.ba, torch.cat([b, a]))
+
+
+def test_heads_that_share_a_block_of_sorted_rows_are_refused() -> None:
+    config = ARCHITECTURES["Qwen3-Next"].config(**SIZES, **HYBRID)
+    config.quantization_config = dict(FORM)
     with pytest.raises(UnsupportedModel, match="linear_key_head_dim 64 is no multiple of its fp8 blocks of 128"):
-        ModelSpec.of_target(load_config(str(tmp_path)))
+        ModelSpec.of_target(config)
 
 
 def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
