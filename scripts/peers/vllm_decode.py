@@ -133,9 +133,14 @@ def read_ours(path: Path, drafter: str, name: str | None) -> Ours:
 
 
 def one_section(path: Path) -> dict[str, Any]:
-    """Sets and arguments of a report of dflash-eval; its first section is the greedy one. Raises UserError."""
+    """Sets of the first section of a report of dflash-eval, and its arguments. Raises UserError: it was not greedy."""
     report = read_report(path)
-    return {"sets": report["sections"][0]["sets"], "arguments": report["arguments"]}
+    section = report["sections"][0]
+    if section["temperature"]:
+        raise UserError(
+            f"{path}: its first section is of temperature {section['temperature']}; vllm decodes greedily here"
+        )
+    return {"sets": section["sets"], "arguments": report["arguments"]}
 
 
 def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:

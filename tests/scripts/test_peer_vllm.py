@@ -34,7 +34,7 @@ def result(tmp_path: Path) -> Path:
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
         arguments = {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}
         report = dict.fromkeys(report_schema()["required"])  # of which the program reads a part
-        report |= {"schema_version": 2, "sections": [{"sets": {}}], "arguments": arguments}
+        report |= {"schema_version": 2, "sections": [{"temperature": 0.0, "sets": {}}], "arguments": arguments}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return path
@@ -112,6 +112,10 @@ def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(tmp_p
         program.check_same(ours, {"a": PROMPTS[::-1]}, 4)
     with pytest.raises(UserError, match="--max-tokens 4, not 5"):
         program.check_same(ours, {"a": PROMPTS}, 5)
+    report["sections"][0]["temperature"] = 0.6
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(UserError, match=r"its first section is of temperature .*; vllm decodes greedily"):
+        program.read_ours(tmp_path / "report.json", "mine", None)
 
 
 def test_a_result_over_other_prompts_is_refused(result: Path) -> None:
