@@ -222,3 +222,16 @@ def test_every_public_name_is_listed_once_and_in_order() -> None:
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] in PROGRAMS], ids=str)
 def test_no_program_file_is_named_after_a_dependency_or_a_standard_module(path: Path) -> None:
     assert path.stem not in CORE | EXTRAS | OPTIONAL | sys.stdlib_module_names
+
+
+def test_the_wheel_carries_every_file_beside_the_code() -> None:
+    tools = PROJECT["tool"]["setuptools"]
+    homes = {folder: package for package, folder in tools["package-dir"].items()}
+    for folder in ("dflash_toolkit", "train", "serve"):
+        for path in (ROOT / folder).rglob("*"):
+            place = path.relative_to(ROOT)
+            if path.is_dir() or path.suffix == ".py" or "__pycache__" in place.parts:
+                continue
+            package = ".".join([homes.get(folder, folder), *place.parent.parts[1:]])
+            patterns = tools["package-data"].get(package, [])
+            assert any(place.match(pattern) for pattern in patterns), f"{place}: name it in package-data of {package}"

@@ -1,9 +1,10 @@
 """Measure a drafter: how much the target accepts, how much faster that is, and whether it is lossless.
 
-`decoders.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run continue,
-`report.py` holds the results. `tables.py`, `plots.py`, `markdown.py` and `page.py` show them, `files.py`
-writes them, `publish.py` tells others; `cli.py` is `dflash-eval`, `check.py` its limits,
-`compare.py` (statistics in `paired.py`, what is shown in `comparison.py`) its comparisons.
+`decoders.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run
+continue, `report.py` holds the results, `schema.py` says in what form, `bootstrap.py` how sure they are. `sweeps.py`,
+`recall.py`, `distribution.py` and `energy.py` measure what is asked for besides. `tables.py`, `plots.py`,
+`markdown.py` and `page.py` show them, `files.py` writes them, `publish.py` tells others; `cli.py` is `dflash-eval`,
+`check.py` its limits, `compare.py` (statistics in `paired.py`, what is shown in `comparison.py`) its comparisons.
 """
 
 from typing import TYPE_CHECKING
