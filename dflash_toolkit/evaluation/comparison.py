@@ -7,7 +7,7 @@ from typing import Any
 from .files import readable, write_together
 from .markdown import escape, render_table
 from .page import Chart, template
-from .plots import COLOURS, Series, bars, curves, differences
+from .plots import COLOURS, Series, bars, curves, differences, swatch
 from .tables import MISSING, Table, between, number, percent, times
 
 SURE = 0.05  # a p-value below it is called a difference
@@ -56,6 +56,7 @@ def render_page(comparison: dict[str, Any]) -> str:
     ]
     return template("compare.html.jinja").render(
         names=[run["name"] for run in comparison["runs"]],
+        marks=[(run["name"], swatch(f"c{place % COLOURS}")) for place, run in enumerate(comparison["runs"])],
         verdicts=verdicts(comparison),
         warnings=comparison["warnings"],
         sections=sections,
@@ -187,11 +188,14 @@ def _charts(section: dict[str, Any]) -> list[Chart]:
         if marks:
             charts.append((title, differences(title, marks)))
     title = "Acceptance length τ, pooled, all sets"
-    taus = [Series(run["name"], colour, (_nan(run["tau_pooled"]),)) for run, colour in zip(runs, colours, strict=True)]
-    charts.insert(0, (title, bars(title, taus, number, "1: no draft accepted")))
+    taus = [
+        Series(run["name"], colour, (_nan(run["tau_pooled"]),), (run["tau_pooled_ci95"],))
+        for run, colour in zip(runs, colours, strict=True)
+    ]
+    charts.insert(0, (title, bars(title, taus, number, "no draft accepted")))
     title = "At least k drafts accepted, all sets"
     shares = [
-        Series(run["name"], colour, tuple(map(_nan, run["accepted_per_position"])))
+        Series(run["name"], colour, tuple(map(_nan, run["accepted_per_position"])), run["accepted_per_position_ci95"])
         for run, colour in zip(runs, colours, strict=True)
     ]
     charts.append((title, curves(f"{title}, by slot", shares, "slot k")))

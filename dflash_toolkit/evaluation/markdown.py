@@ -6,28 +6,40 @@ from .report import Report
 from .tables import (
     DEFINITIONS,
     Table,
+    category_table,
     differences_table,
+    latency_table,
     lengths_table,
     setup_table,
     slot_tables,
     summary_table,
+    sweep_table,
+    ways_table,
 )
+from .verdict import verdict
 
 
 def render_markdown(report: Report) -> str:
-    """The whole report: results, slots, lengths, differences, definitions, setup."""
-    differences = differences_table(report)
+    """The whole report: verdict, results, sweeps, slots, lengths, latency, differences, definitions, setup."""
+    section, found = report.sections[0], verdict(report)
     tables = [
         summary_table(report),
+        category_table(section),
+        ways_table(report),
+        *(sweep_table(name, points) for name, points in report.sweeps.items()),
         *slot_tables(report),
         lengths_table(report),
-        *([differences] if differences else []),
+        latency_table(section),
+        differences_table(report),
     ]
     parts = [
         "# DFlash acceptance report",
         f"{escape(report.pair)}, blocks of {report.block_size} tokens, "
         f"{escape(report.environment.device_name)}, {report.environment.dtype}, {report.environment.date}",
-        *(f"## {table.caption}\n\n{render_table(table)}" for table in tables),
+        f"**{escape(found.headline)}**",
+        *(f"**{asked}** {escape(said)}" for asked, said in found.points),
+        *(f"**Mind:** {escape(warning)}" for warning in report.warnings),
+        *(f"## {escape(table.caption)}\n\n{render_table(table)}" for table in tables if table),
         "## What the figures mean",
         *(f"**{term}.** {meaning}" for term, meaning in DEFINITIONS),
         f"## {setup_table(report).caption}\n\n{render_table(setup_table(report))}",

@@ -1,42 +1,77 @@
-"""A report as one self-contained HTML page: tiles, plots, tables. No scripts, nothing fetched."""
+"""A report as one self-contained HTML page: verdict, plots, tables, answers, method. No scripts, nothing fetched."""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import jinja2
 
-from .plots import COLOURS, Series, bars, curves, histogram
-from .report import Report
+from .answers import worst_and_best
+from .bootstrap import Interval
+from .plots import COLOURS, Series, bars, curves, histogram, swatch
+from .report import Report, Summary
 from .tables import (
     DEFINITIONS,
+    SWEPT,
+    category_table,
     differences_table,
     identical,
+    latency_table,
     lengths_table,
     number,
     setup_table,
     slot_tables,
     summary_table,
+    sweep_table,
     times,
+    ways_table,
 )
+from .verdict import SIGNS, Outcome, judge_summary, verdict
 
 Chart = tuple[str, str]  # its title, and SVG
 
 
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure to be seen at once."""
+
+    name: str
+    value: str
+    note: str
+    outcome: Outcome | None = None  # None of what is neither good nor bad
+
+    @property
+    def sign(self) -> str:
+        return SIGNS[self.outcome] if self.outcome else ""
+
+
 def render_page(report: Report) -> str:
     """The whole page; every text that comes from a user is escaped."""
+    section = report.sections[0]
+    results = [summary_table(report), category_table(section), ways_table(report)]
+    worst, best = worst_and_best(report)
     return template("page.html.jinja").render(
         report=report,
         setting=_setting(report),
+        verdict=verdict(report),
+        signs=SIGNS,
         tiles=_tiles(report),
-        series=_series(((name, ()) for name, _ in report.labelled), report),
-        results=summary_table(report),
+        marks=[(s.name, swatch(s.colour)) for s in _series(report, lambda summary: ())],
+        results=[found for found in results if found],
         set_charts=_set_charts(report),
+        sweep_tables=[sweep_table(name, points) for name, points in report.sweeps.items()],
+        sweep_charts=list(_sweep_charts(report)),
         slots=slot_tables(report),
         slot_charts=_slot_charts(report),
         lengths=lengths_table(report),
         length_charts=_length_charts(report),
+        latency=latency_table(section),
         differences=differences_table(report),
+        worst=worst,
+        best=best,
         definitions=DEFINITIONS,
         setup=setup_table(report),
     )
@@ -44,73 +79,111 @@ def render_page(report: Report) -> str:
 
 def template(name: str) -> jinja2.Template:
     """A page of this folder, which escapes what it is given."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template(name)
+    )
+    environment.filters["code"] = code
+    return environment.get_template(name)
+
+
+def code(text: str) -> str:
+    """Words between backticks as code; all else escaped."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _setting(report: Report) -> str:
     environment, arguments = report.environment, report.arguments
-    temperature = arguments["temperature"]
-    drafts = "sampled drafts, " if temperature and arguments["draft_sample_method"] == "probabilistic" else ""
-    sampling = f"{drafts}temperature {temperature:g}, seed {arguments['seed']}" if temperature else "greedy"
+    ways = "; ".join(section.name for section in report.sections)
+    sampled = any(section.temperature for section in report.sections)
+    drafts = "sampled drafts, " if sampled and arguments["draft_sample_method"] == "probabilistic" else ""
+    seed = f", seed {arguments['seed']}" if sampled else ""
     return (
-        f"{environment.device_name}, {environment.dtype}, one request at a time, {sampling}, at most "
+        f"{environment.device_name}, {environment.dtype}, one request at a time, {drafts}{ways}{seed}, at most "
         f"{arguments['max_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"
     )
 
 
-def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """Name, value and note of each."""
-    drafted, plain = report.overall.drafted, report.overall.plain
-    possible = f"tokens per verify step, of {report.block_size} possible"
+def _tiles(report: Report) -> list[Tile]:
+    summary, found = report.overall, verdict(report)
+    drafted, plain, within = summary.drafted, summary.plain, summary.intervals
+    tau = f"{_between(within['tau_pooled'])}tokens per verify step, of {report.block_size} possible"
     tiles = [
-        ("Acceptance length τ", number(drafted.tau_pooled), possible),
-        ("Tokens per second", number(drafted.tokens_per_second, 1), "with the drafter, prefill left out"),
+        Tile("Acceptance length τ", number(drafted.tau_pooled), tau),
+        Tile("Tokens per second", number(drafted.tokens_per_second, 1), "with the drafter, prefill left out"),
     ]
     if not plain:
-        return [*tiles, ("Requests", f"{drafted.answers:,}", f"{drafted.tokens:,} tokens; no plain baseline")]
-    over = f"over {number(plain.tokens_per_second, 1)} tokens/s plain"
+        return [*tiles, Tile("Requests", f"{drafted.answers:,}", f"{drafted.tokens:,} tokens; no plain baseline")]
+    over = f"{_between(within['speedup'])}over {number(plain.tokens_per_second, 1)} tokens/s plain"
     return [
+        Tile("Speed-up", times(summary.speedup), over, judge_summary(summary)),
         *tiles,
-        ("Speed-up", times(report.overall.speedup), over),
-        ("Identical to plain", identical(report.overall), "answers, token for token"),
+        Tile("Identical to plain", identical(summary), "answers, token for token", found.exactness),
     ]
 
 
-def _series(rows: Iterable[tuple[str, tuple[float, ...]]], report: Report) -> list[Series]:
-    """One series a row, the last being all sets pooled if there are several."""
-    named = [Series(name, f"c{i % COLOURS}", values) for i, (name, values) in enumerate(rows)]
-    return [*named[:-1], Series(named[-1].name, "pooled", named[-1].values)] if len(report.sets) > 1 else named
+def _between(within: Interval | None) -> str:
+    return f"{within[0]:.2f} to {within[1]:.2f} (95 %); " if within else ""
+
+
+# ---- plots --------------------------------------------------------------------------------------------------------
+
+
+def _series(report: Report, values: Callable[[Summary], Sequence[float | None]], figure: str = "") -> list[Series]:
+    """One series a set, the last being all sets pooled if there are several; with the intervals of `figure`."""
+    found = []
+    for i, (name, summary) in enumerate(report.labelled):
+        colour = f"c{i % COLOURS}" if i < len(report.sets) else "pooled"
+        within = summary.intervals[figure] if figure else None
+        # one interval is a pair of numbers, several are a tuple of such
+        intervals = tuple(within) if within and not isinstance(within[0], float) else (within,) if within else ()
+        found.append(Series(name, colour, _numbers(values(summary)), intervals))
+    return found
+
+
+def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float("nan") if value is None else value for value in values)
 
 
 def _set_charts(report: Report) -> list[Chart]:
-    title = "Acceptance length τ, pooled"
-    taus = _series(((name, (s.drafted.tau_pooled,)) for name, s in report.labelled), report)
-    charts = [(title, bars(title, taus, number, "1: no draft accepted"))]
+    charts = []
     if report.overall.plain:
         title = "Speed-up over plain decoding"
-        ratios = _series(((name, (s.speedup or math.nan,)) for name, s in report.labelled), report)
-        charts.append((title, bars(title, ratios, times, "1x: as fast")))
-    return charts
+        ratios = _series(report, lambda summary: (summary.speedup,), "speedup")
+        charts.append((title, bars(title, ratios, times, "as fast as plain decoding", losses=True)))
+    title = "Acceptance length τ, pooled"
+    taus = _series(report, lambda summary: (summary.drafted.tau_pooled,), "tau_pooled")
+    return [*charts, (title, bars(title, taus, number, "no draft accepted"))]
+
+
+def _sweep_charts(report: Report) -> Iterator[Chart]:
+    for name, points in report.sweeps.items():
+        key, what = SWEPT[name]
+        labels = [f"{point[key]:,}" for point in points]
+        for figure, title in (("speedup", "Speed-up"), ("tau_pooled", "Acceptance length τ")):
+            if name == "concurrency" and figure == "tau_pooled":  # which no load changes
+                continue
+            values = _numbers([point[figure] for point in points])
+            series = Series(title, "c0", values, tuple(point.get(f"{figure}_ci95") for point in points))
+            if any(map(math.isfinite, values)):
+                form, at_one = (times, "as fast as plain decoding") if figure == "speedup" else (number, "")
+                title = f"{title} by {what[0].lower()}{what[1:]}"
+                yield title, curves(title, [series], what, labels=labels, form=form, top=None, at_one=at_one)
 
 
 def _slot_charts(report: Report) -> list[Chart]:
-    kinds = {
-        "At least k drafts accepted": [(n, s.drafted.accepted_per_position) for n, s in report.labelled],
-        "Slot k accepted, given slot k-1": [(n, s.drafted.accepted_given_previous) for n, s in report.labelled],
-    }
-    return [(title, curves(f"{title}, by slot", _series(rows, report), "slot k")) for title, rows in kinds.items()]
+    kept = _series(report, lambda summary: summary.drafted.accepted_per_position, "accepted_per_position")
+    given = _series(report, lambda summary: summary.drafted.accepted_given_previous, "accepted_given_previous")
+    charts = (("At least k drafts accepted", kept), ("Slot k accepted, given slot k-1", given))
+    return [(title, curves(f"{title}, by slot", series, "slot k")) for title, series in charts]
 
 
 def _length_charts(report: Report) -> list[Chart]:
-    series = _series(((name, ()) for name, _ in report.labelled), report)
     charts = []
-    for s, (_, summary) in zip(series, report.labelled, strict=True):
+    for s, (_, summary) in zip(_series(report, lambda summary: ()), report.labelled, strict=True):
         title, drafted = f"Share of steps by tokens committed, {s.name}", summary.drafted
         charts.append((s.name, histogram(title, drafted.accepted_lengths, drafted.tau_pooled, s.colour)))
     return charts

@@ -1,20 +1,33 @@
 """The report's kinds of plot as inline SVG: no scripts, no fonts, nothing fetched.
 
-Colours come from the page's style sheet through classes (`c0`..`c7` for prompt sets, `pooled` for all), so
-one picture serves light and dark. Every mark carries a <title>: a tooltip, and a name for screen readers.
+Colours come from the page's style sheet through classes (`c0`..`c7` for prompt sets, `pooled` for all), so one
+picture serves light and dark; series differ in the shape of their marks, too. Whiskers are 95 % intervals. Every mark
+carries a <title>: a tooltip, and a name for screen readers.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from .bootstrap import Interval
 from .tables import percent
+from .verdict import judge
 
-WIDTH, HEIGHT = 560, 290
-LEFT, RIGHT, TOP, BOTTOM = 48, 14, 14, 42  # margins around the plotting area
+WIDTH, HEIGHT = 440, 260
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 24, 42  # margins around the plotting area
+ROW, BAR = 42, 13  # of a bar with its name above it
 COLOURS = 8
-LONGEST_NAME = 18  # characters beside a bar
+# around the origin, so that series can be told apart without colours; the second half of the colours is filled
+SHAPES = (
+    "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0 -6.8 0z",
+    "M-3 -3h6v6h-6z",
+    "M0 -4L3.9 3H-3.9z",
+    "M0 -4.4L4.4 0L0 4.4L-4.4 0z",
+)
+
+Form = Callable[[float], str]  # a figure for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,73 +37,114 @@ class Series:
     name: str
     colour: str
     values: tuple[float, ...]  # NaN is left out
+    intervals: tuple[Interval | None, ...] = ()  # as many, or none
+
+    def points(self) -> Iterator[tuple[int, float, Interval | None]]:
+        """The figures that there are: index, value and interval."""
+        for i, value in enumerate(self.values):
+            if math.isfinite(value):
+                yield i, value, self.intervals[i] if self.intervals else None
 
 
-def curves(title: str, series: Sequence[Series], x_name: str) -> str:
-    """Shares (0 to 1) over slots 1..n, one line per series; a share that is NaN leaves a gap in the line."""
-    count = max(len(s.values) for s in series)
-    body = _axes(1.0, count, x_name)
-    for s in series:
-        path, dots, pen = "", [], "M"
-        for i, value in enumerate(s.values):
-            if math.isnan(value):
-                pen = "M"
-                continue
-            x, y = _x(i, count), _y(value, 1.0)
-            path += f"{pen}{x:.1f} {y:.1f} "
-            pen = "L"
-            dots.append(
-                _mark(
-                    "circle",
-                    f"dot {s.colour}",
-                    f"{s.name}, slot {i + 1}: {percent(value)}",
-                    cx=x,
-                    cy=y,
-                    r=3.2,
-                )
-            )
-        body += [f'<path class="line {s.colour}" d="{path.strip()}"/>', *dots]
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` multiples of 1, 2, 2.5 or 5 times a power of ten, the outer ones around `low` and `high`."""
+    high = high if high > low else low + 1.0
+    power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
+    for factor in (1, 2, 2.5, 5, 10, 20, 25, 50, 100):
+        step = factor * power
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first < most:
+            break
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def curves(
+    title: str,
+    series: Sequence[Series],
+    x_name: str,
+    *,
+    labels: Sequence[str] = (),
+    form: Form = lambda share: percent(share, 0),
+    top: float | None = 1.0,
+    at_one: str = "",
+) -> str:
+    """Figures over columns, one line per series; a figure that is NaN leaves a gap in the line.
+
+    Args:
+        labels: of the columns (default: 1, 2, ...).
+        top: of the axis; None for what the figures need.
+        at_one: what a line at 1 means, if there is to be one.
+    """
+    labels = labels or [str(i + 1) for i in range(max(len(s.values) for s in series))]
+    ends = [end for s in series for _, value, within in s.points() for end in (value, *(within or ()))]
+    scale = ticks(0.0, top or max([*ends, 1.0 if at_one else 0.0]))
+    body = _axes(scale, labels, x_name, form)
+    if at_one:
+        y = _y(1.0, scale[-1])
+        body.append(_mark("line", "mean", at_one, x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+    column = (WIDTH - LEFT - RIGHT) / len(labels)
+    for place, s in enumerate(series):
+        # side by side, or whiskers of one column would hide each other
+        aside = (place - (len(series) - 1) / 2) * min(5.0, 0.6 * column / len(series))
+        found = [(i, _x(i, len(labels)) + aside, value, within) for i, value, within in s.points()]
+        path = "".join(
+            f"{'L' if at and found[at - 1][0] == i - 1 else 'M'}{x:.1f} {_y(value, scale[-1]):.1f} "
+            for at, (i, x, value, _) in enumerate(found)
+        )
+        body.append(f'<path class="line {s.colour}" d="{path.strip()}"/>')
+        for i, x, value, within in found:
+            said = f"{s.name}, {x_name} {labels[i]}: {form(value)}{_within(within, form)}"
+            if within:
+                low, high = (_y(min(end, scale[-1]), scale[-1]) for end in within)
+                body.append(_mark("line", f"whisker {s.colour}", x1=x, x2=x, y1=low, y2=high))
+            body.append(_dot(s.colour, x, _y(value, scale[-1]), said))
     return _svg(title, HEIGHT, body)
 
 
 def histogram(title: str, counts: Sequence[int], mean: float, colour: str) -> str:
     """Share of steps by committed tokens 1..S, with the mean (tau) as a dashed line."""
     total = max(1, sum(counts))
-    # the next round share whose quarters are whole percents: four grid lines with short labels
-    top = min(1.0, max(0.08, math.ceil(max(counts) / total * 25) / 25))
-    body = _axes(top, len(counts), "tokens committed by a step")
+    scale = ticks(0.0, max(*counts, 1) / total)
+    body = _axes(scale, [str(i + 1) for i in range(len(counts))], "tokens committed by a step", _share)
     column = (WIDTH - LEFT - RIGHT) / len(counts)
     for i, count in enumerate(counts):
-        y = _y(count / total, top)
+        y = _y(count / total, scale[-1])
         name = f"{i + 1} tokens: {count:,} steps, {percent(count / total)}"
         x, width = _x(i, len(counts)) - 0.38 * column, 0.76 * column
-        body.append(_mark("rect", f"bar {colour}", name, x=x, y=y, width=width, height=_y(0, top) - y))
-    if not math.isnan(mean):
+        body.append(_mark("rect", f"bar {colour}", name, x=x, y=y, width=width, height=_y(0, 1) - y))
+    if math.isfinite(mean):
         x = LEFT + (mean - 0.5) * column
-        body.append(_mark("line", "mean", f"mean {mean:.2f}", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM))
-        side, anchor = (6, "start") if x < WIDTH - 90 else (-6, "end")
-        body.append(_text(x + side, TOP + 11, f"τ {mean:.2f}", "value", anchor))
+        body.append(_mark("line", "mean", f"mean {mean:.2f}", x1=x, x2=x, y1=TOP - 6, y2=HEIGHT - BOTTOM))
+        # above the plotting area, where no bar is
+        body.append(_text(min(max(x, LEFT + 18), WIDTH - RIGHT - 18), TOP - 11, f"τ {mean:.2f}", "value"))
     return _svg(title, HEIGHT, body)
 
 
-def bars(title: str, series: Sequence[Series], form: Callable[[float], str], at_one: str) -> str:
-    """One horizontal bar per series (its first value, written by `form`) and a line at 1, named `at_one`."""
-    row, left, right = 34, 140, 64
-    height = row * len(series) + 34
-    lengths = [0.0 if math.isnan(s.values[0]) else s.values[0] for s in series]
-    scale = (WIDTH - left - right) / max(1.0, *lengths)
-    body = []
-    for i, (s, length) in enumerate(zip(series, lengths, strict=True)):
-        y, label, end = 8 + i * row, form(s.values[0]), length * scale
-        name = s.name if len(s.name) <= LONGEST_NAME else s.name[: LONGEST_NAME - 1] + "…"
-        body += [
-            _text(left - 10, y + 16, name, "label", "end"),
-            _mark("rect", f"bar {s.colour}", f"{s.name}: {label}", x=left, y=y, width=end, height=row - 11),
-            _text(left + end + 8, y + 16, label, "value", "start"),
-        ]
-    one = left + scale
-    body.append(_mark("line", "mean", at_one, x1=one, x2=one, y1=2, y2=height - 26))
-    body.append(_text(min(one, WIDTH - right), height - 9, at_one, "tick"))
+def bars(title: str, series: Sequence[Series], form: Form, at_one: str, losses: bool = False) -> str:
+    """One horizontal bar per series: its first value, written by `form`, with its interval.
+
+    Args:
+        at_one: what a line at 1 means.
+        losses: values are speed-ups: the bar of a loss is hatched, and its figure says so.
+    """
+    ends = [end for s in series for _, value, within in s.points() for end in (value, *(within or ()))]
+    scale = ticks(0.0, max(1.0, *ends, 0.0))
+    body, height = _rows(scale, len(series), form, 1.0, at_one)
+    if losses:
+        body.insert(0, HATCH)
+    for i, s in enumerate(series):
+        y = i * ROW
+        body.append(_text(0, y + 14, s.name, "label", "start"))
+        for _, value, within in s.points():
+            outcome = judge(value, within) if losses else "good"
+            lost = outcome == "bad"
+            said = f"{form(value)}{_within(within, form)}"
+            word = {"bad": "▼ slower ", "unsure": "not sure "}.get(outcome, "") + form(value)
+            body.append(_text(WIDTH, y + 14, word, f"value{' lost' if lost else ''}", "end"))
+            end = _along(min(value, scale[-1]), scale)
+            size = {"x": 0.0, "y": y + 20, "width": end, "height": BAR}
+            body.append(_mark("rect", f"bar {s.colour}{' lost' if lost else ''}", f"{s.name}: {said}", **size))
+            body += _whisker(within, scale, y + 20 + BAR / 2, "text")
     return _svg(title, height, body)
 
 
@@ -100,44 +154,77 @@ def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[
     Args:
         rows: name, what it is of, its colour, difference, and low and high of its interval.
     """
-    row, left, right = 34, 140, 64
-    height = row * len(rows) + 34
-    far = max(abs(end) for *_, value, within in rows for end in (value, *(within or ()))) or 1.0
-    centre, scale = (left + WIDTH - right) / 2, (WIDTH - right - left) / 2 / far
-    body = [_mark("line", "mean", "no difference", x1=centre, x2=centre, y1=2, y2=height - 26)]
+    ends = [end for *_, value, within in rows for end in (value, *(within or ()))]
+    scale = ticks(min(0.0, *ends, 0.0), max(0.0, *ends, 0.0))
+    body, height = _rows(scale, len(rows), "{:+g}".format, 0.0, "no difference")
     for i, (name, what, colour, value, within) in enumerate(rows):
-        y, label = 18.0 + i * row, f"{value:+.2f}"
-        said = f"{name}, {what}: {label}" + (f", 95 % interval {within[0]:+.2f} to {within[1]:+.2f}" if within else "")
-        if within:
-            low, high = (centre + end * scale for end in within)
-            body.append(_mark("line", f"line {colour}", x1=low, x2=high, y1=y, y2=y))
-        shown = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-        body += [
-            _mark("circle", f"dot {colour}", said, cx=centre + value * scale, cy=y, r=4.5),
-            _text(left - 10, y + 4, shown, "label", "end"),
-            _text(WIDTH - right + 8, y + 4, label, "value", "start"),
-        ]
-    body.append(_text(centre, height - 9, "0: no difference", "tick"))
+        y, interval = i * ROW, (within[0], within[1]) if within else None
+        said = f"{name}, {what}: {value:+.2f}{_within(interval, '{:+.2f}'.format)}"
+        body.append(_text(0, y + 14, f"{name}: {what}", "label", "start"))
+        body.append(_text(WIDTH, y + 14, f"{value:+.2f}", "value", "end"))
+        body += _whisker(interval, scale, y + 20 + BAR / 2, colour)
+        body.append(_dot(colour, _along(value, scale), y + 20 + BAR / 2, said))
     return _svg(title, height, body)
 
 
-def _svg(title: str, height: int, body: Sequence[str]) -> str:
+def swatch(colour: str) -> str:
+    """A series' mark on its line, for a legend."""
+    line = f'<path class="line {colour}" d="M0 6H24"/>'
+    return f'<svg class="swatch" viewBox="0 0 24 12" aria-hidden="true">{line}{_dot(colour, 12, 6)}</svg>'
+
+
+# ---- parts --------------------------------------------------------------------------------------------------------
+
+HATCH = (
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="hatch" width="2.5" height="6"/></pattern></defs>'
+)
+
+
+def _svg(title: str, height: float, body: Sequence[str]) -> str:
     parts = "\n".join(body)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">\n{parts}\n</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">\n{parts}\n</svg>'
 
 
-def _axes(top: float, columns: int, x_name: str) -> list[str]:
-    """Grid lines at the quarters of `top` (a share), numbered columns, and what they count."""
+def _axes(scale: Sequence[float], labels: Sequence[str], x_name: str, form: Form) -> list[str]:
+    """Grid lines at the ticks, labelled columns, and what they count."""
     body = []
-    for quarter in range(5):
-        share = top * quarter / 4
-        y = _y(share, top)
-        body.append(_mark("line", "grid" if quarter else "axis", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
-        body.append(_text(LEFT - 8, y + 4, percent(share, 0), "tick", "end"))
-    for i in range(columns):
-        body.append(_text(_x(i, columns), HEIGHT - BOTTOM + 17, str(i + 1), "tick"))
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_name, "label"))
+    for value in scale:
+        y = _y(value, scale[-1])
+        body.append(_mark("line", "grid" if value else "axis", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        body.append(_text(LEFT - 6, y + 4, _short(form(value)), "tick", "end"))
+    every = math.ceil(len(labels) * 8.0 * max(map(len, labels)) / (WIDTH - LEFT - RIGHT))
+    for i, label in enumerate(labels):
+        if i % every == 0:
+            body.append(_text(_x(i, len(labels)), HEIGHT - BOTTOM + 16, label, "tick"))
+    body.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 7, x_name, "tick"))
     return body
+
+
+def _rows(scale: Sequence[float], count: int, form: Form, mark: float, meaning: str) -> tuple[list[str], float]:
+    """The grid below `count` rows with a dashed line at `mark`, and the height of it all."""
+    end, body = count * ROW + 2.0, []
+    for value in sorted({*scale, mark}):
+        x = _along(value, scale)
+        kind = "mean" if value == mark else "grid" if value else "axis"
+        body += [_mark("line", kind, x1=x, x2=x, y1=row * ROW + 18, y2=row * ROW + 36) for row in range(count)]
+        anchor = "start" if x < 12 else "end" if x > WIDTH - 12 else "middle"
+        body += [_text(x, end + 12, _short(form(value)), "tick", anchor)] if value in scale else []
+    body.append(_text(0, end + 28, f"dashed: {meaning}", "tick", "start"))
+    return body, end + 34
+
+
+def _whisker(within: Interval | None, scale: Sequence[float], y: float, colour: str) -> list[str]:
+    if not within:
+        return []
+    low, high = (_along(min(max(end, scale[0]), scale[-1]), scale) for end in within)
+    caps = [_mark("line", f"whisker {colour}", x1=x, x2=x, y1=y - 4, y2=y + 4) for x in (low, high)]
+    return [_mark("line", f"whisker {colour}", x1=low, x2=high, y1=y, y2=y), *caps]
+
+
+def _along(value: float, scale: Sequence[float]) -> float:
+    """x of a value on a horizontal axis from the first to the last tick."""
+    return 2 + (value - scale[0]) / (scale[-1] - scale[0]) * (WIDTH - 4)
 
 
 def _x(index: int, count: int) -> float:
@@ -147,6 +234,27 @@ def _x(index: int, count: int) -> float:
 
 def _y(value: float, top: float) -> float:
     return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
+
+
+def _short(figure: str) -> str:
+    """A tick without zeros that say nothing: 2x, not 2.00x."""
+    return re.sub(r"\.?0+(?=\D*$)", "", figure) if "." in figure else figure
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:g} %"
+
+
+def _within(within: Interval | None, form: Form) -> str:
+    return f", 95 % interval {form(within[0])} to {form(within[1])}" if within else ""
+
+
+def _dot(colour: str, x: float, y: float, title: str = "") -> str:
+    place = int(colour[1:]) if colour[1:].isdigit() else 0
+    kind = "dot full" if place >= len(SHAPES) or colour == "pooled" else "dot"
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    shape = SHAPES[place % len(SHAPES)]
+    return f'<path class="{kind} {colour}" transform="translate({x:.1f} {y:.1f})" d="{shape}">{inside}</path>'
 
 
 def _mark(tag: str, kind: str, title: str = "", **attributes: float) -> str:

@@ -1,8 +1,9 @@
 """The tables of a report and the words that define its figures, the same in Markdown and HTML."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from .bootstrap import Interval
 from .report import Report, Section, Summary
@@ -85,11 +86,15 @@ def identical(summary: Summary) -> str:
 
 def summary_table(report: Report | Section) -> Table:
     """The figures people decide from; without a baseline the columns that need one are absent."""
+    return _summary_table("Results per prompt set", report.labelled, bool(report.overall.plain))
+
+
+def _summary_table(caption: str, labelled: Iterable[tuple[str, Summary]], baseline: bool) -> Table:
     header = ["Set", "Requests", "Tokens", "Steps", "τ pooled", "τ mean", "Tokens/s"]
-    if report.overall.plain:
+    if baseline:
         header += ["Plain tokens/s", "Speed-up", "Identical to plain"]
     rows = []
-    for name, summary in report.labelled:
+    for name, summary in labelled:
         drafted, plain = summary.drafted, summary.plain
         row = [name, *(f"{n:,}" for n in (drafted.answers, drafted.tokens, drafted.steps))]
         within = summary.intervals
@@ -99,7 +104,65 @@ def summary_table(report: Report | Section) -> Table:
             row += [number(plain.tokens_per_second, 1), between(times(summary.speedup), within["speedup"])]
             row += [identical(summary)]
         rows.append(tuple(row))
-    return Table("Results per prompt set", tuple(header), tuple(rows))
+    return Table(caption, tuple(header), tuple(rows))
+
+
+def ways_table(report: Report) -> Table | None:
+    """All sets pooled, by the way of decoding; None where there is one."""
+    ways = [(section.name, section.overall) for section in report.sections]
+    found = _summary_table("All sets, by the way of decoding", ways, bool(report.overall.plain))
+    return found if len(ways) > 1 else None
+
+
+def category_table(section: Section) -> Table | None:
+    """The figures by category; None where no prompt names one."""
+    kinds = [(f"{name}: {kind}", summary) for name, s in section.sets.items() for kind, summary in s.categories.items()]
+    return _summary_table("Results by category", kinds, bool(section.overall.plain)) if kinds else None
+
+
+def latency_table(section: Section) -> Table:
+    """How long a reader waits, and what a token costs."""
+    header = ["Set", "First token, ms: p50", "p90", "p99", "Between steps, ms: p50", "p90", "p99", "J/token"]
+    plain = bool(section.overall.plain)
+    rows = []
+    for name, summary in section.labelled:
+        for prefix, how in (("", ", drafted"), ("plain_", ", plain"))[: 1 + plain]:
+            row = [name + (how if plain else "")]
+            for latency in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+                spread = summary.latencies[prefix + latency] or {}
+                row += [number(_milli(spread.get(p)), 1) for p in ("p50", "p90", "p99")]
+            joules = summary.plain_joules_per_token if prefix else summary.joules_per_token
+            rows.append((*row, number(joules, 3)))
+    return Table("Latency, and energy where the GPU tells", tuple(header), tuple(rows))
+
+
+def _milli(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
+
+
+SWEPT = {
+    "draft_length": ("num_speculative_tokens", "Drafted tokens a step"),
+    "concurrency": ("concurrency", "Requests at a time"),
+    "context_length": ("context_length", "Tokens of the prompt"),
+}
+
+
+def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:
+    """The points of a sweep."""
+    key, what = SWEPT[name]
+    header = (what, "Requests", "τ pooled", "Tokens/s", "Plain tokens/s", "Speed-up")
+    rows = [
+        (
+            f"{point[key]:,}",
+            f"{point['requests']:,}",
+            between(number(point["tau_pooled"]), point.get("tau_pooled_ci95")),
+            number(point["tokens_per_second"], 1),
+            number(point["plain_tokens_per_second"], 1),
+            between(times(point["speedup"]), point["speedup_ci95"]),
+        )
+        for point in points
+    ]
+    return Table(f"{what}: every point", header, tuple(rows))
 
 
 def slot_tables(report: Report) -> tuple[Table, Table]:
@@ -146,7 +209,7 @@ def differences_table(report: Report) -> Table | None:
         f"First differences from plain decoding{rest}",
         ("Set", "Request", "Position", "Plain token", "Drafted token", "Regret, nats"),
         tuple(
-            (name, request, str(d.position), str(d.plain_token), str(d.drafted_token), number(d.regret_nats, 4))
+            (name, request, str(d.position), repr(d.plain_text), repr(d.drafted_text), number(d.regret_nats, 4))
             for name, request, d in shown
         ),
     )
@@ -155,8 +218,15 @@ def differences_table(report: Report) -> Table | None:
 def setup_table(report: Report) -> Table:
     """Environment and arguments, one a row."""
     values = asdict(report.environment) | report.arguments
-    rows = tuple((name, _plain(value)) for name, value in values.items())
+    rows = tuple((name, _plain(_short(value) if "sha256" in name else value)) for name, value in values.items())
     return Table("Environment and arguments", ("Name", "Value"), rows, numeric=False)
+
+
+def _short(value: object) -> object:
+    """Hashes by their beginnings: report.json has the rest."""
+    if isinstance(value, dict):
+        return {key: _short(v) for key, v in value.items()}
+    return f"{value[:12]}…" if isinstance(value, str) else value
 
 
 def _plain(value: object) -> str:

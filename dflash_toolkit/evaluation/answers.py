@@ -1,0 +1,70 @@
+"""The answers that the drafter helped least and most, token by token: who chose each."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .measure import Measurement
+from .report import Report
+from .tables import number, times
+
+SHOWN = 3  # of the worst and of the best
+PROMPT, ANSWER = 600, 240  # characters, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ShownStep:
+    """One verification."""
+
+    said: str
+    tokens: tuple[tuple[str, str], ...]  # (kind, text); kinds: accepted, corrected, own
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request as a reader looks it up."""
+
+    name: str
+    figures: str
+    prompt: str
+    steps: tuple[ShownStep, ...]
+    left_out: int  # tokens
+
+
+def worst_and_best(report: Report) -> tuple[list[Answer], list[Answer]]:
+    """By acceptance length, least first and most first, of the first section; no request is in both."""
+    found = [(name, m) for name, s in report.sets.items() for m in s.measurements if m.drafted.steps]
+    found.sort(key=lambda item: item[1].drafted.acceptance_length)
+    count = min(SHOWN, len(found) // 2)
+    worst, best = found[: max(count, min(1, len(found)))], found[len(found) - count :][::-1]
+    return [_answer(*item) for item in worst], [_answer(*item) for item in best]
+
+
+def _answer(name: str, measurement: Measurement) -> Answer:
+    drafted, plain = measurement.drafted, measurement.plain
+    category = f" ({measurement.category})" if measurement.category else ""
+    turn = f", turn {measurement.turn}" if measurement.turn > 1 else ""
+    figures = f"τ {number(drafted.acceptance_length)}, {len(drafted.tokens):,} tokens in {len(drafted.steps):,} steps"
+    if plain and plain.steps and plain.decode_s and drafted.decode_s:
+        rates = [sum(len(step.tokens) for step in answer.steps) / answer.decode_s for answer in (drafted, plain)]
+        figures += f", {times(rates[0] / rates[1])}"
+    # what decodes without giving texts is shown by its ids
+    texts = measurement.token_texts or tuple(f"{token} " for token in drafted.tokens)
+    text = measurement.prompt_text
+    prompt = text if len(text) <= PROMPT else f"{text[: PROMPT // 2]} … {text[-PROMPT // 2 :]}"
+    shown = _steps(measurement, texts[:ANSWER])
+    return Answer(f"{name}: {measurement.id}{category}{turn}", figures, prompt, shown, max(0, len(texts) - ANSWER))
+
+
+def _steps(measurement: Measurement, texts: tuple[str, ...]) -> tuple[ShownStep, ...]:
+    """The texts by steps, behind the prefill's token."""
+    steps = measurement.drafted.steps
+    ends = [0, 1]
+    for step in steps:
+        ends.append(ends[-1] + len(step.tokens))
+    shown = [ShownStep("from the prefill", (("own", texts[0]),))]
+    for place, (step, (start, end)) in enumerate(zip(steps, pairwise(ends[1:]), strict=True), 1):
+        last = "corrected" if step.accepted < step.drafted else "own"
+        kinds = ["accepted" if i < step.accepted else last for i in range(end - start)]
+        said = f"step {place}: {step.accepted} of {step.drafted} drafts accepted"
+        shown.append(ShownStep(said, tuple(zip(kinds, texts[start:end], strict=False))))
+    return tuple(step for step in shown if step.tokens)

@@ -1,0 +1,127 @@
+"""What a report comes to, in sentences: faster or not, exact or not, where it loses, what to serve with."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .bootstrap import Interval
+from .report import Report, Summary
+from .tables import times
+
+TIE_NATS = 0.2  # a regret up to here is a tie that rounding can decide
+NAMED = 6  # places where it loses
+
+Outcome = Literal["good", "bad", "unsure", "unknown"]
+SIGNS: dict[Outcome, str] = {"good": "✓", "bad": "✗", "unsure": "?", "unknown": "○"}  # not by colour alone
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The first thing that a reader meets."""
+
+    speed: Outcome
+    headline: str
+    exactness: Outcome
+    points: tuple[tuple[str, str], ...]  # what is asked, and the answer
+
+
+def judge(speedup: float | None, within: Interval | None) -> Outcome:
+    """Whether a speed-up is one: its interval, where there is one, must leave out 1."""
+    if speedup is None or not math.isfinite(speedup):
+        return "unknown"
+    low, high = within or (speedup, speedup)
+    return "good" if low > 1 else "bad" if high < 1 else "unsure"
+
+
+def judge_summary(summary: Summary) -> Outcome:
+    return judge(summary.speedup, summary.intervals["speedup"])
+
+
+def verdict(report: Report) -> Verdict:
+    """Of the first section, and what the others and the sweeps add."""
+    exactness, said = _exact(report)
+    points = [
+        ("Exact?", said),
+        ("Where does it lose?", _losses(report)),
+        ("What to serve with?", _recommended(report)),
+    ]
+    return Verdict(judge_summary(report.overall), _headline(report), exactness, tuple(points))
+
+
+def speed(summary: Summary) -> str:
+    """A speed-up with its interval, in words."""
+    within = summary.intervals["speedup"]
+    return times(summary.speedup) + (f" (95 % interval {times(within[0])} to {times(within[1])})" if within else "")
+
+
+def _headline(report: Report) -> str:
+    name = report.sections[0].name
+    how = f"{speed(report.overall)} the speed of plain decoding, one request at a time, {name}"
+    return {
+        "good": f"Faster: {how}.",
+        "bad": f"Slower: {how}.",
+        "unsure": f"No clear difference: {how}.",
+        "unknown": f"Speed-up not measured: nothing was decoded without the drafter ({name}).",
+    }[judge_summary(report.overall)]
+
+
+def _exact(report: Report) -> tuple[Outcome, str]:
+    summary = report.overall
+    if summary.identical is None:
+        if summary.plain is None:
+            return "unknown", "Not measured: nothing was decoded without the drafter."
+        return "unknown", "Not compared: sampled drafts give other answers of the same distribution."
+    count, differ = summary.drafted.answers, summary.drafted.answers - summary.identical
+    if not differ:
+        return "good", f"Yes: all {count:,} answers are those of plain decoding, token for token."
+    found = [d.regret_nats for s in report.sets.values() for _, d in s.differences]
+    said = f"{differ:,} of {count:,} answers differ from plain decoding"
+    if report.sections[0].temperature:
+        return "bad", f"No: {said}, though both were sampled with the same random numbers."
+    worst = max((math.inf if r is None or math.isnan(r) else r for r in found), default=math.inf)
+    if worst <= TIE_NATS:
+        return (
+            "good",
+            f"Yes, up to rounding: {said}, each first at a tie of the target (regret up to {worst:.3f} nats).",
+        )
+    size = f"{worst:.2f} nats" if math.isfinite(worst) else "no number"
+    return "bad", f"No: {said}, with a regret of {size} at a first difference, which is no tie but a defect."
+
+
+def _losses(report: Report) -> str:
+    """Sets that are not faster, in every section; and categories that fare otherwise than their set."""
+    found: dict[Outcome, list[str]] = {"good": [], "bad": [], "unsure": [], "unknown": []}
+    for section in report.sections:
+        where = f", {section.name}" if len(report.sections) > 1 else ""
+        for name, result in section.sets.items():
+            own = judge_summary(result.summary)
+            found[own].append(f"{name} ({times(result.summary.speedup)}{where})")
+            for kind, summary in result.categories.items():
+                if judge_summary(summary) != own:
+                    found[judge_summary(summary)].append(f"{name}: {kind} ({times(summary.speedup)}{where})")
+    parts = [f"Slower in {_named(found['bad'])}."] if found["bad"] else []
+    parts += [f"Not sure in {_named(found['unsure'])}."] if found["unsure"] else []
+    return " ".join(parts) or ("Nowhere: every set is faster." if found["good"] else "Not measured.")
+
+
+def _named(places: list[str]) -> str:
+    more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
+    return ", ".join(places[:NAMED]) + more
+
+
+def _recommended(report: Report) -> str:
+    advice = report.recommendation
+    if advice is None:
+        return "Not known: it needs a baseline."
+    most = advice["max_concurrency"]
+    if advice["use_drafter"] is None:
+        do = "Measure more requests: this many do not tell."
+    elif not advice["use_drafter"] or most == 0:
+        do = "Without the drafter, on this machine and for such prompts."
+    else:
+        load = f", up to {most} requests at a time" if most else ""
+        do = f"{advice['num_speculative_tokens']} drafted tokens a step{load}."
+    missing = {"draft_length": "--draft-length", "concurrency": "--concurrency"}
+    unswept = [option for name, option in missing.items() if not report.sweeps.get(name)]
+    ask = f" Not measured: other settings ({' and '.join(unswept)} would)." if unswept else ""
+    return f"{do} {advice['reason']}{ask}"

@@ -1,0 +1,291 @@
+"""The report that people read: ticks, plots, verdict, answers, colours, and what no text may do to the page."""
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_toolkit.evaluation import page
+from dflash_toolkit.evaluation.answers import worst_and_best
+from dflash_toolkit.evaluation.markdown import render_markdown
+from dflash_toolkit.evaluation.measure import Difference, Measurement
+from dflash_toolkit.evaluation.page import code, render_page
+from dflash_toolkit.evaluation.plots import ROW, Series, bars, curves, histogram, ticks
+from dflash_toolkit.evaluation.report import Environment, Report, Section, noise
+from dflash_toolkit.evaluation.sweeps import recommendation
+from dflash_toolkit.evaluation.tables import number, times
+from dflash_toolkit.evaluation.verdict import judge, verdict
+from dflash_toolkit.generation import Generation, Step
+
+SIZE = 8
+HOSTILE = "<script>alert('x')</script> & `code` | </pre> https://example.com"
+
+
+def measurement(
+    draws: random.Random, name: str, accepted: float, step_s: float, difference: Difference | None = None
+) -> Measurement:
+    """An answer of 20 steps, each slot accepted with a probability; a plain step takes 0.1 s, one of these `step_s`."""
+    steps = []
+    for _ in range(20):
+        taken = 0
+        while taken < SIZE - 1 and draws.random() < accepted:
+            taken += 1
+        steps.append(Step(SIZE - 1, taken, (7,) * (taken + 1)))
+    tokens = [7] * (1 + sum(len(step.tokens) for step in steps))
+    plain = [7] * len(tokens) if difference is None else [8] * len(tokens)
+    return Measurement(
+        name,
+        12,
+        Generation(tokens, steps, "length", 0.2, 20 * step_s),
+        Generation(plain, [Step(0, 0, (7,))] * (len(plain) - 1), "length", 0.2, 0.1 * (len(plain) - 1)),
+        difference,
+        category="kind of question",
+        prompt_text=HOSTILE,
+        token_texts=tuple(f"w{i}<i>\n" if i % 9 == 0 else f" w{i}" for i in range(len(tokens))),
+        step_s=(step_s,) * 20,
+        plain_step_s=(0.1,) * (len(plain) - 1),
+    )
+
+
+def report_of(
+    sets: dict[str, tuple[float, float]], difference: Difference | None = None, requests: int = 8, swept: bool = True
+) -> Report:
+    """A report over sets of a share of accepted drafts and seconds a step."""
+    draws = random.Random(0)
+    found = {
+        name: [measurement(draws, f"q{i}", *how, difference if i == 0 else None) for i in range(requests)]
+        for name, how in sets.items()
+    }
+    section = Section.of(found, 0.0, None, SIZE)
+    points = [
+        {
+            "num_speculative_tokens": n, "requests": 16, "tau_pooled": 1 + n / 4, "tau_pooled_ci95": (n / 4, 2 + n / 4),
+            "tokens_per_second": 30.0 + n, "plain_tokens_per_second": 20.0, "speedup": 1.5 + n / 20,
+            "speedup_ci95": (1.4 + n / 20, 1.7 + n / 20),
+        }
+        for n in (1, 3, 7)
+    ]  # fmt: skip
+    load = [
+        {
+            "concurrency": n, "requests": 2 * n, "tau_pooled": 3.1, "tokens_per_second": 90.0 + n,
+            "plain_tokens_per_second": 40.0 * n, "speedup": 2.5 / n, "speedup_ci95": (2.2 / n, 2.8 / n),
+        }
+        for n in (1, 2, 4)
+    ]  # fmt: skip
+    sweeps = {"draft_length": points, "concurrency": load} if swept else {}
+    versions = dict.fromkeys(("dflash_toolkit", "torch", "transformers", "python", "platform", "device"), "1")
+    environment = Environment(
+        **versions, device_name="a machine", dtype="float32", threads=2, date="2026-01-02T03:04:05"
+    )
+    arguments = {
+        "target": "a/target", "drafter": "a/drafter", "drafter_kind": "dflash", "max_tokens": 64, "seed": 0,
+        "draft_sample_method": "greedy",
+    }  # fmt: skip
+    return Report(environment, arguments, (section,), tuple(noise([section])), sweeps, recommendation(section, sweeps))
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """One set that gains, one that loses, one with a name that HTML could take for a tag."""
+    return report_of({"gsm8k": (0.8, 0.15), "chat": (0.2, 0.2), "<b>odd": (0.6, 0.15)})
+
+
+# ---- plots ------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(-100, 100), st.floats(0.01, 1e6))
+def test_ticks_are_few_round_and_around_what_they_measure(low: float, size: float) -> None:
+    found = ticks(low, low + size)
+    steps = [b - a for a, b in itertools.pairwise(found)]
+    assert 2 <= len(found) <= 6
+    assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-4)
+    slack = 1e-6 * steps[0] + 1e-9
+    assert found[0] <= low + slack and found[-1] >= low + size - slack
+    digits = f"{steps[0]:.6e}".partition("e")[0].rstrip("0").rstrip(".")
+    assert digits in ("1", "2", "2.5", "5")
+
+
+@pytest.mark.parametrize(
+    ("counts", "labels"),
+    [
+        pytest.param((30, 2, 7, 3, 5, 4, 4, 29), ["0 %", "10 %", "20 %", "30 %", "40 %"], id="tenths"),
+        pytest.param((5, 5, 4, 5), ["0 %", "10 %", "20 %", "30 %"], id="a fourth"),
+        pytest.param((9, 0), ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"], id="all"),
+        pytest.param((0, 0), ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"], id="none"),
+    ],
+)
+def test_shares_have_round_ticks(counts: tuple[int, ...], labels: list[str]) -> None:
+    assert re.findall(r'class="tick"[^>]*>([\d.]+ %)<', histogram("h", counts, 1.0, "c0")) == labels
+
+
+def boxes(svg: str, tag: str) -> Iterator[tuple[float, float, float, float]]:
+    """Left, top, right, bottom of every bar, or of every text as wide as its letters can be."""
+    for mark in re.finditer(rf"<{tag} ([^>]*)>([^<]*)", svg):
+        found = dict(re.findall(r'([\w-]+)="([^"]*)"', mark[1]))
+        if "x" not in found:  # of the pattern
+            continue
+        x, y = float(found["x"]), float(found["y"])
+        if tag == "rect":
+            yield x, y, x + float(found["width"]), y + float(found["height"])
+        else:
+            width = 7.5 * len(unescape(mark[2]))
+            left = x - {"start": 0.0, "middle": width / 2, "end": width}[found["text-anchor"]]
+            yield left, y - 10, left + width, y + 3
+
+
+def apart(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.02, 4.5, 7.9, 8.0])
+def test_no_label_lies_on_a_bar(tau: float) -> None:
+    tallest = [0] * SIZE
+    tallest[round(tau) - 1] = 50
+    series = [Series("a set", "c0", (tau,)), Series("of nothing", "c1", (math.nan,)), Series("x", "c2", (0.01,))]
+    drawn = histogram("h", tallest, tau, "c0"), bars("b", series, times, "as fast", losses=True)
+    for svg in drawn:
+        assert all(apart(text, bar) for text in boxes(svg, "text") for bar in boxes(svg, "rect"))
+        assert all(box[0] >= 0 and box[2] <= 440.1 for box in boxes(svg, "rect"))
+    assert len(list(boxes(drawn[1], "rect"))) == 2
+
+
+def test_intervals_are_drawn_and_told() -> None:
+    svg = bars("b", [Series("a", "c0", (2.0,), ((1.5, 2.5),))], number, "none")
+    assert svg.count('class="whisker') == 3 and "2.00, 95 % interval 1.50 to 2.50" in svg
+    svg = curves("c", [Series("a", "c0", (0.5, math.nan, 0.25), ((0.4, 0.6), None, None))], "slot k")
+    assert svg.count('class="whisker') == 1 and svg.count('class="dot') == 2
+    assert re.search(r'class="line c0" d="M[\d. ]+M[\d. ]+"', svg)  # a gap
+
+
+def test_a_loss_is_hatched_and_named() -> None:
+    svg = bars("b", [Series("a", "c0", (0.74,)), Series("b", "c1", (1.4,))], times, "as fast", losses=True)
+    assert svg.count('class="bar c0 lost"') == 1 and svg.count('class="bar c1"') == 1
+    assert "▼ slower 0.74x" in svg and svg.count("▼") == 1
+    assert f'height="{2 * ROW}' not in svg
+    assert "slower" not in bars("b", [Series("a", "c0", (0.74,))], times, "as fast")
+
+
+# ---- the verdict ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speedup", "within", "outcome"),
+    [
+        pytest.param(1.4, (1.2, 1.6), "good", id="faster"),
+        pytest.param(0.74, (0.7, 0.8), "bad", id="slower"),
+        pytest.param(1.1, (0.9, 1.3), "unsure", id="the interval holds 1"),
+        pytest.param(1.4, None, "good", id="one request"),
+        pytest.param(None, None, "unknown", id="no baseline"),
+        pytest.param(math.nan, None, "unknown", id="no step"),
+    ],
+)
+def test_a_speedup_is_judged_by_its_interval(
+    speedup: float | None, within: tuple[float, float] | None, outcome: str
+) -> None:
+    assert judge(speedup, within) == outcome
+
+
+def test_the_verdict_names_where_it_loses(report: Report) -> None:
+    found = verdict(report)
+    said = dict(found.points)
+    assert found.speed == "good" and found.headline.startswith("Faster: ") and "95 % interval" in found.headline
+    assert said["Where does it lose?"].startswith("Slower in chat (0.6") and "gsm8k" not in said["Where does it lose?"]
+    assert "7 drafted tokens a step, up to 2 requests at a time." in said["What to serve with?"]
+    assert said["Exact?"].startswith("Yes: all 24 answers")
+
+
+def test_a_slow_drafter_looks_slow() -> None:
+    slow = report_of({"chat": (0.2, 0.2)}, swept=False)
+    html = render_page(slow)
+    assert verdict(slow).speed == "bad" and 'class="card verdict bad"' in html
+    assert re.search(r'class="card tile bad"><span>Speed-up</span>\s*<b><i aria-hidden="true">✗</i> 0\.\d+x', html)
+    assert "Without the drafter" in html and "--draft-length and --concurrency" in html
+    assert "Slower: 0." in render_markdown(slow)
+
+
+@pytest.mark.parametrize(
+    ("regret", "outcome", "words"),
+    [
+        pytest.param(0.003, "good", "Yes, up to rounding: 1 of 8", id="tie"),
+        pytest.param(
+            2.5, "bad", "No: 1 of 8 answers differ from plain decoding, with a regret of 2.50 nats", id="defect"
+        ),
+        pytest.param(math.nan, "bad", "with a regret of no number", id="broken logits"),
+    ],
+)
+def test_a_difference_is_a_tie_or_a_defect(regret: float, outcome: str, words: str) -> None:
+    found = verdict(report_of({"a": (0.5, 0.1)}, Difference(3, 8, 7, " <p>", " q", regret)))
+    assert found.exactness == outcome and words in dict(found.points)["Exact?"]
+
+
+# ---- answers ----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_shown_by_who_chose_their_tokens(report: Report) -> None:
+    worst, best = worst_and_best(report)
+    lengths = [m.drafted.acceptance_length for s in report.sets.values() for m in s.measurements]
+    assert worst[0].figures.startswith(f"τ {min(lengths):.2f}") and best[0].figures.startswith(f"τ {max(lengths):.2f}")
+    assert len(worst) == len(best) == 3
+    first = next(m for m in report.sets["chat"].measurements if m.drafted.acceptance_length == min(lengths))
+    shown = [token for step in worst[0].steps for token in step.tokens]
+    assert tuple(text for _, text in shown) == first.token_texts and not worst[0].left_out
+    expected = ["own"]
+    for step in first.drafted.steps:
+        expected += ["accepted"] * step.accepted + ["corrected" if step.accepted < step.drafted else "own"]
+    assert [kind for kind, _ in shown] == expected
+
+
+@pytest.mark.parametrize(("requests", "shown"), [(1, (1, 0)), (2, (1, 1)), (5, (2, 2))])
+def test_no_request_is_both_worst_and_best(requests: int, shown: tuple[int, int]) -> None:
+    assert tuple(map(len, worst_and_best(report_of({"a": (0.5, 0.1)}, requests=requests)))) == shown
+
+
+# ---- the page ---------------------------------------------------------------------------------------------
+
+
+def test_no_text_becomes_markup_and_nothing_is_fetched(report: Report) -> None:
+    html = render_page(report)
+    assert not re.search(r"<script|<link|<img|<iframe|@import|url\((?!#)|(src|href)=", html)
+    assert html.count("&lt;script&gt;") == 6 and "<b>odd" not in html and "<i>\n" not in html
+    assert "alert(&#39;x&#39;)" in html and html.count("</pre>") == 12
+    assert "`" not in html.replace("`code`", "")  # of the prompt
+    assert "<code>engine</code>" in html
+
+
+def test_only_words_between_backticks_are_code() -> None:
+    assert code("a `b` <c> `") == "a <code>b</code> &lt;c&gt; `"
+
+
+def test_markdown_has_the_verdict_first(report: Report) -> None:
+    text = render_markdown(report)
+    assert text.index("Faster: ") < text.index("Where does it lose?") < text.index("Results per prompt set")
+    assert "Requests at a time: every point" in text and "Results by category" in text
+
+
+def test_colours_are_told_from_what_is_behind_them() -> None:
+    css = Path(page.__file__).with_name("page.css").read_text()
+    themes = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    assert len(themes) == 2
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for theme in themes:
+        found = dict(re.findall(r"--(\w+): (#\w{6})", theme))
+        of = {name: luminance(colour) for name, colour in found.items()}
+        wanted = [(name, back, 4.5) for name in ("text", "soft") for back in ("page", "card")]
+        wanted += [(name, "card", 4.5) for name in ("good", "bad", "unsure", "unknown")]
+        wanted += [("text", back, 4.5) for back in ("accepted", "corrected")]
+        wanted += [(f"c{i}", "card", 3.0) for i in range(8)]
+        for front, back, least in wanted:
+            light, dark = max(of[front], of[back]), min(of[front], of[back])
+            assert (light + 0.05) / (dark + 0.05) >= least, f"{front} on {back}"
