@@ -93,6 +93,19 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOptions:
+    """A server that is measured, in place of models in this process."""
+
+    endpoint: str | None = option(
+        None, "http://HOST:PORT of vLLM, SGLang or dflash-serve with a drafter; --target names its tokenizer"
+    )
+    plain_endpoint: str | None = option(
+        None, "the same target served without a drafter, for speed-up and identity; dflash-serve needs none"
+    )
+    served_model_name: str | None = option(None, "what the servers call the model (default: the only one they have)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
     """Who else gets the report."""
 
@@ -104,7 +117,7 @@ class PublishOptions:
 class EvalConfig(ModelOptions):
     """The options of `dflash-eval`."""
 
-    drafter: str = option(help="the drafter: Hugging Face id or directory")
+    drafter: str | None = option(None, "the drafter: Hugging Face id or directory; the server has it with --endpoint")
     sets: PromptSetOptions = options(PromptSetOptions, flat=True)
     output: str = option("report", "directory for the report")
     runtime: str = option(
@@ -121,14 +134,37 @@ class EvalConfig(ModelOptions):
     sampling: EvalSampling = options(EvalSampling, flat=True)
     draft: EvalDrafts = options(EvalDrafts, flat=True)
     sweeps: SweepOptions = options(SweepOptions, flat=True)
+    server: EndpointOptions = options(EndpointOptions, flat=True)
     publish: PublishOptions = options(PublishOptions, flat=True)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         if not self.sets.prompts:
             raise ValueError("prompts is empty; give at least one NAME=SOURCE")
+        if self.drafter is None and self.server.endpoint is None:
+            raise ValueError("drafter is missing; give --drafter, or --endpoint of a server that has one")
+        if self.server.endpoint is None and self.server.plain_endpoint is not None:
+            raise ValueError("plain_endpoint is given without endpoint; give both")
+        if self.server.endpoint is not None:
+            self._check_served()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
+
+    def _check_served(self) -> None:
+        """Raises ValueError for what only models in this process can do."""
+        here = {
+            "runtime": self.runtime != "auto",
+            "recall": self.recall,
+            "num_speculative_tokens": self.draft.num_speculative_tokens is not None,
+            "draft_dtype": self.draft.draft_dtype != "auto",
+            "draft_sample_method": self.draft.draft_sample_method != "greedy",
+            "distribution_samples": self.sampling.distribution_samples > 0,
+            "draft_length": bool(self.sweeps.draft_length),
+            "concurrency": bool(self.sweeps.concurrency),
+            "write_model_card": self.publish.write_model_card and self.drafter is None,
+        }
+        for name in (name for name, given in here.items() if given):
+            raise ValueError(f"{name} is given with endpoint; the server decides that, so leave it out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: EvalConfig) -> None:
-    read_ahead(config.drafter, config.target)
+    if config.drafter is not None and config.server.endpoint is None:
+        read_ahead(config.drafter, config.target)
     # what can be wrong is looked at before the target's weights, which take longest
     prompts = config.sets.read()
     hashes = {each.name: each.source.contents(config.sets.split) for each in config.sets.sets}
@@ -156,12 +193,12 @@ def _run(config: EvalConfig) -> None:
     from .tables import summary_table
 
     publish = config.publish
-    card = find_card(config.drafter) if publish.write_model_card else None
+    card = find_card(config.drafter) if publish.write_model_card and config.drafter is not None else None
     if publish.wandb:
         log_in("wandb", publish.wandb)
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
-    pair = _load(config)
+    pair, baseline = _pair(config)
     sampling = config.sampling
     tell_of_thinking(pair.tokenizer, next(iter(sampling.thinking), None))
     modes: tuple[bool | None, ...] = sampling.thinking or (None,)
@@ -180,13 +217,13 @@ def _run(config: EvalConfig) -> None:
 
     output = Path(config.output)
     partial = output / "partial.jsonl"
-    told_elsewhere = {"output", *to_mapping(publish)}
+    told_elsewhere = {"output", *to_mapping(publish), *to_mapping(config.server)}
     arguments = {key: value for key, value in to_mapping(config).items() if key not in told_elsewhere}
     with _alone(output):
         report = evaluate_all(
             pair,
             settings,
-            baseline=config.baseline,
+            baseline=baseline,
             sweeps=Sweeps(
                 draft_length=config.sweeps.draft_length,
                 context_length=config.sweeps.context_length,
@@ -229,11 +266,25 @@ def _alone(output: Path) -> Iterator[None]:
                 output.rmdir()  # nothing was measured
 
 
+def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
+    """What is measured, and whether it is decoded plainly too."""
+    from .endpoint import EndpointPair
+
+    server = config.server
+    if server.endpoint is None:
+        return _load(config), config.baseline
+    pair = EndpointPair(config.target, server.endpoint, server.served_model_name, server.plain_endpoint)
+    if config.baseline and not pair.decodes_plainly:
+        print("speed-up, identity and regret are left out: give --plain-endpoint for them", file=sys.stderr)
+    return pair, config.baseline and pair.decodes_plainly
+
+
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import check_fits, load_drafter
     from ..models.target import Target, load_config
     from .decoders import EnginePair, ReferencePair
 
+    assert config.drafter is not None
     drafter = load_drafter(config.drafter)
     check_fits(drafter.config, load_config(config.target))
     if config.draft.block_size is not None:

@@ -207,6 +207,7 @@ class Pair(ABC):
     draft_sample_method: DraftSampleMethod
     facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
     modules: tuple[Target, Drafter] | None = None  # of Hugging Face, where there are some beside what decodes
+    where: str | None = None  # the server that decodes, where it is not this process
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """From now on a prompt and its answer have at most so many tokens together."""

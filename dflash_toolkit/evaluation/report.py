@@ -51,9 +51,9 @@ class Environment:
             transformers=transformers.__version__,
             python=platform.python_version(),
             platform=platform.platform(),
-            device=str(pair.device),
-            device_name=_device_name(pair.device),
-            dtype=str(pair.dtype).removeprefix("torch."),
+            device="endpoint" if pair.where else str(pair.device),
+            device_name=pair.where or _device_name(pair.device),
+            dtype="of the server" if pair.where else str(pair.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -321,8 +321,8 @@ class Report:
         drafter = self.arguments.get("drafter")
         if not drafter:
             return str(self.arguments["target"])
-        kind = {"dflash": "DFlash", "dflash2": "DFlash 2"}[self.arguments["drafter_kind"]]
-        return f"{drafter} ({kind}) drafting for {self.arguments['target']}"
+        kind = {"dflash": " (DFlash)", "dflash2": " (DFlash 2)", None: ""}[self.arguments["drafter_kind"]]
+        return f"{drafter}{kind} drafting for {self.arguments['target']}"
 
     @property
     def labelled(self) -> list[tuple[str, Summary]]:
