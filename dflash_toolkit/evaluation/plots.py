@@ -18,6 +18,7 @@ from .verdict import judge
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 24, 42  # margins around the plotting area
 ROW, BAR = 42, 13  # of a bar with its name above it
+LONGEST_NAME = 36  # characters, beside a figure
 COLOURS = 8
 # around the origin, so that series can be told apart without colours; the second half of the colours is filled
 SHAPES = (
@@ -134,7 +135,7 @@ def bars(title: str, series: Sequence[Series], form: Form, at_one: str, losses: 
         body.insert(0, HATCH)
     for i, s in enumerate(series):
         y = i * ROW
-        body.append(_text(0, y + 14, s.name, "label", "start"))
+        body.append(_text(0, y + 14, _cut(s.name), "label", "start"))
         for _, value, within in s.points():
             outcome = judge(value, within) if losses else "good"
             lost = outcome == "bad"
@@ -160,7 +161,7 @@ def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[
     for i, (name, what, colour, value, within) in enumerate(rows):
         y, interval = i * ROW, (within[0], within[1]) if within else None
         said = f"{name}, {what}: {value:+.2f}{_within(interval, '{:+.2f}'.format)}"
-        body.append(_text(0, y + 14, f"{name}: {what}", "label", "start"))
+        body.append(_text(0, y + 14, _cut(f"{name}: {what}"), "label", "start"))
         body.append(_text(WIDTH, y + 14, f"{value:+.2f}", "value", "end"))
         body += _whisker(interval, scale, y + 20 + BAR / 2, colour)
         body.append(_dot(colour, _along(value, scale), y + 20 + BAR / 2, said))
@@ -234,6 +235,10 @@ def _x(index: int, count: int) -> float:
 
 def _y(value: float, top: float) -> float:
     return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def _short(figure: str) -> str:

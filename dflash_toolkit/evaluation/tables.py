@@ -115,8 +115,13 @@ def ways_table(report: Report) -> Table | None:
 
 
 def category_table(section: Section) -> Table | None:
-    """The figures by category; None where no prompt names one."""
-    kinds = [(f"{name}: {kind}", summary) for name, s in section.sets.items() for kind, summary in s.categories.items()]
+    """The figures by category, of sets with several; None where no set has."""
+    kinds = [
+        (f"{name}: {kind}", summary)
+        for name, result in section.sets.items()
+        for kind, summary in result.categories.items()
+        if len(result.categories) > 1
+    ]
     return _summary_table("Results by category", kinds, bool(section.overall.plain)) if kinds else None
 
 

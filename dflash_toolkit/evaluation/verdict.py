@@ -19,7 +19,7 @@ SIGNS: dict[Outcome, str] = {"good": "✓", "bad": "✗", "unsure": "?", "unknow
 class Verdict:
     """The first thing that a reader meets."""
 
-    speed: Outcome
+    outcome: Outcome  # whether to use it
     headline: str
     exactness: Outcome
     points: tuple[tuple[str, str], ...]  # what is asked, and the answer
@@ -45,13 +45,17 @@ def verdict(report: Report) -> Verdict:
         ("Where does it lose?", _losses(report)),
         ("What to serve with?", _recommended(report)),
     ]
-    return Verdict(judge_summary(report.overall), _headline(report), exactness, tuple(points))
+    headline, outcome = _headline(report), judge_summary(report.overall)
+    if exactness == "bad":
+        headline, outcome = f"Not exact. {headline}", "bad"
+    return Verdict(outcome, headline, exactness, tuple(points))
 
 
 def speed(summary: Summary) -> str:
     """A speed-up with its interval, in words."""
     within = summary.intervals["speedup"]
-    return times(summary.speedup) + (f" (95 % interval {times(within[0])} to {times(within[1])})" if within else "")
+    interval = f"95 % interval {times(within[0])} to {times(within[1])}" if within else "one request, so no interval"
+    return f"{times(summary.speedup)} ({interval})"
 
 
 def _headline(report: Report) -> str:
@@ -73,7 +77,7 @@ def _exact(report: Report) -> tuple[Outcome, str]:
         return "unknown", "Not compared: sampled drafts give other answers of the same distribution."
     count, differ = summary.drafted.answers, summary.drafted.answers - summary.identical
     if not differ:
-        return "good", f"Yes: all {count:,} answers are those of plain decoding, token for token."
+        return "good", f"Yes: every answer of {count:,} is that of plain decoding, token for token."
     found = [d.regret_nats for s in report.sets.values() for _, d in s.differences]
     said = f"{differ:,} of {count:,} answers differ from plain decoding"
     if report.sections[0].temperature:
@@ -85,7 +89,7 @@ def _exact(report: Report) -> tuple[Outcome, str]:
             f"Yes, up to rounding: {said}, each first at a tie of the target (regret up to {worst:.3f} nats).",
         )
     size = f"{worst:.2f} nats" if math.isfinite(worst) else "no number"
-    return "bad", f"No: {said}, with a regret of {size} at a first difference, which is no tie but a defect."
+    return "bad", f"No: {said}, with a regret of {size} at a first difference: more than rounding explains."
 
 
 def _losses(report: Report) -> str:

@@ -46,7 +46,7 @@ def measurement(
         Generation(tokens, steps, "length", 0.2, 20 * step_s),
         Generation(plain, [Step(0, 0, (7,))] * (len(plain) - 1), "length", 0.2, 0.1 * (len(plain) - 1)),
         difference,
-        category="kind of question",
+        category="easy" if accepted > 0.5 and name < "q4" else "hard",
         prompt_text=HOSTILE,
         token_texts=tuple(f"w{i}<i>\n" if i % 9 == 0 else f" w{i}" for i in range(len(tokens))),
         step_s=(step_s,) * 20,
@@ -148,10 +148,15 @@ def apart(a: tuple[float, float, float, float], b: tuple[float, float, float, fl
 def test_no_label_lies_on_a_bar(tau: float) -> None:
     tallest = [0] * SIZE
     tallest[round(tau) - 1] = 50
-    series = [Series("a set", "c0", (tau,)), Series("of nothing", "c1", (math.nan,)), Series("x", "c2", (0.01,))]
+    series = [
+        Series("a set", "c0", (tau,)),
+        Series("of nothing", "c1", (math.nan,)),
+        Series("name " * 9, "c2", (0.01,)),
+    ]
     drawn = histogram("h", tallest, tau, "c0"), bars("b", series, times, "as fast", losses=True)
     for svg in drawn:
         assert all(apart(text, bar) for text in boxes(svg, "text") for bar in boxes(svg, "rect"))
+        assert all(apart(*pair) for pair in itertools.combinations(boxes(svg, "text"), 2))
         assert all(box[0] >= 0 and box[2] <= 440.1 for box in boxes(svg, "rect"))
     assert len(list(boxes(drawn[1], "rect"))) == 2
 
@@ -195,16 +200,16 @@ def test_a_speedup_is_judged_by_its_interval(
 def test_the_verdict_names_where_it_loses(report: Report) -> None:
     found = verdict(report)
     said = dict(found.points)
-    assert found.speed == "good" and found.headline.startswith("Faster: ") and "95 % interval" in found.headline
+    assert found.outcome == "good" and found.headline.startswith("Faster: ") and "95 % interval" in found.headline
     assert said["Where does it lose?"].startswith("Slower in chat (0.6") and "gsm8k" not in said["Where does it lose?"]
     assert "7 drafted tokens a step, up to 2 requests at a time." in said["What to serve with?"]
-    assert said["Exact?"].startswith("Yes: all 24 answers")
+    assert said["Exact?"].startswith("Yes: every answer of 24 ")
 
 
 def test_a_slow_drafter_looks_slow() -> None:
     slow = report_of({"chat": (0.2, 0.2)}, swept=False)
     html = render_page(slow)
-    assert verdict(slow).speed == "bad" and 'class="card verdict bad"' in html
+    assert verdict(slow).outcome == "bad" and 'class="card verdict bad"' in html
     assert re.search(r'class="card tile bad"><span>Speed-up</span>\s*<b><i aria-hidden="true">✗</i> 0\.\d+x', html)
     assert "Without the drafter" in html and "--draft-length and --concurrency" in html
     assert "Slower: 0." in render_markdown(slow)
@@ -221,8 +226,11 @@ def test_a_slow_drafter_looks_slow() -> None:
     ],
 )
 def test_a_difference_is_a_tie_or_a_defect(regret: float, outcome: str, words: str) -> None:
-    found = verdict(report_of({"a": (0.5, 0.1)}, Difference(3, 8, 7, " <p>", " q", regret)))
+    found = verdict(report_of({"a": (0.8, 0.1)}, Difference(3, 8, 7, " <p>", " q", regret)))
     assert found.exactness == outcome and words in dict(found.points)["Exact?"]
+    assert (found.outcome, found.headline[:10]) == (
+        ("bad", "Not exact.") if outcome == "bad" else ("good", "Faster: 3.")
+    )
 
 
 # ---- answers ----------------------------------------------------------------------------------------------
