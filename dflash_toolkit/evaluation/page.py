@@ -22,6 +22,7 @@ from .tables import (
     latency_table,
     lengths_table,
     number,
+    recall_table,
     setup_table,
     slot_tables,
     summary_table,
@@ -64,7 +65,7 @@ def render_page(report: Report) -> str:
         set_charts=_set_charts(report),
         sweep_tables=[sweep_table(name, points) for name, points in report.sweeps.items()],
         sweep_charts=list(_sweep_charts(report)),
-        slots=slot_tables(report),
+        slots=[table for table in (*slot_tables(report), recall_table(report)) if table],
         slot_charts=_slot_charts(report),
         lengths=lengths_table(report),
         length_charts=_length_charts(report),
@@ -178,7 +179,14 @@ def _slot_charts(report: Report) -> list[Chart]:
     kept = _series(report, lambda summary: summary.drafted.accepted_per_position, "accepted_per_position")
     given = _series(report, lambda summary: summary.drafted.accepted_given_previous, "accepted_given_previous")
     charts = (("At least k drafts accepted", kept), ("Slot k accepted, given slot k-1", given))
-    return [(title, curves(f"{title}, by slot", series, "slot k")) for title, series in charts]
+    found = [(title, curves(f"{title}, by slot", series, "slot k")) for title, series in charts]
+    if report.recall:
+        best = report.recall["recall_at_k"].items()
+        series = [Series(f"{k} best", f"c{i}", _numbers(shares)) for i, (k, shares) in enumerate(best)]
+        # the page's legend is of sets
+        title = f"Target's token among the drafter's {', '.join(k for k, _ in best)} best (○, □, △)"
+        found.append((title, curves(title, series, "slot k")))
+    return found
 
 
 def _length_charts(report: Report) -> list[Chart]:

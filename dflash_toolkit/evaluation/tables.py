@@ -191,6 +191,18 @@ def slot_tables(report: Report) -> tuple[Table, Table]:
     )
 
 
+def recall_table(report: Report) -> Table | None:
+    """How often the target's token is among the drafter's best; None where it was not measured."""
+    if report.recall is None:
+        return None
+    found = report.recall["recall_at_k"]
+    return Table(
+        f"Share of {report.recall['anchors']:,} drafts whose slot k has the target's token among the drafter's best",
+        ("Among the best", *(str(slot) for slot in range(1, report.block_size))),
+        tuple((best, *(percent(share, 0) for share in shares)) for best, shares in found.items()),
+    )
+
+
 def lengths_table(report: Report) -> Table:
     """How many steps committed 1..S tokens."""
     return Table(

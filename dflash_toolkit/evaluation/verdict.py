@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .bootstrap import Interval
+from .distribution import SUSPICIOUS
 from .report import Report, Summary
 from .tables import times
 
@@ -41,7 +42,7 @@ def verdict(report: Report) -> Verdict:
     """Of the first section, and what the others and the sweeps add."""
     exactness, said = _exact(report)
     points = [
-        ("Exact?", said),
+        ("Exact?", " ".join([said, *_distribution(report)])),
         ("Where does it lose?", _losses(report)),
         ("What to serve with?", _recommended(report)),
     ]
@@ -90,6 +91,16 @@ def _exact(report: Report) -> tuple[Outcome, str]:
         )
     size = f"{worst:.2f} nats" if math.isfinite(worst) else "no number"
     return "bad", f"No: {said}, with a regret of {size} at a first difference: more than rounding explains."
+
+
+def _distribution(report: Report) -> list[str]:
+    """What the test of sampled answers says, where there was one."""
+    if not report.distribution:
+        return []
+    chance = report.distribution["p_value"]
+    unlike = "are distributed otherwise than plain ones" if chance < SUSPICIOUS else "show no other distribution"
+    count = report.distribution["samples"]
+    return [f"Sampled answers {unlike} (p = {chance:.3f}, {count:,} of every prompt)."]
 
 
 def _losses(report: Report) -> str:

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -231,6 +232,16 @@ def test_a_difference_is_a_tie_or_a_defect(regret: float, outcome: str, words: s
     assert (found.outcome, found.headline[:10]) == (
         ("bad", "Not exact.") if outcome == "bad" else ("good", "Faster: 3.")
     )
+
+
+@pytest.mark.parametrize(("chance", "words"), [(0.4, "show no other distribution"), (0.004, "distributed otherwise")])
+def test_sampled_answers_and_recall_are_told_where_measured(report: Report, chance: float, words: str) -> None:
+    shares = {"1": [0.5] * 7, "4": [0.7] * 7, "16": [0.9, None] + [0.8] * 5}
+    recall = {"requests": 4, "anchors": 1234, "recall_at_k": shares}
+    more = replace(report, recall=recall, distribution={"p_value": chance, "samples": 64})
+    html = render_page(more)
+    assert words in html and html.count('role="img"') == render_page(report).count('role="img"') + 1
+    assert "1,234 drafts" in html and "1,234 drafts" in render_markdown(more)
 
 
 # ---- answers ----------------------------------------------------------------------------------------------
