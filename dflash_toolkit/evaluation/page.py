@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from .tables import (
 from .verdict import SIGNS, Outcome, judge_summary, verdict
 
 Chart = tuple[str, str]  # its title, and SVG
+FEW = 6  # prompt sets whose curves can be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def render_page(report: Report) -> str:
         verdict=verdict(report),
         signs=SIGNS,
         tiles=_tiles(report),
-        marks=[(s.name, swatch(s.colour)) for s in _series(report, lambda summary: ())],
+        marks=[(s.name, swatch(s.colour)) for s in _few(report, _series(report, lambda summary: ()))],
         results=[found for found in results if found],
         set_charts=_set_charts(report),
         sweep_tables=[sweep_table(name, points) for name, points in report.sweeps.items()],
@@ -145,6 +146,15 @@ def _series(report: Report, values: Callable[[Summary], Sequence[float | None]],
     return found
 
 
+def _few(report: Report, series: Sequence[Series]) -> list[Series]:
+    """The series to be shown at once: of many sets that of the lowest, that of the highest tau, and all pooled."""
+    if len(report.sets) <= FEW:
+        return list(series)
+    taus = [s.summary.drafted.tau_pooled for s in report.sets.values()]
+    order = sorted(range(len(taus)), key=lambda i: (math.isfinite(taus[i]), taus[i]))
+    return [replace(series[i], colour=colour) for i, colour in ((order[0], "c1"), (order[-1], "c0"), (-1, "pooled"))]
+
+
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(float("nan") if value is None else value for value in values)
 
@@ -179,7 +189,7 @@ def _slot_charts(report: Report) -> list[Chart]:
     kept = _series(report, lambda summary: summary.drafted.accepted_per_position, "accepted_per_position")
     given = _series(report, lambda summary: summary.drafted.accepted_given_previous, "accepted_given_previous")
     charts = (("At least k drafts accepted", kept), ("Slot k accepted, given slot k-1", given))
-    found = [(title, curves(f"{title}, by slot", series, "slot k")) for title, series in charts]
+    found = [(title, curves(f"{title}, by slot", _few(report, series), "slot k")) for title, series in charts]
     if report.recall:
         best = report.recall["recall_at_k"].items()
         series = [Series(f"{k} best", f"c{i}", _numbers(shares)) for i, (k, shares) in enumerate(best)]
@@ -190,8 +200,8 @@ def _slot_charts(report: Report) -> list[Chart]:
 
 
 def _length_charts(report: Report) -> list[Chart]:
-    charts = []
-    for s, (_, summary) in zip(_series(report, lambda summary: ()), report.labelled, strict=True):
-        title, drafted = f"Share of steps by tokens committed, {s.name}", summary.drafted
+    summaries, charts = dict(report.labelled), []
+    for s in _few(report, _series(report, lambda summary: ())):
+        title, drafted = f"Share of steps by tokens committed, {s.name}", summaries[s.name].drafted
         charts.append((s.name, histogram(title, drafted.accepted_lengths, drafted.tau_pooled, s.colour)))
     return charts

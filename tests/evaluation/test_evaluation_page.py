@@ -278,6 +278,14 @@ def test_no_text_becomes_markup_and_nothing_is_fetched(report: Report) -> None:
     assert "<code>engine</code>" in html
 
 
+def test_of_many_sets_the_extremes_are_drawn() -> None:
+    shares = [0.5, 0.9, 0.6, 0.2, 0.5, 0.6, 0.7]
+    html = render_page(report_of({f"set {i}": (share, 0.1) for i, share in enumerate(shares)}, swept=False))
+    legend = re.findall(r"</svg>([^<]*)</li>", html)
+    assert legend == ["set 3", "set 1", "all sets"]
+    assert html.count('role="img"') == 2 + 2 + 3  # bars of all, curves, and histograms of those
+
+
 def test_only_words_between_backticks_are_code() -> None:
     assert code("a `b` <c> `") == "a <code>b</code> &lt;c&gt; `"
 
