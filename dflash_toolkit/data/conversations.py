@@ -16,7 +16,8 @@ ANSWERS = ("response", "output", "completion", "solution", "answer")
 # given under the name, or with it as its form.
 FORMS = {
     "gsm8k": ("question", "problem"), "math500": ("question", "problem"), "math": ("question", "problem"),
-    "aime": ("question", "problem"), "humaneval": ("prompt",), "mbpp": ("text", "prompt"), "mt_bench": ("turns",),
+    "aime": ("question", "problem"), "aime25": ("question", "problem"), "humaneval": ("prompt",),
+    "mbpp": ("text", "prompt"), "mt_bench": ("turns", "prompt"), "livecodebench": ("question_content",),
 }  # fmt: skip
 BY_NAME, NO_FORM = "auto", "none"
 FORM_CHOICES = (BY_NAME, *FORMS, NO_FORM)
@@ -81,6 +82,8 @@ def _formed(row: dict[str, Any], form: str) -> str:
         return SOLVE.format(prompt=text.strip())
     if form == "mbpp":
         return f"{text}\nYour code should pass this test:\n{tests[0]}"
+    if form == "livecodebench":  # with what the answer is to begin with, where that is given
+        return SOLVE.format(prompt=f"{text.strip()}\n{row.get('starter_code') or ''}".strip())
     return text.strip() if form == "mt_bench" else f"{text.strip()}\n{REASONING}"
 
 
@@ -260,7 +263,8 @@ def all_turns(row: dict[str, Any], messages: list[Message], form: str | None) ->
     turns = _turns(messages)
     chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt"))
     if form == "mt_bench" or (form is None and not chat):
-        later = row["turns"][1:] if isinstance(row.get("turns"), list) else []
+        asked = row.get("turns") or (row.get("prompt") if form == "mt_bench" else None)
+        later = asked[1:] if isinstance(asked, list) else []
         turns += tuple(({"role": "user", "content": turn.strip()},) for turn in later)
     return turns
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from .benchmarks import BENCHMARKS
 from .conversations import BY_NAME, Message, Tool, all_turns, read_chat, split_messages
 from .conversations import MALFORMED as MALFORMED
 from .sources import UNREADABLE as UNREADABLE
@@ -66,16 +67,22 @@ class PromptSet:
 
     name: str
     source: Source
+    split: str | None = None  # that a benchmark is in, whatever the others are read of
 
     def read(self, limit: int | None = None, split: str = "train") -> list[Prompt]:
         """The prompts, at most `limit` of them. Raises what `read_prompts` raises."""
-        return read_prompts(self.source, limit, split=split)
+        return read_prompts(self.source, limit, split=self.split or split)
+
+    def contents(self, split: str) -> str:
+        """As `Source.contents`."""
+        return self.source.contents(self.split or split)
 
 
 def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptSet]:
     """Items NAME=SOURCE, or NAME=SOURCE[START:STOP], which takes rows START..STOP - 1 of it, counted from 0.
 
-    A bare SOURCE is named after its file without the suffix, or after the last part of its dataset's name.
+    A bare SOURCE is one of `BENCHMARKS` on the hub, or is named after its file without the suffix, or after the last
+    part of its dataset's name.
 
     Args:
         form: of `FORM_CHOICES`: how all sets are asked; `auto` goes by each NAME.
@@ -86,14 +93,26 @@ def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptS
     sets: dict[str, PromptSet] = {}
     for item in items:
         name, equals, source = item.partition("=")
-        if not equals:
+        split = None
+        base, bracket, rows = item.partition("[")
+        if base in BENCHMARKS and not Path(item).exists():
+            known = BENCHMARKS[base]
+            if not known.place:
+                raise ValueError(
+                    f"prompts {item!r}: no dataset that can be streamed; give {base}=FILE, {known.elsewhere}"
+                )
+            name, split, source = base, known.split, known.place + bracket + rows
+        elif not equals and not Path(base).suffix and "/" not in base and not Path(base).exists():
+            names = ", ".join(BENCHMARKS)
+            raise ValueError(f"prompts {item!r}: no such file; sets known by name are {names}; a dataset is OWNER/NAME")
+        elif not equals:
             name, source = Path(item.partition("[")[0].partition(":")[0]).stem, item
         if not name or not source:
             raise ValueError(f"prompts {item!r}: expected NAME=SOURCE or NAME=SOURCE[START:STOP]")
         if name in sets:
             raise ValueError(f"prompts {item!r}: the name {name!r} is used twice")
         try:
-            sets[name] = PromptSet(name, Source(source, form, label=name))
+            sets[name] = PromptSet(name, Source(source, form, label=name), split)
         except UserError as error:
             raise ValueError(f"prompts {item!r}: {str(error).partition(': ')[2]}") from error
     return list(sets.values())

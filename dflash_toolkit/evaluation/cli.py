@@ -4,18 +4,20 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.readahead import read_ahead
 from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
+from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
 from ..options import AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
 from ..tracking import log_in
+from .protocols import PROTOCOLS, fixed_options
 
 if TYPE_CHECKING:
     from .decoders import Pair
@@ -29,6 +31,7 @@ interrupted run continues where it was when the same command runs again.
 
 dflash-eval check REPORT says whether a report keeps limits, dflash-eval compare REPORT REPORT how runs differ; each has
 a --help of its own."""
+NAMES = tuple(PROTOCOLS)
 COMMANDS = ("check", "compare")  # first words; each has a module of its name
 
 
@@ -119,6 +122,9 @@ class EvalConfig(ModelOptions):
 
     drafter: str | None = option(None, "the drafter: Hugging Face id or directory; the server has it with --endpoint")
     sets: PromptSetOptions = options(PromptSetOptions, flat=True)
+    protocol: str | None = option(
+        None, "measure as a published comparison was, which gives prompts and sampling; prints ours beside it", NAMES
+    )
     output: str = option("report", "directory for the report")
     runtime: str = option(
         "auto",
@@ -139,6 +145,8 @@ class EvalConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
+        if self.protocol is not None:
+            self._follow(self.protocol)
         if not self.sets.prompts:
             raise ValueError("prompts is empty; give at least one NAME=SOURCE")
         if self.drafter is None and self.server.endpoint is None:
@@ -149,6 +157,20 @@ class EvalConfig(ModelOptions):
             self._check_served()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
+
+    def _follow(self, protocol: str) -> None:
+        """Take a protocol's options. Raises ValueError for another value of one."""
+        given: dict[str, Any] = {}
+        for part in (self.sampling, self.sets):
+            values = {f.name: (getattr(part, f.name), getattr(type(part)(), f.name)) for f in fields(part)}
+            given |= {key: value for key, (value, default) in values.items() if value != default}
+        fixed = fixed_options(protocol, given)
+        for name in ("sampling", "sets"):
+            part = getattr(self, name)
+            own = {f.name: fixed[f.name] for f in fields(part) if f.name in fixed}
+            if name == "sets" and not self.sets.prompts:
+                own["prompts"] = tuple(each for each in PROTOCOLS[protocol].sets if BENCHMARKS[each].place)
+            object.__setattr__(self, name, replace(part, **own))
 
     def _check_served(self) -> None:
         """Raises ValueError for what only models in this process can do."""
@@ -181,12 +203,13 @@ def _run(config: EvalConfig) -> None:
         read_ahead(config.drafter, config.target)
     # what can be wrong is looked at before the target's weights, which take longest
     prompts = config.sets.read()
-    hashes = {each.name: each.source.contents(config.sets.split) for each in config.sets.sets}
+    hashes = {each.name: each.contents(config.sets.split) for each in config.sets.sets}
     # not above: this imports torch and transformers, seconds in which the disk is to read already
     import transformers
 
     from .files import write_report
     from .markdown import render_table
+    from .protocols import beside_published, doubts
     from .publish import badge, find_card, log_report, shown_command, write_card
     from .run import Setting, evaluate_all
     from .sweeps import Sweeps
@@ -244,6 +267,12 @@ def _run(config: EvalConfig) -> None:
             log_report(report, output, publish.wandb)
     for section in report.sections:
         print(f"{section.name}:\n\n{render_table(summary_table(section))}\n")
+    if config.protocol is not None:
+        compared = beside_published(report, config.protocol)
+        print(f"{compared.caption}:\n\n{render_table(compared)}\n")
+        for doubt in doubts(report, config.protocol):
+            print(doubt)
+        print()
     for warning in report.warnings:
         print(f"warning: {warning}\n")
     if report.recommendation:

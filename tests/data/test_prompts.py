@@ -85,7 +85,7 @@ def test_a_benchmark_is_asked_in_its_form_only_by_its_name_or_by_request(
         ("humaneval", {"prompt": [user("a")]}, "prompt"),
         ("mbpp", {"text": "a"}, "text or prompt and a test_list"),
         ("mbpp", {"text": "a", "test_list": []}, "text or prompt and a test_list"),
-        ("mt_bench", {"turns": []}, "turns"),
+        ("mt_bench", {"turns": []}, "turns or prompt"),
         ("math500", {"problem": 3}, "question or problem"),
     ],
 )
@@ -240,3 +240,39 @@ def test_the_file_hash_is_that_of_the_contents_in_order(tmp_path: Path) -> None:
     assert files_digest([str(second), str(first)]) != expected
     with pytest.raises(UserError, match=r"nothing: cannot be read \(No such file"):
         files_digest([str(tmp_path / "nothing")])
+
+
+# ---- benchmarks by name ------------------------------------------------------------------------------------------
+
+
+def test_a_set_that_is_only_named_is_read_from_the_hub() -> None:
+    first, second = parse_prompt_sets(["gsm8k", "mt_bench[2:4]"])
+    assert (first.name, first.source.place, first.split, first.source.applied) == (
+        "gsm8k", "openai/gsm8k:main", "test", "gsm8k",
+    )  # fmt: skip
+    assert (second.source.place, second.source.start, second.source.stop) == ("HuggingFaceH4/mt_bench_prompts", 2, 4)
+    assert second.split == "train" and second.contents("test") == "HuggingFaceH4/mt_bench_prompts/train"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("spec_bench", "no dataset that can be streamed; give spec_bench=FILE, data/spec_bench/question.jsonl of"),
+        ("gsm9k", "no such file; sets known by name are gsm8k, math500, "),
+    ],
+)
+def test_a_set_that_is_nowhere_says_what_there_is(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"prompts '{name}': {message}"):
+        parse_prompt_sets([name])
+
+
+def test_rows_of_the_hub_are_asked_as_those_of_the_files(tmp_path: Path) -> None:
+    rows = {"mt_bench": {"prompt": ["One?", "Two?"], "category": "math"},
+            "livecodebench": {"question_content": "Add.", "starter_code": "def add():"}}  # fmt: skip
+    found = {}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        (found[name],) = read_prompts(f"{name}={tmp_path / name}.jsonl")
+    assert found["mt_bench"].messages[0]["content"] == "One?" and found["mt_bench"].category == "math"
+    assert [turn[0]["content"] for turn in found["mt_bench"].later] == ["Two?"]
+    assert "```python\nAdd.\ndef add():\n```" in found["livecodebench"].messages[0]["content"]

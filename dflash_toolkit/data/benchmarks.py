@@ -1,0 +1,35 @@
+"""The prompt sets that drafters are judged by, by the names that everybody uses, and where they are on the hub.
+
+`--prompts gsm8k` reads the set from the hub, `--prompts gsm8k=FILE` a copy; either is asked as the benchmark does.
+Datasets and splits are those of z-lab's client and of vLLM's benchmarks.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A set on the hub."""
+
+    place: str  # DATASET[:SUBSET]; empty where there is none to stream
+    split: str = "test"
+    elsewhere: str = ""  # where to get a file of it, where it cannot be streamed
+
+
+SPEED_BENCH = "its prepare_data.py fills in the prompts that the dataset only refers to"
+BENCHMARKS = {
+    "gsm8k": Benchmark("openai/gsm8k:main"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500"),
+    "humaneval": Benchmark("openai/openai_humaneval"),
+    "mbpp": Benchmark("google-research-datasets/mbpp:sanitized"),
+    "mt_bench": Benchmark("HuggingFaceH4/mt_bench_prompts", "train"),
+    "alpaca": Benchmark("tatsu-lab/alpaca", "train"),
+    "aime25": Benchmark("MathArena/aime_2025", "train"),
+    "livecodebench": Benchmark("", elsewhere="test.jsonl of livecodebench/code_generation_lite on the hub"),
+    "spec_bench": Benchmark("", elsewhere="data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"),
+    "speed_bench": Benchmark("nvidia/SPEED-Bench:qualitative", elsewhere=SPEED_BENCH),
+    **{
+        f"speed_bench_{length}": Benchmark(f"nvidia/SPEED-Bench:throughput_{length}", elsewhere=SPEED_BENCH)
+        for length in ("1k", "2k", "8k", "16k", "32k")
+    },
+}
