@@ -88,13 +88,18 @@ def template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["code"] = code
+    environment.filters |= {"code": code, "figure": figure}
     return environment.get_template(name)
 
 
 def code(text: str) -> str:
     """Words between backticks as code; all else escaped."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def figure(cell: str) -> str:
+    """A cell that breaks nowhere but behind an interval."""
+    return cell.replace(" ", "\u00a0").replace("],\u00a0", "], ")
 
 
 def _setting(report: Report) -> str:

@@ -157,7 +157,7 @@ def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[
     """
     ends = [end for *_, value, within in rows for end in (value, *(within or ()))]
     scale = ticks(min(0.0, *ends, 0.0), max(0.0, *ends, 0.0))
-    body, height = _rows(scale, len(rows), "{:+g}".format, 0.0, "no difference")
+    body, height = _rows(scale, len(rows), lambda value: f"{value:+g}" if value else "0", 0.0, "no difference")
     for i, (name, what, colour, value, within) in enumerate(rows):
         y, interval = i * ROW, (within[0], within[1]) if within else None
         said = f"{name}, {what}: {value:+.2f}{_within(interval, '{:+.2f}'.format)}"
