@@ -27,7 +27,7 @@ def delta_rule() -> Callable[..., Any] | None:
 def chunk_rule(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor, slots: Tensor, starts: Tensor, counts: Tensor
 ) -> Tensor:
-    """`chunk_rule` of triton/delta_chunk.py by `flash-linear-attention`, which is installed."""
+    """`chunk_rule` of triton/delta_chunk.py by `flash-linear-attention`, which is installed: to compare with."""
     rule, at = delta_rule(), slots.long()
     assert rule is not None
     before = state[at]

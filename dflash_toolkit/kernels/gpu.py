@@ -9,7 +9,7 @@
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
 | experts | Triton: up to 64 rows all with every expert, more gathered by expert | the same, partial sums rounded |
 | attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
-| delta rule of a prompt | in chunks: flash-linear-attention if installed, else Triton; in fp32 row by row | the same |
+| delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
 A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's
 two ways have the same bits.
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import fla, flash
+from . import flash
 from .delta import DeltaMemory
 from .hopper import attention as hopper_attention
 from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
@@ -205,5 +205,4 @@ def delta_chunk(
     if qkv.dtype == torch.float32:
         return delta.delta_chunk(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
     parts = chunked.chunk_inputs(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
-    rule = fla.chunk_rule if fla.delta_rule() is not None else chunked.chunk_rule
-    return rule(*parts, memory.state, slots, starts, counts)
+    return chunked.chunk_rule(*parts, memory.state, slots, starts, counts)
