@@ -152,7 +152,10 @@ def _warnings(first: Run, run: Run) -> list[str]:
         if here.get(key) != there.get(key) and (sampled or key not in SAMPLED):
             values = f": {there.get(key)}, not {here.get(key)}" if not key.endswith("sha256") else ""
             found.append(f"{run.name} was decoded with another {key} than {first.name}{values}.")
-    if here.get("target_sample_sha256") != there.get("target_sample_sha256"):
+    weights = {arguments.get("target_sample_sha256") for arguments in (here, there)} - {
+        None
+    }  # servers do not show theirs
+    if len(weights) > 1:
         found.append(f"The target of {run.name} has other weights than that of {first.name}, or another dtype.")
     if run.machine != first.machine:
         found.append(

@@ -201,6 +201,11 @@ def test_what_else_may_part_runs_is_said(compared: Compared, change: Any, warnin
     assert any(warning in said for said in compared(change)["warnings"])
 
 
+def test_weights_that_a_server_does_not_show_are_not_called_others(compared: Compared) -> None:
+    found = compared(lambda report: report["arguments"].update(target_sample_sha256=None))
+    assert not any("other weights" in said for said in found["warnings"])
+
+
 def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[dict[str, Any]]) -> None:
     for temperature, warnings in ((0.0, []), (1.0, ["second was decoded with another seed than first: 5, not 0."])):
         first, second = copy.deepcopy(reports)
