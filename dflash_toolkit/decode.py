@@ -13,6 +13,8 @@ from collections.abc import Iterator, Set
 import torch
 from torch import Tensor
 
+from .config import UserError
+from .draft_tree import WIDTH, DraftTree, best_first
 from .generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from .grammar import Grammars, Matcher, masks_of, words_of
 from .kernels.reference import (
@@ -38,9 +40,10 @@ def generate(
     prompt_ids: list[int],
     params: SamplingParams | None = None,
     draft_sample_method: DraftSampleMethod = "greedy",
+    draft_tree: int = 0,
 ) -> Generation:
     """Decode one prompt to its end; see `stream`."""
-    return deque(stream(target, drafter, prompt_ids, params, draft_sample_method), maxlen=1)[0]
+    return deque(stream(target, drafter, prompt_ids, params, draft_sample_method, draft_tree), maxlen=1)[0]
 
 
 @torch.inference_mode()
@@ -50,6 +53,7 @@ def stream(
     prompt_ids: list[int],
     params: SamplingParams | None = None,
     draft_sample_method: DraftSampleMethod = "greedy",
+    draft_tree: int = 0,
 ) -> Iterator[Generation]:
     """Decode one prompt, yielding the same growing `Generation` after the prefill and after every step.
 
@@ -58,10 +62,13 @@ def stream(
         prompt_ids: at least one token, fewer than the target's context limit.
         draft_sample_method: greedy drafts the most probable tokens; probabilistic samples them at the temperature of
             `params`, of which 0 is greedy.
+        draft_tree: > 0 drafts a tree of so many nodes a step, see `propose_tree`; 0 a chain. A step's `drafted` is the
+            depth of its tree.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
-            the target's vocabulary; a grammar that cannot be used or followed (GrammarError).
+            the target's vocabulary; a tree for a target that takes none (`Target.check_trees`) or of sampled drafts; a
+            grammar that cannot be used or followed (GrammarError).
     """
     params = params or SamplingParams()
     rows = target.embedding.num_embeddings
@@ -72,6 +79,10 @@ def stream(
     matcher = None
     if params.grammar:
         matcher = Grammars(target.tokenizer, rows, target.stop_token_ids).matcher(params.grammar, stop_ids)
+    if drafter and draft_tree:
+        if draft_sample_method == "probabilistic":
+            raise UserError("a draft tree holds the most probable tokens; use the draft_sample_method greedy")
+        target.check_trees()
     taps = drafter.config.target_layer_ids if drafter else ()
     generation = Generation()
 
@@ -101,36 +112,46 @@ def stream(
         last = generation.tokens[-1]
         remaining = limit - len(generation.tokens)
 
-        draft, sampled_draft = list[int](), None
+        draft, sampled_draft, tree = list[int](), None, None
         if drafter and remaining > 1:
-            if draft_sample_method == "probabilistic" and params.temperature > 0.0:
+            if draft_tree:  # the bonus token is always committed, so no deeper node can be used
+                tree = propose_tree(target, drafter, context, last, p, draft_tree, depth=remaining - 1)
+                draft = tree.tokens.tolist()
+            elif draft_sample_method == "probabilistic" and params.temperature > 0.0:
                 sampled_draft = propose_sampled(target, drafter, context, last, p, params)
-                draft = sampled_draft.tokens.tolist()
+                draft = sampled_draft.tokens.tolist()[: remaining - 1]
             else:
-                draft = propose(target, drafter, context, last, p)
-        draft = draft[: remaining - 1]  # the bonus token is always committed, so no more can be used
+                draft = propose(target, drafter, context, last, p)[: remaining - 1]
 
         block = torch.tensor([[last, *draft]], device=target.device)
         if draft:
             cache.begin_block()
-        out = target.forward(block, taps=taps, cache=cache, logits="all")
+        visible = tree.visible if tree else None
+        out = target.forward(block, taps=taps, cache=cache, logits="all", visible=visible)
         assert out.logits is not None
-        tokens = generation.tokens
-        choice = choices(out.logits[0], prompt_ids + tokens, tokens, draft, params, stop_ids, matcher, sampled_draft)
-
-        # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
-        accepted = int(accepted_prefix(block[:, 1:], choice[None])[0])
-        committed = commit(generation, choice[: accepted + 1].tolist(), stop_ids, limit)
+        tokens, logits = generation.tokens, out.logits[0]
+        if tree:
+            path, chosen = walk(tree, logits, prompt_ids + tokens, tokens, params, stop_ids, matcher)
+            cache.move_path(block.shape[1], path)
+            drafted = int(tree.depths.max())
+        else:
+            # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
+            choice = choices(logits, prompt_ids + tokens, tokens, draft, params, stop_ids, matcher, sampled_draft)
+            path = list(range(int(accepted_prefix(block[:, 1:], choice[None])[0]) + 1))
+            chosen, drafted = choice[: len(path)].tolist(), len(draft)
+        accepted = len(path) - 1
+        committed = commit(generation, chosen, stop_ids, limit)
         _follow(matcher, committed)
         if params.logprobs is not None:
-            generation.logprobs += token_logprobs(out.logits[0], committed, params.logprobs)
-        generation.steps.append(Step(len(draft), min(accepted, len(committed)), tuple(committed)))
+            generation.logprobs += token_logprobs(logits[path], committed, params.logprobs)
+        generation.steps.append(Step(drafted, min(accepted, len(committed)), tuple(committed)))
 
         # rejected tokens leave the target's cache; the verified ones enter the drafter's context
         if cache.end_block(len(draft) + 1, accepted + 1):
             target.forward(block[:, : accepted + 1], cache=cache)
             cache.settle()
-        more = _context_kv(drafter, out.features, p, accepted + 1)
+        features = None if out.features is None else out.features[:, path]
+        more = _context_kv(drafter, features, p, accepted + 1)
         context = context.append(more) if context and more else more
         generation.decode_s += time.perf_counter() - started
         yield generation
@@ -139,6 +160,55 @@ def stream(
 def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:
     """Draft S - 1 tokens after token `last` at `position` in one non-causal pass: `Drafter.choose` of slots 1..S-1."""
     return drafter.choose(*_draft_states(target, drafter, context, last, position), last).tolist()
+
+
+def propose_tree(
+    target: Target,
+    drafter: Drafter,
+    context: ContextKV | None,
+    last: int,
+    position: int,
+    nodes: int,
+    depth: int | None = None,
+    width: int = WIDTH,
+) -> DraftTree:
+    """`best_first` of what the drafter thinks of slots 1..S-1, of the first `depth` if given.
+
+    One of width one and S - 1 nodes is the chain that `propose` drafts.
+    """
+    candidates, log_probs = drafter.conditional(*_draft_states(target, drafter, context, last, position), last)
+    return best_first(candidates[:depth], log_probs[:depth], nodes, width)
+
+
+def walk(
+    tree: DraftTree,
+    logits: Tensor,
+    context: list[int],
+    answer: list[int],
+    params: SamplingParams,
+    stop_ids: Set[int] = frozenset(),
+    matcher: Matcher | None = None,
+) -> tuple[list[int], list[int]]:
+    """Follow the target's tokens from the anchor as far as the tree has them.
+
+    At each row the target chooses as it would without drafts; the walk goes on at the child that is this token, and
+    ends where there is none. The drafts decide how far it goes and nothing else: they are point masses.
+
+    Args:
+        logits: [N + 1, V], of the anchor and the nodes.
+        context, answer, params, stop_ids, matcher: as of `choices`.
+
+    Returns:
+        Rows of the anchor and the accepted nodes, and the target's token at each: one more than was accepted.
+    """
+    rows, chosen = [0], list[int]()
+    while True:
+        token = int(choices(logits[rows], context, answer, chosen, params, stop_ids, matcher)[-1])
+        chosen.append(token)
+        child = tree.child(rows[-1], token)
+        if child is None:
+            return rows, chosen
+        rows.append(child)
 
 
 def propose_sampled(

@@ -13,10 +13,11 @@ import torch
 from conftest import EOS, PAD, VOCAB, Clock, make_dflash2, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, stream
-from dflash_toolkit.decode import propose
+from dflash_toolkit.decode import propose, propose_tree
+from dflash_toolkit.draft_tree import DraftTree, best_first
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.reference import choose, filtered_probabilities
 from dflash_toolkit.models.dflash.network import ContextKV, SampledDraft
@@ -466,3 +467,201 @@ def test_a_bias_that_no_softmax_survives_is_refused(bias: float) -> None:
     with pytest.raises(ValueError, match="logit_bias of token 5"):
         SamplingParams(logit_bias=((4, 1.0), (5, bias)))
     SamplingParams(logit_bias=((5, -math.inf),))
+
+
+# ---- draft trees ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def planting(truth: Collection[int], prompt: int = len(PROMPT), seed: int = 0) -> Iterator[list[ContextKV]]:
+    """Draft random trees of three tokens a slot, among them mostly the one that is true there, at any rank.
+
+    The real drafter still runs, with its checks.
+    """
+    contexts, dice, answer = list[ContextKV](), torch.Generator().manual_seed(seed), list(truth)
+
+    def oracle(
+        target: Target, drafter: Drafter, context: ContextKV, last: int, position: int, nodes: int, depth: int
+    ) -> DraftTree:
+        real = propose_tree(target, drafter, context, last, position, nodes, depth)
+        contexts.append(context)
+        slots, size = min(depth, drafter.config.block_size - 1), target.embedding.num_embeddings
+        candidates = torch.stack([torch.randperm(size, generator=dice)[:3] for _ in range(slots)])
+        for slot, tokens in enumerate(candidates):
+            index = position - prompt + slot + 1
+            if index < len(answer) and answer[index] not in tokens and torch.rand(1, generator=dice) < 0.9:
+                tokens[torch.randint(3, (1,), generator=dice)] = answer[index]
+        log_probs = torch.randn(slots, 3, 3, generator=dice).log_softmax(-1)
+        tree = best_first(candidates, log_probs, nodes)
+        assert int(real.depths.max()) <= depth and len(real.tokens) <= nodes
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose_tree", oracle)
+        yield contexts
+
+
+def check_trees_were_walked(generations: list[Generation]) -> None:
+    accepted = [step.accepted for each in generations for step in each.steps]
+    assert 0 in accepted and max(accepted) >= 3
+    for each in generations:
+        check_books(each)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_greedy_answers_with_trees_are_those_of_hf_generate(kind: str) -> None:
+    target, drafter = pair(kind)
+    dice, found = torch.Generator().manual_seed(1), []
+    for seed in range(4):
+        prompt = torch.randint(250, (3 + 4 * seed,), generator=dice).tolist()
+        expected = hf_greedy(target, prompt, 30)
+        for nodes in (1, 6, 40):
+            params = SamplingParams(max_tokens=30)
+            with planting(expected, len(prompt), seed + nodes):
+                found.append(generate(target, drafter, prompt, params, draft_tree=nodes))
+            assert found[-1].tokens == expected
+    check_trees_were_walked(found)
+
+
+def test_greedy_answers_with_the_drafters_own_trees_are_those_without(target: Target) -> None:
+    for drafter in (make_drafter(target), make_dflash2(target)):
+        assert generate(
+            target, drafter, PROMPT, SamplingParams(max_tokens=24, ignore_eos=True), draft_tree=20
+        ).tokens == (list(answer()[:24]))
+
+
+@pytest.mark.parametrize("make", [make_drafter, make_dflash2])
+def test_the_tree_of_width_one_is_the_chain(target: Target, make: Callable[..., Drafter]) -> None:
+    drafter = make(target)
+    for seed in range(5):
+        ids = torch.randint(250, (1, 9), generator=torch.Generator().manual_seed(seed))
+        features = target.forward(ids[:, :8], taps=drafter.config.target_layer_ids).features
+        with torch.inference_mode():
+            given = target, drafter, drafter.context_kv(features, torch.arange(8)[None]), int(ids[0, 8]), 8
+            tree = propose_tree(*given, nodes=7, width=1)
+            assert tree.tokens.tolist() == propose(*given)
+            assert tree.parents.tolist() == list(range(7)) and tree.depths.tolist() == list(range(1, 8))
+            wide = propose_tree(*given, nodes=40)
+            assert len(wide.tokens) == 40 and (wide.log_probs <= 0).all()
+
+
+def test_the_probability_of_a_node_is_the_drafters_of_its_path(target: Target) -> None:
+    hidden, logits = torch.randn(7, 32), 3 * torch.randn(7, VOCAB)
+    for drafter in (make_drafter(target), make_dflash2(target)):
+        with torch.inference_mode():
+            candidates, log_probs = drafter.conditional(hidden, logits, anchor=5)
+            unary, best = drafter.candidates(logits)
+            first = logits.log_softmax(-1)
+            selector = drafter.candidate_selector
+            for slot, place in ((0, 3), (4, 2)):
+                before = 5 if slot == 0 else int(candidates[slot - 1, place])
+                if selector is None:
+                    expected = first[slot, best[slot]]
+                else:
+                    given = hidden[None, slot, None], unary[None, slot, None], best[None, slot, None]
+                    expected = selector(*given, torch.tensor([[before]]))[0][0, 0].log_softmax(-1)
+                torch.testing.assert_close(log_probs[slot, place], expected)
+
+
+def test_accepted_nodes_are_the_draft_context_and_rejected_ones_nowhere() -> None:
+    target, drafter = pair()
+    with planting(answer()) as contexts:
+        generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=30, ignore_eos=True), draft_tree=24)
+    ids = torch.tensor([PROMPT + generation.tokens])
+    for context in contexts:
+        features = target.forward(ids[:, : context.length], taps=drafter.config.target_layer_ids).features
+        with torch.inference_mode():
+            fresh = drafter.context_kv(features, torch.arange(context.length)[None])
+        assert torch.equal(context.positions, fresh.positions)
+        for grown, whole in zip(context.keys + context.values, fresh.keys + fresh.values, strict=True):
+            torch.testing.assert_close(grown, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("full_layers", [0, 2], ids=["all", "some"])
+def test_a_node_sees_as_far_as_its_layers_window(full_layers: int) -> None:
+    target = make_target("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=full_layers)
+    drafter = make_drafter(target)
+    truth = hf_greedy(target, PROMPT, 48, eos=(VOCAB,))
+    for prompt in (PROMPT, PROMPT[:3]):
+        truth = hf_greedy(target, prompt, 40, eos=(VOCAB,))
+        with planting(truth, len(prompt)):
+            found = generate(target, drafter, prompt, SamplingParams(max_tokens=40, ignore_eos=True), draft_tree=24)
+        assert found.tokens == truth
+        check_trees_were_walked([found])
+
+
+@pytest.mark.parametrize("index", [1, 2, 3, 5, 8, 13])
+def test_an_answer_ends_with_a_stop_token_or_its_limit_wherever_in_a_tree(index: int) -> None:
+    target, drafter = pair()
+    truth = answer()
+    end = truth.index(truth[index])
+    for seed in range(4):
+        with planting(truth, seed=seed):
+            params = SamplingParams(max_tokens=40, stop_token_ids=(truth[index],))
+            found = generate(target, drafter, PROMPT, params, draft_tree=30)
+            assert (found.tokens, found.finish_reason) == (list(truth[: end + 1]), "stop")
+            check_books(found)
+            params = SamplingParams(max_tokens=index, ignore_eos=True)
+            found = generate(target, drafter, PROMPT, params, draft_tree=30)
+            assert (found.tokens, found.finish_reason) == (list(truth[:index]), "length")
+            check_books(found)
+
+
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3, "min_tokens": 9, "logprobs": 2}], ids=["", "edited"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
+def test_a_sampled_answer_is_the_same_with_trees_and_without(
+    sampling: dict[str, float], more: dict[str, float]
+) -> None:
+    target, drafter = pair()
+    found = []
+    for seed in range(3):
+        params = SamplingParams(max_tokens=24, seed=seed, **sampling | more)
+        plain = generate(target, None, PROMPT, params)
+        with planting(plain.tokens, seed=seed):
+            found.append(generate(target, drafter, PROMPT, params, draft_tree=24))
+        assert (found[-1].tokens, found[-1].finish_reason) == (plain.tokens, plain.finish_reason)
+        assert [each.chosen for each in found[-1].logprobs] == pytest.approx(
+            [e.chosen for e in plain.logprobs], abs=1e-4
+        )
+    check_trees_were_walked(found)
+
+
+@pytest.mark.slow
+def test_tokens_sampled_along_trees_follow_the_distribution_of_the_target() -> None:
+    target, drafter = small_vocabulary_pair(8)
+    sampling = {"temperature": 1.0}
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    answers = [generate(target, drafter, SMALL_PROMPT, each, draft_tree=6) for each in params]
+    check_answers(answers, exact_answers(target, **sampling), exact_answers(target, temperature=2.0))
+
+
+def bloom() -> Target:
+    """Its attention goes by how many tokens stand between two, whatever positions it is given."""
+    config = BloomConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        n_layer=3,
+        n_head=4,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    return Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), name="tiny-bloom")
+
+
+def test_a_target_that_takes_no_tree_is_refused_in_one_line() -> None:
+    for target, said in (
+        (make_target("qwen3_5"), "recurrent layers .* no draft tree; use chains"),
+        (bloom(), "draft tree.*use chains"),
+    ):
+        drafter = pair()[1]
+        with pytest.raises(UserError, match=said) as caught:
+            generate(target, drafter, PROMPT, draft_tree=8)
+        assert "\n" not in str(caught.value)
+        assert generate(target, None, PROMPT, SamplingParams(max_tokens=2), draft_tree=8).tokens, "nothing is drafted"
+
+
+def test_trees_hold_no_sampled_drafts() -> None:
+    with pytest.raises(UserError, match="draft_sample_method greedy"):
+        generate(*pair(), PROMPT, SamplingParams(temperature=1.0), "probabilistic", draft_tree=8)

@@ -26,7 +26,7 @@ LEVELS = [
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
     {"models.quantized"},
     {"checkpoint", "models.cache", "models.packed", "models.sharded", "models.spec", "models.structure"},
-    {"fingerprint", "models.dflash2"},
+    {"calibration", "draft_tree", "fingerprint", "models.dflash2"},
     {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling", "tracking"},
     {"grammar"},
     {"decode", "record"},

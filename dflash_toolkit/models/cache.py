@@ -70,6 +70,40 @@ class TargetCache(DynamicCache):
         self._kept = {}
         return again
 
+    def tree_mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """What transformers is to add to attention scores where a tree of Q tokens follows: [1, 1, Q, kept + Q].
+
+        Of layers of both kinds one each, by transformers' names. Every token sees what is kept, as far as its layer's
+        window reaches.
+
+        Args:
+            visible: bool [Q, Q], which of the tree's tokens each sees.
+        """
+        count, depths = self.get_seq_length(), visible.sum(-1) - 1
+        masks = {}
+        for layer in self._attention:
+            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            name = "full_attention" if window is None else "sliding_attention"
+            if name not in masks:
+                kept = count if window is None else min(count, window - 1)
+                seen = torch.cat([visible.new_ones(len(visible), kept), visible], dim=1)
+                if window is not None:
+                    behind = torch.cat([torch.arange(-kept, 0, device=depths.device), depths])
+                    seen &= depths[:, None] - behind < window
+                hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+                masks[name] = hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def move_path(self, tokens: int, rows: Sequence[int]) -> None:
+        """Move `rows` of the last `tokens` tokens, a tree, to the places behind those before; `end_block` drops the
+        rest.
+        """
+        for layer in self._attention:
+            if layer.is_initialized:
+                for kept in (layer.keys, layer.values):
+                    tree = kept[:, :, -tokens:]
+                    tree[:, :, : len(rows)] = tree[:, :, list(rows)]
+
     def settle(self) -> None:
         """What ran stays; transformers 5.15 wants a crop behind every forward of a layer with a window."""
         for layer in self._attention:

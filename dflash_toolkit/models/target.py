@@ -231,6 +231,7 @@ class Target:
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
         self._continues = False  # whether it is known that a recurrent model goes on from a cached state
+        self._takes_trees = False  # whether it is known that `forward` computes trees
         if getattr(self.config, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # before 5.21 transformers took SDPA, which caps nothing
         for what, module in (("embedding", self.structure.embedding), ("LM head", self.structure.head)):
@@ -386,6 +387,48 @@ class Target:
             )
         self._continues = True
 
+    def check_trees(self) -> None:
+        """Refuse a model that does not compute a tree of tokens as each of its paths alone.
+
+        Raises:
+            UserError: gated delta nets and other recurrent layers, which take chains only.
+            UnsupportedModel: a model that keeps to no mask or position that it is given.
+        """
+        if self._takes_trees:
+            return
+        cache = self.new_cache()
+        if cache.recurrent:
+            raise UserError(
+                f"target {self.name}: its recurrent layers take one token behind the other, and no draft tree; "
+                f"use chains (--no-draft-tree)"
+            )
+        paths = ((0, 1, 2), (0, 3, 4))  # behind eight tokens; row 4 is no neighbour of row 0
+        ids = torch.arange(13, device=self.device)[None] % self.embedding.num_embeddings
+        visible = torch.eye(5, dtype=torch.bool, device=self.device)
+        for path in paths:
+            for i, row in enumerate(path):
+                visible[row, list(path[:i])] = True
+        try:
+            self.forward(ids[:, :8], cache=cache)
+            cache.settle()
+            tree = self.forward(ids[:, 8:], cache=cache, visible=visible, final=True).final
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedModel(
+                f"target {self.name}: it takes no mask of a draft tree ({_one_line(error)}); "
+                f"use chains (--no-draft-tree)"
+            ) from error
+        for path in paths:
+            rows = [8 + row for row in path]
+            alone = self.forward(ids[:, [*range(8), *rows]], final=True).final
+            assert tree is not None and alone is not None
+            off = float((tree[:, list(path)] - alone[:, 8:]).norm() / alone[:, 8:].norm())
+            if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):  # as of states
+                raise UnsupportedModel(
+                    f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states in a "
+                    f"draft tree than in a chain (off by {off:.0%}); use chains (--no-draft-tree)"
+                )
+        self._takes_trees = True
+
     @torch.inference_mode()
     def forward(
         self,
@@ -397,6 +440,7 @@ class Target:
         final: bool = False,
         lengths: Sequence[int] | None = None,
         padding: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> TargetOutput:
         """Run the target on `ids` [B, T], after whatever `cache` holds.
 
@@ -409,6 +453,8 @@ class Target:
             lengths: ids are one row [1, T], documents of so many tokens one behind the other; each sees itself alone,
                 from position 0 on. Without a cache only.
             padding: integers [B]; so many places at the left of each row, of the cache or of ids, hold no token.
+            visible: bool [T, T]; ids are one row [1, T], a tree behind what the cache holds, and each sees of them
+                itself and its ancestors. Needs a cache of one row and `check_trees`.
         """
         if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
             raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
@@ -426,6 +472,10 @@ class Target:
                 seen = 0 if cache is None else cache.get_seq_length()
                 places = torch.arange(seen + ids.shape[1], device=ids.device) - padding[:, None]
                 extra = {"attention_mask": (places >= 0).long(), "position_ids": places[:, seen:].clamp(min=0)}
+            if visible is not None:
+                assert isinstance(cache, TargetCache)
+                places = cache.get_seq_length() + visible.sum(-1) - 1
+                extra = {"attention_mask": cache.tree_mask(visible, self.dtype), "position_ids": places[None]}
             try:
                 # a tensor, not 1: Gemma 4 runs its last layers on the last token alone where a number asks for it
                 keep = torch.tensor([ids.shape[1] - 1], device=ids.device) if logits == "last" else 0

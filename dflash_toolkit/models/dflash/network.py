@@ -493,6 +493,21 @@ class Drafter(nn.Module):
             tokens = self.candidate_selector.walk(hidden, unary, candidates, anchor, pick)
         return SampledDraft(tokens, candidates, torch.stack(rows))
 
+    def conditional(self, hidden: Tensor, logits: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+        """What `best_first` makes a tree of: each slot's best tokens [S - 1, C], and their log-probabilities.
+
+        These are fp32 [S - 1, C, C], of each behind each of the slot before. Without a selector slots are independent,
+        and the softmax is over the vocabulary; with one it is over the candidates' scores. Arguments as of `choose`.
+        """
+        unary, candidates = self.candidates(logits)
+        if self.candidate_selector is not None:
+            scores = self.candidate_selector.lattice(hidden, unary, candidates, anchor)
+            return candidates, scores.log_softmax(-1)
+        wide = logits.float().clone()
+        LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(wide)
+        own = wide.log_softmax(-1).gather(-1, candidates)
+        return candidates, own[:, None].expand(-1, own.shape[1], -1)
+
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Each slot's best tokens [S - 1, C], largest logit first, of equal ones the lowest id, behind their logits.
 

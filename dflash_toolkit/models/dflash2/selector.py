@@ -74,3 +74,11 @@ class CandidateSelector(nn.Module):
             last = candidates[k, pick(k, unary[k] + successors[k] @ query)]
             chosen.append(last)
         return torch.stack(chosen)
+
+    def lattice(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchor: int) -> Tensor:
+        """The scores of every walk at once, fp32 [K, C, C]: [k, b, c] of candidate c of slot k behind candidate b of
+        slot k - 1; all of the first slot's are those behind the anchor. Arguments as of `walk`.
+        """
+        before = torch.cat([torch.full_like(candidates[:1], anchor), candidates[:-1]])  # [K, C]
+        query = self.predecessor_codebook[before].float() * self.hidden_projection(hidden).float()[:, None]
+        return unary[:, None] + query @ self.successor_codebook[candidates].float().mT

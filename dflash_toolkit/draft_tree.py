@@ -1,0 +1,65 @@
+"""Draft trees: several continuations of one anchor, verified in one pass of the target."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WIDTH = 8  # children of a node at most; further ones are hardly ever accepted
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """The N nodes behind an anchor, likeliest path first, so that the first n nodes are the tree of n nodes.
+
+    Rows: 0 is the anchor and row i + 1 node i. A parent stands before its children.
+    """
+
+    tokens: Tensor  # int64 [N]
+    parents: Tensor  # int64 [N], rows
+    depths: Tensor  # int64 [N], >= 1: the node stands that many positions behind the anchor
+    log_probs: Tensor  # fp32 [N], of the path from the anchor
+
+    @property
+    def visible(self) -> Tensor:
+        """Which rows a row sees: itself and its ancestors, bool [N + 1, N + 1]."""
+        visible = torch.eye(len(self.tokens) + 1, dtype=torch.bool, device=self.tokens.device)
+        for row, parent in enumerate(self.parents.tolist(), 1):
+            visible[row] |= visible[parent]
+        return visible
+
+    def child(self, row: int, token: int) -> int | None:
+        """The row of the child of `row` that is `token`; siblings are different tokens."""
+        found = ((self.parents == row) & (self.tokens == token)).nonzero()
+        return int(found[0, 0]) + 1 if len(found) else None
+
+
+def best_first(candidates: Tensor, log_probs: Tensor, nodes: int, width: int = WIDTH) -> DraftTree:
+    """The tree of the `nodes` most probable paths, or of all there are.
+
+    The children of a node are the `width` most probable candidates of the next slot behind it; of equal ones the first
+    candidate. Of equal paths the shorter comes first, of equally long ones that of the earlier parent, then the more
+    probable child. A tree of width one is a chain.
+
+    Args:
+        candidates: token ids of each slot, int64 [K, C].
+        log_probs: fp32 [K, C, C], <= 0: candidate c of slot k behind candidate b of slot k - 1 has [k, b, c]. Slot 0
+            stands behind the anchor, by its row 0.
+    """
+    device = candidates.device
+    # level by level: every ancestor of a node of the tree is as probable, so no level needs more than `nodes` of them
+    rank, above, start = torch.zeros(1, dtype=torch.int64, device=device), log_probs.new_zeros(1), -1
+    levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for slot, (tokens, behind) in enumerate(zip(candidates, log_probs, strict=True)):
+        values, ranks = (part[:, :width] for part in behind[rank].sort(dim=-1, descending=True, stable=True))
+        paths = (above[:, None] + values).flatten()
+        best = paths.sort(descending=True, stable=True).indices[:nodes]
+        parents = best // values.shape[1] + start  # places in the levels one behind the other; -1 is the anchor
+        start += len(rank)
+        rank, above = ranks.flatten()[best], paths[best]
+        levels.append((tokens[rank], parents, torch.full_like(best, slot + 1), above))
+    tokens, parents, depths, paths = map(torch.cat, zip(*levels, strict=True))
+    order = paths.sort(descending=True, stable=True).indices[:nodes]
+    rows = torch.zeros(len(paths) + 1, dtype=torch.int64, device=device)  # by place; the last is that of the anchor, -1
+    rows[order] = torch.arange(1, len(order) + 1, device=device)
+    return DraftTree(tokens[order], rows[parents[order]], depths[order], paths[order])

@@ -1,0 +1,61 @@
+"""The calibration of a drafter's probabilities: found where it is planted, held where there is little to go by."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_toolkit.calibration import Calibration
+
+PLANTED = Calibration(0.6, (0.5, 0.0, -0.8, -1.5))
+
+
+def pairs(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities, slots and what was accepted by PLANTED."""
+    dice = torch.Generator().manual_seed(seed)
+    probabilities = torch.sigmoid(2 * torch.randn(count, generator=dice))
+    slots = torch.randint(1, 5, (count,), generator=dice)
+    return probabilities, slots, torch.rand(count, generator=dice) < PLANTED(probabilities, slots)
+
+
+def test_a_planted_calibration_is_found() -> None:
+    found = Calibration.cold(4).refit(*pairs(40_000))
+    assert found.slope == pytest.approx(PLANTED.slope, abs=0.05)
+    assert found.bias == pytest.approx(PLANTED.bias, abs=0.1)
+
+
+def test_calibrated_probabilities_are_the_shares_that_were_accepted() -> None:
+    probabilities, slots, accepted = pairs(20_000)
+    found = Calibration.cold(4).refit(probabilities, slots, accepted)
+    for slot in range(1, 5):
+        of = slots == slot
+        share = found(probabilities[of], slots[of]).mean()
+        assert float(share) == pytest.approx(float(accepted[of].float().mean()), abs=0.005)
+
+
+def test_a_cold_start_is_the_drafters_own_probability() -> None:
+    probabilities, slots, _ = pairs(100)
+    torch.testing.assert_close(Calibration.cold(4)(probabilities, slots), probabilities.double())
+
+
+def test_without_pairs_nothing_changes_and_a_slot_without_pairs_keeps_its_bias() -> None:
+    probabilities, slots, accepted = pairs(2000)
+    nothing = slots == 0
+    assert PLANTED.refit(probabilities[nothing], slots[nothing], accepted[nothing]) == PLANTED
+    first = slots == 1
+    found = PLANTED.refit(probabilities[first], slots[first], ~accepted[first])
+    assert found.bias[1:] == PLANTED.bias[1:] and found.bias[0] != PLANTED.bias[0]
+
+
+def test_damping_holds_what_few_pairs_say() -> None:
+    """Of five nodes that were all accepted the likelihood alone would want an infinite bias."""
+    few = torch.full((5,), 0.5), torch.ones(5, dtype=torch.int64), torch.ones(5, dtype=torch.bool)
+    found = [Calibration.cold(4).refit(*few, damping=damping) for damping in (1.0, 10.0, 100.0)]
+    biases = [each.bias[0] for each in found]
+    assert 4 > biases[0] > biases[1] > biases[2] > 0
+    assert [each.slope for each in found] == [1.0] * 3, "even odds say nothing of the slope"
+
+
+def test_a_drafter_that_is_certain_and_wrong_is_learnt_from() -> None:
+    certain = torch.ones(200), torch.ones(200, dtype=torch.int64), torch.arange(200) % 2 == 0
+    found = Calibration.cold(1).refit(*certain)
+    assert float(found(torch.ones(1), torch.ones(1, dtype=torch.int64))) == pytest.approx(0.5, abs=0.02)
