@@ -54,7 +54,7 @@ def by_cublas(layers: list[list[Tensor]], norm: Tensor, x: Tensor, a: Tensor, le
         missing = least_rows - len(x)
         return F.linear(F.pad(x, (0, 0, 0, missing)) if missing > 0 else x, weight, bias)[: len(x)]
 
-    with patch.object(gpu, "MAX_ROWS", 0), patch.object(gpu, "_by_cublas", padded):
+    with patch.object(gpu, "MAX_ROWS", 0), patch.object(gpu, "_cublas_linear", padded):
         separate(layers, norm, x, a)
 
 

@@ -237,7 +237,7 @@ def test_rows_that_stand_for_no_request_get_columns_all_the_same(dtype: torch.dt
 def test_many_rows_are_taken_some_at_a_time_and_no_row_depends_on_others() -> None:
     x, weight, _ = operands(37, 150, 32, torch.float32)
     nothing = AssertionError("which would have logits in memory")
-    with patch.object(gpu, "_by_cublas", side_effect=nothing), patch.object(gpu, "MAX_ROWS", 16):
+    with patch.object(gpu, "_cublas_linear", side_effect=nothing), patch.object(gpu, "MAX_ROWS", 16):
         whole = gpu.linear_top(x, weight, 4)
         check_top(x, weight, whole, 4)
         for rows in (slice(2), slice(20), slice(33, 37)):
