@@ -51,6 +51,7 @@ def option(
     named: bool = False,
     old_flag: str | None = None,
     repeatable: bool = False,
+    off: bool = False,
 ) -> Any:
     """A field of a dataclass that the user can set.
 
@@ -63,9 +64,10 @@ def option(
         named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
         old_flag: what its flag was called; it works for one release and prints a notice.
         repeatable: of a list: its flag given again adds to what was given, where others begin anew.
+        off: of a number: it has a flag `--no-NAME` too, for 0.
     """
     metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named, "old_flag": old_flag}
-    metadata["repeatable"] = repeatable
+    metadata |= {"repeatable": repeatable, "off": off}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -320,6 +322,9 @@ def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> 
         choices = option.field.metadata["choices"]
         metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
         parser.add_argument(*names, dest=key, metavar=metavar, help=text)
+        if option.field.metadata["off"]:
+            no = f"--no-{names[-1][2:]}"
+            parser.add_argument(no, dest=key, action="store_const", const="0", help=argparse.SUPPRESS)
 
 
 def _dashed(word: str) -> str:

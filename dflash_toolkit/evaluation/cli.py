@@ -67,10 +67,18 @@ class EvalDrafts(DraftOptions):
     """How the drafter is used: whole blocks at every step."""
 
     num_speculative_tokens: int | None = option(None, "tokens drafted a step (default: as the drafter was trained)")
+    draft_tree: int = option(
+        0, "nodes of the draft tree that a step verifies; 0 or --no-draft-tree: a chain; needs --runtime reference",
+        off=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 1")
+        if self.draft_tree < 0:
+            raise ValueError(f"draft_tree is {self.draft_tree}; it must be >= 0")
+        if self.draft_tree and self.draft_sample_method != "greedy":
+            raise ValueError(f"draft_tree is {self.draft_tree}; trees hold the most probable tokens, none sampled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +165,10 @@ class EvalConfig(ModelOptions):
             self._check_served()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
+        if self.runtime != "reference" and self.draft.draft_tree:
+            raise ValueError(
+                f"draft_tree is {self.draft.draft_tree}; the engine verifies chains alone, use --runtime reference"
+            )
 
     def _follow(self, protocol: str) -> None:
         """Take a protocol's options. Raises ValueError for another value of one."""
@@ -180,6 +192,7 @@ class EvalConfig(ModelOptions):
             "num_speculative_tokens": self.draft.num_speculative_tokens is not None,
             "draft_dtype": self.draft.draft_dtype != "auto",
             "draft_sample_method": self.draft.draft_sample_method != "greedy",
+            "draft_tree": self.draft.draft_tree > 0,
             "distribution_samples": self.sampling.distribution_samples > 0,
             "draft_length": bool(self.sweeps.draft_length),
             "concurrency": bool(self.sweeps.concurrency),
@@ -331,7 +344,8 @@ def _load(config: EvalConfig) -> "Pair":
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
                 raise
             refused = str(error.__cause__ or error)  # without the way out
-    pair = ReferencePair(modules or Target.load(config.target, config.device, config.dtype), drafter, method)
+    target = modules or Target.load(config.target, config.device, config.dtype)
+    pair = ReferencePair(target, drafter, method, config.draft.draft_tree)
     if refused is not None:
         print(f"the reference decodes, for the engine cannot: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused

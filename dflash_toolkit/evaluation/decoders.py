@@ -133,9 +133,10 @@ class ReferenceDecoder:
         target: Target,
         drafter: Drafter | None = None,
         draft_sample_method: DraftSampleMethod = "greedy",
+        draft_tree: int = 0,
     ) -> None:
         self._target: Target | None = target
-        self._drafter, self._method = drafter, draft_sample_method
+        self._drafter, self._how = drafter, (draft_sample_method, draft_tree)
         self._submitted: deque[tuple[int, list[int], SamplingParams, OnStep | None]] = deque()
 
     def submit(
@@ -151,7 +152,7 @@ class ReferenceDecoder:
     def wait(self) -> Response:
         key, prompt, params, on_step = self._submitted.popleft()
         assert self._target is not None, "closed"
-        for generation in stream(self._target, self._drafter, prompt, params, self._method):
+        for generation in stream(self._target, self._drafter, prompt, params, *self._how):
             if on_step is not None:
                 on_step(generation)
         return Response(key, generation)
@@ -243,13 +244,28 @@ class Pair(ABC):
 
 
 class ReferencePair(Pair):
-    """`decode.py` on plain Hugging Face modules."""
+    """`decode.py` on plain Hugging Face modules.
+
+    Args:
+        draft_tree: nodes that a step verifies; 0: chains.
+
+    Raises:
+        UserError: a tree for a target that takes none.
+    """
 
     name = "reference"
 
-    def __init__(self, target: Target, drafter: Drafter, draft_sample_method: DraftSampleMethod = "greedy") -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        draft_sample_method: DraftSampleMethod = "greedy",
+        draft_tree: int = 0,
+    ) -> None:
+        if draft_tree:
+            target.check_trees()
         drafter = drafter.to(target.device, target.dtype)
-        drafting = ReferenceDecoder(target, drafter, draft_sample_method)
+        drafting = ReferenceDecoder(target, drafter, draft_sample_method, draft_tree)
         self._decoders = {True: drafting, False: ReferenceDecoder(target)}
         self.draft_sample_method = draft_sample_method
         self.tokenizer, self.device, self.dtype = target.tokenizer, target.device, target.dtype
@@ -258,7 +274,7 @@ class ReferencePair(Pair):
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
         how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
-        self.facts = facts | how
+        self.facts = facts | how | ({"draft_tree": draft_tree} if draft_tree else {})  # which the engine has not
         self._drafter = drafter
         self.modules = target, drafter
 

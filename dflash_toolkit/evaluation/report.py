@@ -322,7 +322,9 @@ class Report:
         if not drafter:
             return str(self.arguments["target"])
         kind = {"dflash": " (DFlash)", "dflash2": " (DFlash 2)", None: ""}[self.arguments["drafter_kind"]]
-        return f"{drafter}{kind} drafting for {self.arguments['target']}"
+        nodes = self.arguments.get("draft_tree")
+        what = f"drafting trees of {nodes} nodes" if nodes else "drafting"
+        return f"{drafter}{kind} {what} for {self.arguments['target']}"
 
     @property
     def labelled(self) -> list[tuple[str, Summary]]:

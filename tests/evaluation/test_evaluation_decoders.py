@@ -212,13 +212,36 @@ def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
     assert load(tmp_path / "report")["overall"]["identical_to_plain"] == 1.0, "at temperature 0 they are the plain ones"
 
 
+def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path
+) -> None:
+    command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
+    assert main([*command, "--runtime", "reference", "--no-draft-tree", "--draft-tree", "24"]) == 0
+    report, page = load(tmp_path / "report"), (tmp_path / "report" / "report.html").read_text()
+    assert report["arguments"]["draft_tree"] == 24 and "drafting trees of 24 nodes for" in page
+    assert report["overall"]["identical_to_plain"] == 1.0
+    target, drafter = Target.load(str(target_dir), "cpu", "float32"), load_drafter(str(drafter_dir)).float()
+    texts = ["Why is the sky blue?", "Count to ten."]
+    prompts = [encode_chat(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    answers = [generate(target, drafter, prompt, SamplingParams(max_tokens=12), draft_tree=24) for prompt in prompts]
+    assert report["overall"]["accepted_lengths"] == list(Acceptance.of(answers, 8).accepted_lengths)
+    assert main([*command, "--draft-tree", "24", "--no-draft-tree"]) == 0
+    assert load(tmp_path / "report")["arguments"]["draft_tree"] == 0, "the engine decodes without trees"
+
+
+def test_trees_for_a_target_that_takes_none_are_refused_before_anything_is_decoded(drafter: Drafter) -> None:
+    with pytest.raises(UserError, match="use chains"):
+        ReferencePair(make_target("qwen3_5"), drafter, draft_tree=8)
+
+
 def test_another_runtime_or_way_to_draft_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
     partial = tmp_path / "partial.jsonl"
     engines = [EnginePair.load(target, drafter, draft_dtype=draft_dtype) for draft_dtype in ("auto", "fp8")]
     sampled = [make(target, drafter, draft_sample_method="probabilistic") for make in (EnginePair.load, ReferencePair)]
-    for runtime in (*engines, ReferencePair(target, drafter), *sampled):
+    trees = [ReferencePair(target, drafter, draft_tree=nodes) for nodes in (4, 8)]
+    for runtime in (*engines, ReferencePair(target, drafter), *sampled, *trees):
         evaluate(runtime, {"s": [SKY]}, SamplingParams(max_tokens=4), partial=partial)
-    assert len({json.loads(line)["key"] for line in partial.read_text().splitlines()}) == 5
+    assert len({json.loads(line)["key"] for line in partial.read_text().splitlines()}) == 7
 
 
 def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target: Target, drafter: Drafter) -> None:

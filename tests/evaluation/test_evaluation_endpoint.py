@@ -75,6 +75,7 @@ def test_what_cannot_be_measured_is_one_line(
 
     assert "drafter is missing" in refused()
     assert "runtime is given with endpoint" in refused("--endpoint", url, "--runtime", "engine")
+    assert "draft_tree is given with endpoint" in refused("--endpoint", url, "--draft-tree", "8")
     assert "endpoint http://127.0.0.1:9: no answer" in refused("--endpoint", "http://127.0.0.1:9")
     assert "expected http://HOST:PORT" in refused("--endpoint", "localhost")
     assert "has org/tiny; name one with --served-model-name" in refused("--endpoint", url, "--served-model-name", "x")
