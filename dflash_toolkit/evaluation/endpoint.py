@@ -44,6 +44,7 @@ WAYS = {
     "sglang": "start it with --speculative-algorithm DFLASH",
     OURS: "start it with --drafter",
 }  # to a server that drafts, by what /v1/models says who owns the model
+CERTAIN = -1e-6  # a log-probability that only a biased token has, of two that a target confuses
 PROBE = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
@@ -163,10 +164,10 @@ class Server:
         except ValueError as error:
             raise UserError(f"endpoint {self.shown}: no stream of completions ({error})") from error
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A whole completion. Raises UserError."""
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A whole reply. Raises UserError."""
         try:
-            response = self._http.post(f"{self.url}/v1/completions", json={"model": self.model, **body})
+            response = self._http.post(self.url + path, json={"model": self.model, **body})
             response.raise_for_status()
             found: dict[str, Any] = response.json()
             return found
@@ -292,12 +293,21 @@ class EndpointPair(Pair):
         return drafts
 
     def regret(self, ids: list[int], token: int) -> float:
-        body = _body(ids, SamplingParams(max_tokens=1)) | {"logit_bias": {str(token): 100}, "logprobs": 1}
+        """Of `token` behind `ids`, in nats; nan where the server does not tell."""
         try:
-            told = self._server.complete(body)["choices"][0]["logprobs"]
-            return float(max(told["top_logprobs"][0].values()) - told["token_logprobs"][0])
+            if self._server.owner == "sglang":  # adds a bias before it takes log-probabilities, so is asked by id
+                greedy = {"max_new_tokens": 1, "temperature": 0.0}
+                asked = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [token]}
+                told = self._server.post("/generate", {"input_ids": ids, "sampling_params": greedy, **asked})
+                told = told["meta_info"]
+                return float(told["output_top_logprobs"][0][0][0] - told["output_token_ids_logprobs"][0][0][0])
+            body = _body(ids, SamplingParams(max_tokens=1)) | {"logit_bias": {str(token): 100}, "logprobs": 1}
+            told = self._server.post("/v1/completions", body)["choices"][0]["logprobs"]
+            best, found = max(told["top_logprobs"][0].values()), told["token_logprobs"][0]
         except (LookupError, TypeError, ValueError):
             return float("nan")
+        # certain by the bias: vLLM with --logprobs-mode processed_logprobs tells nothing about the target
+        return float("nan") if found > CERTAIN else float(best - found)
 
 
 def _body(prompt_ids: list[int], params: SamplingParams) -> dict[str, Any]:

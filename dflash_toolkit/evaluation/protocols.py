@@ -23,6 +23,7 @@ class Protocol:
     figure: str = "tau_mean"  # of our reports, that is what they call acceptance length
     share: float | None = None  # of what was published, that is asked for
     engine: str = ""
+    block_size: int = 16
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -53,6 +54,7 @@ PROTOCOLS = {
         limit=200,
         share=0.95,
         engine="vLLM",
+        block_size=17,  # its num_speculative_tokens is 16
     ),
     # Model-Optimizer's pull request 2342: trained alike for both kinds
     "modelopt": Protocol(
@@ -110,6 +112,8 @@ def doubts(report: "Report", name: str) -> list[str]:
     found = [f"It was measured with {protocol.engine}; another engine rounds otherwise, which moves some answers."]
     if arguments["target"] != protocol.target:
         found.append(f"The target is {arguments['target']}, there it is {protocol.target}.")
+    if arguments["block_size"] != protocol.block_size:
+        found.append(f"Blocks are of {arguments['block_size']} tokens, there of {protocol.block_size}.")
     kind = arguments.get("drafter_kind")
     if kind is not None and kind not in protocol.published:
         found.append(f"Nothing is published there for drafters of the kind {kind}; those are of the kind dflash.")

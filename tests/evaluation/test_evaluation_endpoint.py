@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from test_serve_engine import make_engine
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import EnginePair
-from dflash_toolkit.evaluation.endpoint import Drafts, EndpointPair, read_counters, steps_of
+from dflash_toolkit.evaluation.endpoint import Drafts, EndpointPair, Server, read_counters, steps_of
 from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.schema import report_schema
@@ -46,6 +47,13 @@ def test_a_served_drafter_is_accepted_step_by_step_as_in_this_process(
     same = ("tau_pooled", "accepted_lengths", "accepted_per_position", "identical_to_plain", "generated_tokens")
     assert {key: here[key] for key in same} == {key: there[key] for key in same}
     assert served.regret([5, 6, 7], 9) == pytest.approx(EnginePair.load(target, drafter).regret([5, 6, 7], 9), abs=1e-4)
+
+
+def test_what_a_bias_made_certain_is_no_regret(url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = EndpointPair(str(target_dir), url)
+    told = {"choices": [{"logprobs": {"top_logprobs": [{"a": 0.0}], "token_logprobs": [0.0]}}]}
+    monkeypatch.setattr(Server, "post", lambda *_: told)
+    assert math.isnan(pair.regret([1, 2], 3))
 
 
 def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Path) -> None:
@@ -137,6 +145,17 @@ def standing_in(drafts: bool) -> Iterator[str]:
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/generate":
+                assert asked["return_logprob"] and asked["top_logprobs_num"] == 1 and "logit_bias" not in asked
+                (token,) = asked["token_ids_logprob"]
+                meta = {
+                    "output_top_logprobs": [[[-0.5, 7, None]]],
+                    "output_token_ids_logprobs": [[[-2.0, token, None]]],
+                }
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps({"meta_info": meta}).encode())
+                return
             assert asked["return_spec_tokens_details"] and asked["return_token_ids"]
             told = {"spec_verify_ct": 2, "spec_num_proposed_drafts": 6, "spec_correct_drafts_histogram": [1, 0, 1]}
             events: list[dict[str, Any]] = [{"choices": [{"token_ids": ids}]} for ids in ([5], [6, 7, 8], [9])]
@@ -159,5 +178,6 @@ def test_sglang_tells_beside_the_answer(target_dir: Path, capsys: pytest.Capture
         assert pair.where == f"{url}, sglang 0.5.23"
         answer = pair.decode([1, 2], SamplingParams(max_tokens=5), draft=True)
         assert answer.steps == [Step(3, 2, (6, 7, 8)), Step(3, 0, (9,))] and answer.finish_reason == "length"
+        assert pair.regret([1, 2], 9) == 1.5, "without a bias, which SGLang adds before it takes log-probabilities"
     with standing_in(drafts=False) as url, pytest.raises(Exception, match="speculative-algorithm DFLASH"):
         EndpointPair(str(target_dir), url)

@@ -60,4 +60,5 @@ def test_ours_stands_beside_what_was_published(
     (mt_bench,) = (line for line in said.splitlines() if "8.55: no" in line)
     assert "9.00" in mt_bench
     assert f"The target is {target_dir}, there it is Qwen/Qwen3-8B." in said
+    assert f"Blocks are of {report['arguments']['block_size']} tokens, there of 17." in said
     assert report["arguments"]["protocol"] == "vllm" and report["arguments"]["max_tokens"] == 12
