@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
-from .benchmarks import BENCHMARKS
+from .benchmarks import BENCHMARKS, PLACEHOLDER, SPEED_BENCH
 from .conversations import BY_NAME, Message, Tool, all_turns, read_chat, split_messages
 from .conversations import MALFORMED as MALFORMED
 from .sources import UNREADABLE as UNREADABLE
@@ -157,6 +157,8 @@ def _parse(found: Found, source: Source) -> Prompt:
     asked, rest = split_messages(messages)
     if not asked or not all(m["content"].strip() for m in asked if m["role"] == "user"):
         raise UserError(f"{place}: the prompt is empty")
+    if any(message["content"].startswith(PLACEHOLDER) for turn in (asked, *later) for message in turn):
+        raise UserError(f"{place}: SPEED-Bench only refers to this prompt; give a file {SPEED_BENCH}")
     default_id = f"{Path(source.place).name if source.is_file else source.place}/{found.number}"
     names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
     kinds = (row.get(key) for key in CATEGORY_KEYS)

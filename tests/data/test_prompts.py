@@ -12,6 +12,7 @@ from conftest import make_tokenizer
 from programs import says, user
 
 from dflash_toolkit import UserError
+from dflash_toolkit.data.benchmarks import PLACEHOLDER
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, tell_of_thinking
 from dflash_toolkit.data.sources import Malformed, Source
@@ -258,6 +259,7 @@ def test_a_set_that_is_only_named_is_read_from_the_hub() -> None:
     ("name", "message"),
     [
         ("spec_bench", "no dataset that can be streamed; give spec_bench=FILE, data/spec_bench/question.jsonl of"),
+        ("speed_bench", "no dataset that can be streamed; give speed_bench=FILE, made by prepare_data.py of"),
         ("gsm9k", "no such file; sets known by name are gsm8k, math500, "),
     ],
 )
@@ -276,3 +278,12 @@ def test_rows_of_the_hub_are_asked_as_those_of_the_files(tmp_path: Path) -> None
     assert found["mt_bench"].messages[0]["content"] == "One?" and found["mt_bench"].category == "math"
     assert [turn[0]["content"] for turn in found["mt_bench"].later] == ["Two?"]
     assert "```python\nAdd.\ndef add():\n```" in found["livecodebench"].messages[0]["content"]
+
+
+@pytest.mark.parametrize("turns", [[PLACEHOLDER + " USING SPECDEC_BENCH"], ["Add 1.", PLACEHOLDER + "\n\n{question}"]])
+def test_a_row_that_only_refers_to_its_prompt_is_not_asked(tmp_path: Path, turns: list[str]) -> None:
+    path = tmp_path / "qualitative.jsonl"
+    path.write_text(json.dumps({"turns": ["Why?"], "category": "qa"}) + "\n" + json.dumps({"turns": turns}) + "\n")
+    assert read_prompts(f"speed_bench={path}", 1)[0].category == "qa"
+    with pytest.raises(UserError, match="line 2: SPEED-Bench only refers to this prompt; give a file made by"):
+        read_prompts(f"speed_bench={path}")
