@@ -15,7 +15,7 @@ import torch
 from conftest import EOS, VOCAB, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode import PROMPT, check_books, drafting, knows, pair
+from test_decode import PROMPT, check_books, drafting, knows, pair, planting
 from test_serve_text import sentencepiece_like
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -118,6 +118,10 @@ def test_an_answer_is_what_the_grammar_says_with_drafts_and_without(case: str, w
         assert helped.tokens == plain.tokens and helped.finish_reason == "stop"
         assert len(helped.steps) < len(plain.steps) or len(plain.steps) < 2
         check_books(helped)
+    with planting(plain.tokens):
+        helped = generate(target, drafter, PROMPT, params_of(grammar, **way), draft_tree=24)
+    assert helped.tokens == plain.tokens and helped.finish_reason == "stop"
+    check_books(helped)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
