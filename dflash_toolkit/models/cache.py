@@ -94,6 +94,7 @@ class TargetCache(DynamicCache):
                 masks[name] = hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    @torch.inference_mode()
     def move_path(self, tokens: int, rows: Sequence[int]) -> None:
         """Move `rows` of the last `tokens` tokens, a tree, to the places behind those before; `end_block` drops the
         rest.

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dflash_toolkit import SamplingParams, Target, generate
-from dflash_toolkit.config import UnsupportedModel
+from dflash_toolkit.config import UnsupportedModel, UserError
 from dflash_toolkit.models.cache import TargetCache
 from dflash_toolkit.models.spec import ARCHITECTURES as COMPUTED
 from dflash_toolkit.models.spec import ModelSpec
@@ -182,6 +182,33 @@ def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(nam
     torch.testing.assert_close(*nexts, rtol=1e-4, atol=1e-4)
     whole = target.forward(IDS, logits="all").logits
     torch.testing.assert_close(nexts[0], whole[:, 12 + stay :], rtol=1e-2, atol=1e-2)
+
+
+@EACH
+def test_the_path_of_a_tree_leaves_what_its_tokens_alone_would(name: str) -> None:
+    target = tiny(name)
+    if ARCHITECTURES[name].recurrent:
+        with pytest.raises(UserError, match="use chains"):
+            target.check_trees()
+        return
+    target.check_trees()
+    path, tree = [0, 2, 3], torch.tensor([[IDS[0, 12], 7, IDS[0, 13], IDS[0, 14], 9]])  # 9 stands behind 7
+    visible = torch.eye(5, dtype=torch.bool)
+    for row, ancestors in ((1, [0]), (2, [0]), (3, [0, 2]), (4, [0, 1])):
+        visible[row, ancestors] = True
+    cache, plain = target.new_cache(), target.new_cache()
+    for each in (cache, plain):
+        target.forward(IDS[:, :12], cache=each)
+        each.settle()
+    cache.begin_block()
+    found = target.forward(tree, cache=cache, logits="all", visible=visible).logits
+    cache.move_path(5, path)
+    cache.end_block(5, 3)
+    alone = target.forward(IDS[:, 12:15], cache=plain, logits="all").logits
+    plain.settle()
+    torch.testing.assert_close(found[:, path], alone, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(kept(cache), kept(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_recurrent_model_that_does_not_go_on_from_a_cached_state_is_refused() -> None:
