@@ -168,10 +168,10 @@ def test_blocks_may_be_whole_rows(m: int) -> None:
         assert torch.equal(gpu.linear(x[:1], weight)[0], gpu.linear(x, weight)[0])
 
 
-@pytest.mark.parametrize("m", [129, 130, 132])
+@pytest.mark.parametrize("m", [129, 132])
 def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is handed over passes torch's checks for a GPU, and read as cuBLAS documents it is the product."""
-    n, k = 256, 1024
+    n, k = 256, 512
     x, weight, bias = rows_of("in the format", m, k), weight_of(n, k), torch.randn(n, device=DEVICE).to(DTYPE)
     recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     real, calls = F.scaled_mm, 0

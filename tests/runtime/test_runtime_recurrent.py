@@ -42,9 +42,9 @@ def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> N
     """Prompts shorter than the convolution, and such as are cut into several chunks."""
     target, drafter = pair(kind)
     prompts = prompts_of(1, 5, 17, 33, 2, 8)
-    check(make_engine(target, drafter), (target, drafter), prompts, *[SamplingParams(max_tokens=n) for n in (21, 1, 9)])
-    plain = make_engine(target, None).generate(prompts, SamplingParams(max_tokens=20))
-    assert [got.tokens for got in plain] == [hf_greedy(target, prompt, 20) for prompt in prompts]
+    check(make_engine(target, drafter), (target, drafter), prompts, *[SamplingParams(max_tokens=n) for n in (13, 1, 9)])
+    plain = make_engine(target, None).generate(prompts, SamplingParams(max_tokens=12))
+    assert [got.tokens for got in plain] == [hf_greedy(target, prompt, 12) for prompt in prompts]
 
 
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)])
