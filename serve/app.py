@@ -111,6 +111,7 @@ def create_app(
         "created": int(time.time()),
         "owned_by": "dflash-toolkit",
         "max_model_len": limit,
+        "num_speculative_tokens": engine.info.block_size - 1,  # of the longest draft
     }
 
     async def authorise(request: Request) -> None:  # in a thread it would wait for the interpreter

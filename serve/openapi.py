@@ -322,6 +322,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    num_speculative_tokens: int
 
 
 class ModelList(BaseModel):

@@ -55,14 +55,13 @@ class Drafts:
     steps: int
     drafted: int
     reached: tuple[int, ...]  # by slot, steps that accepted the draft in it
-    longest: int = 0  # of the drafts, where it is known
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "Drafts":
         drafted = [step for step in steps if step.drafted]
         longest = max((step.drafted for step in drafted), default=0)
         reached = tuple(sum(step.accepted > slot for step in drafted) for slot in range(longest))
-        return cls(len(drafted), sum(step.drafted for step in drafted), reached, longest)
+        return cls(len(drafted), sum(step.drafted for step in drafted), reached)
 
     def since(self, before: "Drafts") -> "Drafts":
         # positions appear with the first draft that has them
@@ -108,6 +107,7 @@ class Server:
             raise UserError(f"endpoint {self.shown}: not the reply of /v1/models ({error!r})") from error
         self.model, self.owner = found["id"], str(found.get("owned_by", ""))
         self.max_model_len: int | None = found.get("max_model_len")
+        self.longest_draft: int = found.get("num_speculative_tokens", 0)  # dflash-serve, which drafts as it pays
 
     @property
     def shown(self) -> str:
@@ -221,7 +221,8 @@ class EndpointPair(Pair):
         prompt = self.tokenizer("Once upon a time").input_ids
         self.block_size = UNKNOWN
         _, drafts = self._drafted(prompt, PROBE, None)
-        self.block_size = 1 + max(len(drafts.reached), -(-drafts.drafted // max(drafts.steps, 1)), drafts.longest)
+        drafted = -(-drafts.drafted // max(drafts.steps, 1))
+        self.block_size = 1 + max(len(drafts.reached), drafted, self._server.longest_draft)
         self.where = f"{self._server.shown}, {self._server.version()}"
         self.facts = {
             "target": target,

@@ -56,6 +56,14 @@ def test_what_a_bias_made_certain_is_no_regret(url: str, target_dir: Path, monke
     assert math.isnan(pair.regret([1, 2], 3))
 
 
+def test_a_server_that_drafts_as_it_pays_is_known_by_its_longest_draft(
+    target: Target, drafter: Drafter, target_dir: Path
+) -> None:
+    chosen = make_engine(target, drafter, max_model_len=256, num_speculative_tokens=None)
+    with serving(chosen) as url:
+        assert EndpointPair(str(target_dir), url).block_size == drafter.config.block_size
+
+
 def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"prompt": "Why is the sky blue?"}) + "\n")
