@@ -213,8 +213,9 @@ class EndpointPair(Pair):
         self.vocabulary = config.get_text_config(decoder=True).vocab_size
         self.device, self.dtype, self.draft_sample_method = torch.device("cpu"), torch.float32, "greedy"
         self._plain: Callable[..., Iterator[dict[str, Any]]] | None = None
-        if plain is not None:
-            self._plain = Server(plain, model).stream
+        other = None if plain is None else Server(plain, model)
+        if other is not None:
+            self._plain = other.stream
         elif self._server.owner == OURS:
             off = {"speculative": {"num_speculative_tokens": 0}}
             self._plain = lambda body: self._server.stream(body | off)
@@ -228,7 +229,7 @@ class EndpointPair(Pair):
             "target": target,
             "served_model": self._server.model,
             "endpoint": self.where,
-            "plain_endpoint": None if plain is None else Server(plain, model).shown,
+            "plain_endpoint": None if other is None else other.shown,
             "chat_template_sha256": template_digest(self.tokenizer),
             "drafter_kind": None,
             "block_size": self.block_size,
