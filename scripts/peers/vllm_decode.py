@@ -230,12 +230,13 @@ def figures(counts: Counts, ours: Mapping[str, Any] | None = None, answers: Sequ
 
 
 def same_answers(theirs: Sequence[Answer], ours: Sequence[Answer]) -> dict[str, Any]:
-    """Acceptance length of both over the answers that are the same, token for token."""
+    """Acceptance length of both over the answers that are the same, token for token, and the steps it is of."""
     same = [(a, b) for a, b in zip(theirs, ours, strict=True) if a.sha256 == b.sha256]
     committed = sum(a.tokens - 1 for a, _ in same)
-    there, here = ratio(committed, sum(a.steps for a, _ in same)), ratio(committed, sum(b.steps for _, b in same))
+    steps = {"drafts": sum(a.steps for a, _ in same), "drafts_of_ours": sum(b.steps for _, b in same)}
+    there, here = (ratio(committed, count) for count in steps.values())
     found = {"tau_pooled": there, "ours": here, "tau_of_ours": ratio(there, here)}
-    return {"requests": len(same)} | finite({key: round(value, 4) for key, value in found.items()})
+    return {"requests": len(same)} | steps | finite({key: round(value, 4) for key, value in found.items()})
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------------

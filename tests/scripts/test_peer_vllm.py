@@ -75,11 +75,13 @@ def test_answers_that_are_the_same_are_compared_by_themselves() -> None:
     ours = [program.Answer("x", 9, 2), program.Answer("other", 50, 1), program.Answer("z", 5, 2)]
     counts = program.Counts(3, 115, 4.0, 3.0, 16, 99, theirs)
     found = program.figures(counts, {"tau_pooled": 9.0}, ours)
-    assert found["same_answers"] == {"requests": 2, "tau_pooled": 2.0, "ours": 3.0, "tau_of_ours": round(2 / 3, 4)}
+    steps = {"requests": 2, "drafts": 6, "drafts_of_ours": 4}
+    assert found["same_answers"] == steps | {"tau_pooled": 2.0, "ours": 3.0, "tau_of_ours": round(2 / 3, 4)}
     assert "answers" not in found
     assert "same_answers" not in program.figures(counts, {"tau_pooled": 9.0}, [])
     none = program.same_answers(theirs[:1], [program.Answer("w", 9, 2)])
-    assert none == {"requests": 0, "tau_pooled": None, "ours": None, "tau_of_ours": None}
+    lengths = {"tau_pooled": None, "ours": None, "tau_of_ours": None}
+    assert none == {"requests": 0, "drafts": 0, "drafts_of_ours": 0} | lengths
 
 
 # ---- what it is compared with ------------------------------------------------------------------------------------

@@ -50,7 +50,10 @@ def test_vllm_accepts_as_many_drafts_as_we_do(name: str, dflash_train: Program, 
     assert vllm_decode.main([*asked, *options, "--ours", str(report / "report.json"), "--output", str(theirs)]) == 0
 
     # behind a near tie the texts part, so of the answers that are the same in both
-    same = json.loads(theirs.read_text())["sets"]["seen"]["same_answers"]
-    assert same["requests"] >= 3
-    assert same["tau_pooled"] > 1.5, "the drafter has learned something"
-    assert 0.95 < same["tau_of_ours"] < 1.05
+    found = json.loads(theirs.read_text())["sets"]["seen"]
+    same = found["same_answers"]
+    assert same["requests"] >= 3, found
+    assert same["ours"] > 1.5, f"the drafter has learned too little: {found}"
+    # vLLM schedules ahead: it may count a step behind an answer's end
+    assert same["drafts_of_ours"] <= same["drafts"] * 1.05, found
+    assert same["drafts"] <= same["drafts_of_ours"] * 1.05 + same["requests"], found
