@@ -5,10 +5,10 @@
 | linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
 | the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
-| top logits of a head | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
+| top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
 | experts | Triton: up to 64 rows all with every expert, more gathered by expert | the same, partial sums rounded |
-| attention | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
+| attention, of trees too | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
 A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's
@@ -24,12 +24,15 @@ from torch import Tensor
 from . import flash
 from .delta import DeltaMemory
 from .hopper import attention as hopper_attention
+from .hopper import tree_attention as hopper_tree_attention
 from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
 from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS
+from .mix import LogitScale
+from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
 from .triton import delta_chunk as chunked
 from .triton import linear as gemm
@@ -44,19 +47,25 @@ from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import row_top
 from .triton.sample import rejection_sample, sample
+from .triton.tree_accept import accept_trees, move_rows_
+from .triton.tree_attention import tree_attention as _tree_attention
+from .triton.tree_build import cut_trees, draft_children, grow_trees
 from .triton.walk import sampled_walk, walk
 from .weight import BlockScaledFp8, Weight, dense, parts
 
 __all__ = [
     "accept",
+    "accept_trees",
     "add_rms_norm",
     "block_attention",
     "block_conv",
     "context_write",
     "conv_add_rms_norm",
+    "cut_trees",
     "delta_chunk",
     "delta_inputs",
     "delta_rule",
+    "draft_children",
     "experts_mlp",
     "fused_conv_post_attention",
     "fused_post_attention",
@@ -64,12 +73,15 @@ __all__ = [
     "fuses_post_attention",
     "gate_heads",
     "gated_rms_norm",
+    "grow_trees",
     "linear",
     "linear_argmax",
     "linear_split_k",
     "linear_swiglu",
     "linear_top",
+    "linear_top_lse",
     "mask_logits_",
+    "move_rows_",
     "rejection_sample",
     "rope_write",
     "row_loss_",
@@ -77,6 +89,7 @@ __all__ = [
     "sample",
     "sampled_walk",
     "top_experts",
+    "tree_attention",
     "walk",
 ]
 
@@ -158,8 +171,33 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 
 def _top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     if multiplies(x, weight):
-        return gemm.launch_top(quantize_rows(x), weight, count, x.dtype, gemm.tile_of_quantized(len(x)))
+        return gemm.launch_top(quantize_rows(x), weight, count, x.dtype, gemm.tile_of_quantized(len(x)))[:2]
     return gemm.linear_top(x, weight, count)
+
+
+def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
+    """As `linear_top`, of logits behind `scale`, and the log-sum-exp of all of them, fp32 [M]."""
+    if isinstance(weight, BlockScaledFp8):
+        logits = linear(x, weight)
+        ordered = logits.sort(dim=-1, descending=True, stable=True)
+        values, every = ordered.values[:, :count].float().contiguous(), logits.float()
+        scale.apply_(values)
+        scale.apply_(every)
+        return values, ordered.indices[:, :count], every.logsumexp(-1)
+    found = [_top_lse(part, weight, count, scale) for part in x.split(MAX_ROWS)]
+    if len(found) == 1:
+        return found[0]
+    values, ids, lse = (torch.cat(part) for part in zip(*found, strict=True))
+    return values, ids, lse
+
+
+def _top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
+    if not multiplies(x, weight):
+        return gemm.linear_top_lse(x, weight, count, scale)
+    tile = gemm.tile_of_quantized(len(x))
+    values, ids, lse = gemm.launch_top(quantize_rows(x), weight, count, x.dtype, tile, scale)
+    assert lse is not None
+    return values, ids, lse
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
@@ -185,6 +223,21 @@ def block_attention(
     return attention.block_attention(
         q, cache, lengths, page_table, page_size, causal=causal, window=window, counts=counts, hopper=hopper
     )
+
+
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    paths: Tensor,
+    window: int = 0,
+) -> Tensor:
+    """Attention [M, N H] of rows of trees, q [M, N, H], over the pages in cache [2, slots, G, H]; see the reference."""
+    hopper = hopper_tree_attention.launch if hopper_attention.fits(q, cache, page_size) else None
+    return _tree_attention(q, cache, lengths, page_table, page_size, rows, paths, window, hopper)
 
 
 def delta_chunk(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .delta import DeltaMemory
-from .mix import LossMix, RowTerms
+from .mix import LogitScale, LossMix, RowTerms
+from .tree import TreeRows, Trees
 from .weight import Stacked, Weight
 
 SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
@@ -32,6 +33,10 @@ class Ops(Protocol):
     def linear_argmax(self, x: Tensor, weight: Weight) -> Tensor: ...
 
     def linear_top(self, x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]: ...
+
+    def linear_top_lse(
+        self, x: Tensor, weight: Weight, count: int, scale: LogitScale
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def walk(
         self,
@@ -136,6 +141,7 @@ class Ops(Protocol):
         counts: Tensor | None = None,
         *,
         gated: bool = False,
+        at: Tensor | None = None,
     ) -> Tensor: ...
 
     def gate_heads(self, x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor: ...
@@ -175,6 +181,56 @@ class Ops(Protocol):
         last_token: Tensor,
         forced: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
+
+    def draft_children(
+        self,
+        unary: Tensor,
+        lse: Tensor,
+        candidates: Tensor,
+        calibration: Tensor,
+        width: int,
+        pairs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def grow_trees(self, values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor, nodes: int) -> Trees: ...
+
+    def cut_trees(
+        self, trees: Trees, last_token: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, rows: int
+    ) -> TreeRows: ...
+
+    def tree_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        rows: TreeRows,
+        paths: Tensor,
+        window: int = 0,
+    ) -> Tensor: ...
+
+    def accept_trees(
+        self,
+        rows: TreeRows,
+        choice: Tensor,
+        active: Tensor,
+        lengths: Tensor,
+        last_token: Tensor,
+        depth: int,
+        forced: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def move_rows_(
+        self,
+        cache: Tensor,
+        rows: TreeRows,
+        path: Tensor,
+        counts: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
+        page_size: int,
+    ) -> None: ...
 
     def mask_logits_(self, logits: Tensor, masks: Tensor, at: Tensor) -> None: ...
 

@@ -8,6 +8,13 @@ from torch import Tensor
 
 from .delta import DeltaMemory
 from .mix import LossMix, RowTerms
+from .reference_tree import accept_trees as accept_trees
+from .reference_tree import cut_trees as cut_trees
+from .reference_tree import draft_children as draft_children
+from .reference_tree import grow_trees as grow_trees
+from .reference_tree import linear_top_lse as linear_top_lse
+from .reference_tree import move_rows_ as move_rows_
+from .reference_tree import tree_attention as tree_attention
 from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, cast_fp8, dense, is_quantized, quantize_groups
 
 
@@ -534,6 +541,7 @@ def rope_write(
     counts: Tensor | None = None,
     *,
     gated: bool = False,
+    at: Tensor | None = None,
 ) -> Tensor:
     """Add up qkv; norm and rotate queries and keys; write keys and values into the pages of their positions.
 
@@ -547,6 +555,7 @@ def rope_write(
         page_table: int32 [B, pages of a request].
         cache: [2, slots, G, H], keys and values of one layer, written in place.
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: there are none.
+        at: int32 [M], the slots of the rows, where these are not those of their positions; the page table is not read.
         gated: behind each head of q there is its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
 
     Returns:
@@ -561,10 +570,12 @@ def rope_write(
     q = q[:, ::2] if gated else q
     q = _rms_norm(q, q_weight, eps) if q_weight is not None else q
     k = _rms_norm(k, k_weight, eps) if k_weight is not None else k
-    slots = slots_of(positions, page_table, page_size)
-    if counts is not None:
-        slots = torch.where(positions < (lengths + counts)[:, None], slots, positions % page_size)
-    slots = slots.flatten()
+    if at is None:
+        slots = slots_of(positions, page_table, page_size)
+        if counts is not None:
+            slots = torch.where(positions < (lengths + counts)[:, None], slots, positions % page_size)
+        at = slots.flatten()
+    slots = at.long()
     cache[0, slots] = _rotate(k, rope, positions.flatten())
     cache[1, slots] = v
     return _rotate(q, rope, positions.flatten())

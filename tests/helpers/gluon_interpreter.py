@@ -235,6 +235,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: object
 GL: dict[str, Any] = {  # what does not depend on who asks
     **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")},
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_: None),
+    "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda *_: None),
     "arange": lambda first, stop, _layout: torch.arange(first, stop, dtype=torch.int32).as_subclass(Block),
     "full": lambda shape, value, dtype, _layout: torch.full(shape, value, dtype=dtype).as_subclass(Block),
     "zeros": lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype).as_subclass(Block),

@@ -21,12 +21,13 @@ def conv_case(kernel: object, warps: int, *, wide: str = "*fp32", **constexprs: 
     return Case(kernel, given, {"TAPS": 2, "GROUP": 16, "WIDTH": 16} | constexprs, warps, ragged=ragged)
 
 
-def top_case(rows: int, kind: str) -> Case:
+def top_case(rows: int, kind: str, lse: bool = False) -> Case:
     scaled, rounded = kind != "bf16", kind == "rounded"
     tile = linear.tile_of_quantized(rows) if rounded else linear.tile_for("argmax", 151936, 4096, rows, scaled)
     constexprs = {
         "T": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "COUNT": 16, "SLOTS": 16,
-        "EVEN_N": True, "EVEN_K": True, "SCALED": scaled, "ROUNDED": rounded, "LOGIT": linear.tl.bfloat16, "PDL": True,
+        "EVEN_N": True, "EVEN_K": True, "SCALED": scaled, "ROUNDED": rounded, "LOGIT": linear.tl.bfloat16, "LSE": lse,
+        "CAPPED": lse, "PDL": True,
     }  # fmt: skip
     pointers = {"x_p": "*fp8e4nv" if rounded else "*bf16", "w_p": "*fp8e4nv" if scaled else "*bf16"}
     pointers |= {
@@ -35,8 +36,13 @@ def top_case(rows: int, kind: str) -> Case:
         "keys_p": "*i32",
         "counts_p": "*i32",
         "bounds_p": "*i32",
+        "tops_p": "*fp32",
+        "sums_p": "*fp32",
+        "multiplier": "fp32",
+        "cap": "fp32",
     } | dict.fromkeys("MNK", "i32")
-    return Case(linear._top_kernel, pointers, constexprs, tile.warps, tile.stages, ("M",))
+    warps = max(tile.warps, linear.LSE_WARPS) if lse and rows == 128 else tile.warps
+    return Case(linear._top_kernel, pointers, constexprs, warps, tile.stages, ("M",))
 
 
 def walk_case(sampled: bool) -> Case:
@@ -50,6 +56,15 @@ def walk_case(sampled: bool) -> Case:
 
 CASES = {f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 128) for kind in ("bf16", "rounded")} | {
     "top of 16 widened": top_case(16, "widened"),
+    "top of 128 and log-sum-exp": top_case(128, "bf16", lse=True),
+    "top of 128 in fp8 and log-sum-exp": top_case(128, "rounded", lse=True),
+    "merge of the log-sum-exps": Case(
+        best._merge_lse_kernel,
+        {"tops_p": "*fp32", "sums_p": "*fp32", "out_p": "*fp32", "M": "i32", "tiles": "i32"},
+        {"BLOCK": 2048, "PDL": True},
+        4,
+        ragged=("M", "tiles"),
+    ),
     "merge of the tops": Case(
         best._merge_top_kernel,
         {"keys_p": "*i32", "counts_p": "*i32", "values_p": "*fp32", "ids_p": "*i64", "M": "i32", "tiles": "i32"},

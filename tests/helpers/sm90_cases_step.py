@@ -57,16 +57,18 @@ def sample_case(logits: str, ragged: tuple[str, ...] = (), candidates: int = 0) 
 
 
 def rope_write_case(
-    partials: str, parts: int, heads: int, early: bool, counted: bool = False, hybrid: bool = False
-) -> Case:
+    partials: str, parts: int, heads: int, early: bool, counted: bool = False, hybrid: bool = False,
+    placed: bool = False,
+) -> Case:  # fmt: skip
     """`hybrid`: heads of 256 with gates, of which the first quarter turns, behind norms in fp32."""
     kernel = rope._rope_write_kernel
     pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
+    pointers["slots_p"] = "*i32"
     if hybrid:
         pointers |= dict.fromkeys(("qw_p", "kw_p"), "*fp32")
     constexprs = {
         "PARTS": parts, "HEADS": heads, "BLOCK": 128 if hybrid else 64, "PAGE": 64, "PARTIAL": hybrid, "GATED": hybrid,
-        "BIAS": not hybrid, "NORM": True, "COUNTED": counted, "EARLY": early, "PDL": True,
+        "BIAS": not hybrid, "NORM": True, "COUNTED": counted, "PLACED": placed, "EARLY": early, "PDL": True,
     }  # fmt: skip
     return Case(kernel, pointers | ints(kernel), constexprs, 1, ragged=("S", "G", "width"))
 
@@ -101,6 +103,7 @@ CASES = {
     ),
     "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
     "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
+    "rope_write of trees": rope_write_case("*fp32", 4, 2, early=False, placed=True),
     "rope_write of a hybrid target": rope_write_case("*fp32", 4, 2, early=False, hybrid=True),
     "gates of a hybrid target": Case(
         rope._gate_heads_kernel,

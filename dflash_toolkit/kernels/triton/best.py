@@ -107,3 +107,25 @@ def merge_top(keys: Tensor, counts: Tensor, columns: int) -> tuple[Tensor, Tenso
         WIDE=keys.dtype == torch.int64, num_warps=8, **pdl(keys),
     )  # fmt: skip
     return values, ids
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def _merge_lse_kernel(tops_p, sums_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i_m = tl.program_id(0)
+    o_t = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_top = tl.load(tops_p + o_t * M + i_m, mask=o_t < tiles, other=-float("inf"))
+    b_sum = tl.load(sums_p + o_t * M + i_m, mask=o_t < tiles, other=0.0)
+    top = tl.max(b_top, axis=0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    tl.store(out_p + i_m, base + tl.log(tl.sum(b_sum * tl.exp(b_top - base), axis=0)))
+
+
+def merge_lse(tops: Tensor, sums: Tensor) -> Tensor:
+    """The log-sum-exp fp32 [M] of tiles' largest values and their sums against these, both [tiles, M]."""
+    tiles, m = tops.shape
+    out = torch.empty(m, dtype=torch.float32, device=tops.device)
+    _merge_lse_kernel[(m,)](tops, sums, out, m, tiles, BLOCK=next_power_of_two(tiles), num_warps=4, **pdl(tops))
+    return out

@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
+from ..mix import PLAIN, LogitScale
 from ..weight import Weight, is_quantized, parts
-from .best import key_of, merge_top, ordered, reduce_best
+from .best import key_of, merge_lse, merge_top, ordered, reduce_best
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
+LSE_WARPS = 8  # of the widest tiles: the logits' exponentials stand beside the sums
 SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
 
 
@@ -108,10 +110,10 @@ def _argmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _top_kernel(
-    x_p, w_p, scale_p, row_scale_p, keys_p, counts_p, bounds_p, M, N, K,
+    x_p, w_p, scale_p, row_scale_p, keys_p, counts_p, bounds_p, tops_p, sums_p, M, N, K, multiplier, cap,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr,
-    LOGIT: tl.constexpr, PDL: tl.constexpr,
+    LOGIT: tl.constexpr, LSE: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest logits among BLOCK_N columns, as keys and the largest first: keys [tiles, COUNT, M].
 
@@ -121,6 +123,7 @@ def _top_kernel(
     many are written depends on which tiles are ready; what is the best of them does not.
 
     LOGIT: what logits are rounded to. Of 16 bits, a value and its column in the tile are one integer of 32.
+    LSE: the largest logit behind `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
     """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -136,6 +139,15 @@ def _top_kernel(
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     if ROUNDED:
         b_acc *= tl.load(row_scale_p + o_m, mask=m_m, other=0.0)[None, :]
+    if LSE:
+        b_logit = b_acc.to(LOGIT).to(tl.float32) * multiplier
+        if CAPPED:
+            b_logit = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_logit / cap))) - 1.0)
+        b_logit = tl.where((o_n < N)[:, None], b_logit, -float("inf"))
+        b_most = tl.max(b_logit, axis=0)
+        b_base = tl.where(b_most == -float("inf"), 0.0, b_most)
+        tl.store(tops_p + i_n * M + o_m, b_most, mask=m_m)
+        tl.store(sums_p + i_n * M + o_m, tl.sum(tl.exp(b_logit - b_base[None, :]), axis=0), mask=m_m)
     b_order = ordered(b_acc.to(LOGIT))
     wide: tl.constexpr = LOGIT.is_fp32()
     if wide:
@@ -265,23 +277,44 @@ def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits of every row, fp32 [M, count], and their columns, int64; see the reference."""
-    return launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight))
+    return launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight))[:2]
 
 
-def launch_top(x: Weight, weight: Weight, count: int, dtype: torch.dtype, tile: Tile) -> tuple[Tensor, Tensor]:
-    """`linear_top` with a given tile and dtype of the logits; rows in fp8 go with weights in fp8."""
-    (rows, row_scale), (data, scale) = parts(x), parts(weight)
+def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
+    """As `linear_top`, of logits behind `scale`, and the log-sum-exp of all of them, fp32 [M]; see the reference."""
+    values, ids, lse = launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight), scale)
+    assert lse is not None
+    return values, ids, lse
+
+
+def launch_top(
+    x: Weight, weight: Weight, count: int, dtype: torch.dtype, tile: Tile, scale: LogitScale | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`linear_top` with a given tile and dtype of the logits; rows in fp8 go with weights in fp8.
+
+    With a `scale` as `linear_top_lse`.
+    """
+    (rows, row_scale), (data, own_scale) = parts(x), parts(weight)
     (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
     number = torch.int64 if dtype == torch.float32 else torch.int32
     keys = torch.empty(tiles, count, m, dtype=number, device=rows.device)
     counts = torch.empty(tiles, dtype=torch.int32, device=rows.device)
     bounds = torch.full((count, m), torch.iinfo(number).min, dtype=number, device=rows.device)
+    tops, sums, logits, warps = keys, keys, scale or PLAIN, tile.warps
+    if scale is not None:
+        warps = max(warps, LSE_WARPS) if padded(m) == MAX_ROWS else warps
+        tops, sums = (torch.empty(tiles, m, dtype=torch.float32, device=rows.device) for _ in range(2))
     _top_kernel[(tiles,)](
-        rows, data, data if scale is None else scale, data if row_scale is None else row_scale, keys, counts, bounds,
-        m, n, k, T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count,
+        rows, data, data if own_scale is None else own_scale, data if row_scale is None else row_scale, keys, counts,
+        bounds, tops, sums, m, n, k, logits.multiplier, logits.cap or 1.0,
+        T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count,
         SLOTS=next_power_of_two(count), EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0,
-        SCALED=scale is not None, ROUNDED=is_quantized(x), LOGIT=FORMATS[dtype],
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
+        SCALED=own_scale is not None, ROUNDED=is_quantized(x), LOGIT=FORMATS[dtype], LSE=scale is not None,
+        CAPPED=logits.cap is not None, num_warps=warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
-    return merge_top(keys, counts, tile.block_n)
+    values, ids = merge_top(keys, counts, tile.block_n)
+    if scale is None:
+        return values, ids, None
+    scale.apply_(values)
+    return values, ids, merge_lse(tops, sums)

@@ -81,11 +81,11 @@ def _store(p_out, b_first, b_second, HALF, TURNS, HEADS: tl.constexpr, BLOCK: tl
 
 @triton.jit(do_not_specialize=["S"])
 def _rope_write_kernel(
-    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, cache_p, q_p,
+    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, slots_p, cache_p, q_p,
     S, N, G, HALF, TURNS, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     PARTIAL: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PLACED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
@@ -94,10 +94,13 @@ def _rope_write_kernel(
         tl.extra.cuda.gdc_launch_dependents()  # attention, which may load the context meanwhile
     # none of this comes from the kernel before this one
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
-    page = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64)
-    if COUNTED:
-        page = tl.where(i_m % S < tl.load(counts_p + i_b), page, 0)  # padding goes to the null block
-    slot = page * PAGE + position % PAGE
+    if PLACED:
+        slot = tl.load(slots_p + i_m).to(tl.int64)
+    else:
+        page = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64)
+        if COUNTED:
+            page = tl.where(i_m % S < tl.load(counts_p + i_b), page, 0)  # padding goes to the null block
+        slot = page * PAGE + position % PAGE
     p_w = qw_p
     if i_h >= N:
         p_w = kw_p
@@ -220,11 +223,12 @@ def rope_write(
     counts: Tensor | None = None,
     *,
     gated: bool = False,
+    at: Tensor | None = None,
 ) -> Tensor:
     """Queries [M, N, H] of the sum of partial_sums [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
 
     With gates behind the heads of queries there are 2 N of them.
-    On a GPU `lengths`, `counts` and `page_table` are read while the launch before still runs.
+    On a GPU `lengths`, `counts`, `page_table` and `at` are read while the launch before still runs.
     """
     _, slots, groups, width = cache.shape
     parts, m, columns = partial_sums.shape
@@ -238,12 +242,12 @@ def rope_write(
     early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
-        rope, lengths, lengths if counts is None else counts, page_table, cache, q,
+        rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at, cache, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, turns, rope.shape[1], page_table.stride(0), slots,
         eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
         PARTIAL=turns < width // 2, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
-        EARLY=early, num_warps=1, **pdl(cache),
+        PLACED=at is not None, EARLY=early, num_warps=1, **pdl(cache),
     )  # fmt: skip
     return q
 

@@ -1,0 +1,240 @@
+"""The kernels of `triton/tree_attention.py` in Gluon for sm_90, for what `hopper/attention.py` takes.
+
+The whole tiles of the context come as a block's do. What is left of each row is gathered, key by key, into the places
+of a tile where a plain step has it, and multiplied by the same instructions: so it has the bits of that step.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+
+from ..launch import LOG2_E
+from ..tree import TreeRows
+from .attention import KEYS, ROWS, STAGES, _expect_first, _load_first, _slot, _softmax, _split_start, _state, _tiles
+from .grid import grid_launch, grid_wait
+
+
+@gluon.jit
+def _prefetch_descriptor():
+    """Fetch the kernel's first argument, `cache_d`, which the first load would else wait for."""
+    gl.inline_asm_elementwise(
+        "prefetch.param.tensormap [hopper_prefix_kernel_param_0]; mov.u32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["columns", "SPLITS"])
+def hopper_prefix_kernel(
+    cache_d, q_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
+    columns, stride_pages, slots, scale, SPLITS,
+    G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
+    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Program (tile, request * G + KV head, split); the rest as `_prefix_kernel`.
+
+    Everything but the queries is older than this pass: it is asked for before the wait, see `hopper/attention.py`.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], cache_d.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    k_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_bar.index(i), count=1)
+        mbarrier.init(v_bar.index(i), count=1)
+    fence_async_shared()
+    debug_barrier()
+    _prefetch_descriptor()
+
+    i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    i_b, i_g = (i_x // G).to(gl.int64), i_x % G
+    column = i_g * HEAD
+    p_pages = pages_p + i_b * stride_pages
+    start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    grid_launch()
+    length = gl.load(lengths_p + i_b)
+    row = gl.load(starts_p + i_b)
+    heads = (gl.load(starts_p + i_b + 1) - row) * GROUP
+    slot_0 = _slot(p_pages, start, columns, PAGE)
+    slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
+    slot_2 = _slot(p_pages, start + 2 * KEYS, columns, PAGE)
+    slot_3 = _slot(p_pages, start + 3 * KEYS, columns, PAGE)
+    slot_4 = _slot(p_pages, start + 4 * KEYS, columns, PAGE)
+    end = length // KEYS * KEYS
+    tiles = _tiles(start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end)
+    if (tiles == 0) | (i_r * ROWS >= heads):
+        return
+    _expect_first(k_bar, v_bar, tiles, HEAD)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, tiles)
+    grid_wait()
+
+    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # the heads of a row are neighbours
+    o_q = ((row + o_row // GROUP).to(gl.int64) * G + i_g) * GROUP + o_row % GROUP
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
+    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_row < heads)[:, None], other=0.0))
+    fence_async_shared()
+    debug_barrier()
+
+    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    o_pos = length + gl.load(depths_p + row + o_row // GROUP, mask=o_row < heads, other=0)
+    b_m, b_l, b_out = _state(
+        cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+        start, 0, tiles, tiles, slot_2, slot_3, slot_4, o_pos, end, end, scale, HEAD, PAGE, False, WINDOW,
+    )  # fmt: skip
+    rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    o_row = i_r * ROWS + gl.arange(0, ROWS, rows)
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
+    o_part = (((row + o_row // GROUP).to(gl.int64) * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
+    gl.store(m_p + o_part, gl.convert_layout(b_m, rows), mask=o_row < heads)
+    gl.store(l_p + o_part, gl.convert_layout(b_l, rows), mask=o_row < heads)
+    gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=(o_row < heads)[:, None])
+
+
+@gluon.jit
+def _split_of(position, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr):
+    behind = position - SHORT * SHORT_SPLITS
+    return gl.where(behind < 0, position // SHORT, SHORT_SPLITS + behind // LONG)
+
+
+@gluon.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
+def hopper_tail_kernel(
+    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, out_p, m_p, l_p, acc_p,
+    stride_pages, slots, scale, SPLITS, stride_paths, P,
+    G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
+    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Program (row * G + KV head, split from the one on where the whole tiles end); the rest as `_tail_kernel`."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD], gl.bfloat16)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], shared)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [KEYS, HEAD], shared)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [KEYS, HEAD], shared)
+    i_x, i_t = gl.program_id(0), gl.program_id(1)
+    i_m, i_g = (i_x // G).to(gl.int64), i_x % G
+    grid_wait()
+    grid_launch()
+    request = gl.load(requests_p + i_m)
+    real = request >= 0
+    i_b = gl.maximum(request, 0).to(gl.int64)
+    length = gl.load(lengths_p + i_b)
+    position = length + gl.load(depths_p + i_m)
+    end = gl.where(real, position + 1, 0)
+    first = length // KEYS * KEYS
+    i_s = gl.where(real, _split_of(first, SHORT, SHORT_SPLITS, LONG) + i_t, 0)
+    begin = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    start = gl.maximum(first, begin)
+    if (i_t > 0) & (start >= end):
+        return
+    stop = gl.minimum(_split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end)
+    tiles = gl.maximum(stop - start + KEYS - 1, 0) // KEYS
+    p_path = paths_p + i_b * stride_paths + (i_m - gl.load(starts_p + i_b)) * P
+    p_pages = pages_p + i_b * stride_pages
+
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
+    o_q = (i_x.to(gl.int64) * GROUP + o_row)[:, None] * HEAD + o_h[None, :]
+    q_s.store(gl.load(q_p + o_q, mask=(o_row < GROUP)[:, None], other=0.0))
+
+    p_head = cache_p + i_g * HEAD
+    part = (i_x.to(gl.int64) * SPLITS + i_s) * GROUP
+    before = real & (start > begin)
+    o_s = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    b_m = gl.load(m_p + part + o_s, mask=(o_s < GROUP) & before, other=-float("inf"))
+    b_l = gl.load(l_p + part + o_s, mask=(o_s < GROUP) & before, other=0.0)
+    o_pos = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, s_layout)) + position
+    rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    o_row = gl.arange(0, ROWS, rows)
+    m_row = o_row < GROUP
+    o_out = o_row[:, None] * HEAD + gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))[None, :]
+    b_out = gl.load(acc_p + part * HEAD + o_out, mask=(m_row & before)[:, None], other=0.0)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    for i in range(0, tiles):
+        at = start + i * KEYS
+        o_t = at + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
+        m_t = o_t < end
+        places = gl.load(p_path + (o_t - length), mask=m_t & (o_t >= length), other=0)
+        o_at = gl.where(o_t < length, o_t, length + places)
+        pages = gl.load(p_pages + o_at // PAGE, mask=m_t, other=0)
+        o_k = pages * PAGE + o_at % PAGE
+        o_v = (o_k + slots).to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
+        o_k = o_k.to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
+        b_k = gl.load(p_head + o_k, mask=m_t[:, None], other=0.0)
+        b_v = gl.load(p_head + o_v, mask=m_t[:, None], other=0.0)
+        debug_barrier()  # all warps have read the tile before
+        k_s.store(b_k)
+        v_s.store(b_v)
+        fence_async_shared()
+        debug_barrier()
+        b_s = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        b_s = warpgroup_mma_wait(0, [b_s])
+        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, at, end, end, scale, False, WINDOW)
+        b_out = b_out * gl.convert_layout(old, rows)[:, None]
+        b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
+        b_acc = warpgroup_mma(b_p, v_s, b_out, is_async=True)
+        b_out = warpgroup_mma_wait(0, [b_acc])
+    b_m, b_l = gl.where(real, gl.convert_layout(b_m, rows), 0.0), gl.where(real, gl.convert_layout(b_l, rows), 1.0)
+    if WHOLE:
+        b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
+        gl.store(out_p + i_x.to(gl.int64) * (GROUP * HEAD) + o_out, b_out.to(gl.bfloat16), mask=m_row[:, None])
+    else:
+        gl.store(m_p + part + o_row, b_m, mask=m_row)
+        gl.store(l_p + part + o_row, b_l, mask=m_row)
+        gl.store(acc_p + part * HEAD + o_out, b_out, mask=m_row[:, None])
+
+
+def launch(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    paths: Tensor,
+    out: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
+    splits: int,
+    tails: int,
+    tiles: int,
+    cuts: dict[str, int],
+    *,
+    window: int,
+    whole: bool,
+) -> None:
+    """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `attention.fits`.
+
+    Args:
+        states: m and l [M, G, splits, N / G], acc [M, G, splits, N / G, H], fp32.
+        tails: splits that a row may reach into from the last whole tile of its context.
+        tiles: of ROWS queries of a request and a KV head.
+    """
+    (_, slots, groups, width), group, batch = cache.shape, q.shape[1] // cache.shape[2], len(lengths)
+    box = [KEYS.value, width]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    scale = width**-0.5 * LOG2_E
+    shape = {"G": groups, "GROUP": group, "HEAD": width, "PAGE": page_size, "WINDOW": window, **cuts}
+    hopper_prefix_kernel[(tiles, batch * groups, splits)](
+        TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
+        q, lengths, rows.starts, rows.depths, page_table, *states,
+        page_table.shape[1], page_table.stride(0), slots, scale, splits, **shape, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    hopper_tail_kernel[(len(q) * groups, tails)](
+        q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, out, *states,
+        page_table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
+        **shape, WHOLE=whole, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,270 @@
+"""Plain torch definitions of what draft trees need of a decoding step, written for reading."""
+
+import heapq
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mix import LogitScale
+from .tree import TreeRows, Trees
+from .weight import Weight, dense
+
+EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
+
+
+def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` largest logits of every row, their columns, and what the log-probability of any is measured from.
+
+    The largest come first, of tied ones the lowest column; what is tied is told by products in x's dtype.
+
+    Returns:
+        Logits behind `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
+    """
+    products = F.linear(x, dense(weight, x.dtype))
+    found = products.sort(dim=-1, descending=True, stable=True)
+    top, every = found.values[:, :count].float().contiguous(), products.float()
+    scale.apply_(top)
+    scale.apply_(every)
+    return top, found.indices[:, :count], every.logsumexp(-1)
+
+
+def draft_children(
+    unary: Tensor,
+    lse: Tensor,
+    candidates: Tensor,
+    calibration: Tensor,
+    width: int,
+    pairs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The most probable candidates of every slot behind each of the slot before, calibrated.
+
+    A candidate of probability p at slot k counts as sigmoid(slope * log-odds(p) + bias[k]).
+
+    Args:
+        unary: fp32 [B, K, C], the logits of the candidates. As the two below it may be slots of longer blocks.
+        lse: fp32 [B, K], from `linear_top_lse`.
+        candidates: int64 [B, K, C], tokens.
+        calibration: fp64 [1 + K], the slope, then a bias of every slot.
+        width: children of a node, W <= C.
+        pairs: of a drafter with a selector: state [B, K, r], predecessors and successors [V, r] and anchors int64 [B]
+            as in `walk`. The softmax is then over the candidates' scores, and `lse` is not read.
+
+    Returns:
+        Log-probabilities fp32 [B, K, Q, W], largest first, of equal ones the first candidate, and which candidates they
+        are of, int32. Q is 1, or with pairs C: of candidate b of slot k - 1 at [k, b], of the anchor at [0, b].
+    """
+    if pairs is None:
+        own = (unary - lse[..., None])[:, :, None]
+    else:
+        state, predecessors, successors, anchors = pairs
+        before = torch.cat([anchors[:, None, None].expand_as(candidates[:, :1]), candidates[:, :-1]], dim=1)
+        query = predecessors[before].float() * state.float()[:, :, None]  # [B, K, C, r]
+        own = (unary[:, :, None] + query @ successors[candidates].float().mT).log_softmax(-1)
+    odds = torch.logit(own.double().exp(), eps=EXTREME)
+    values = F.logsigmoid(calibration[0] * odds + calibration[1:, None, None]).float()
+    values, ranks = values.masked_fill(values.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True)
+    return values[..., :width].contiguous(), ranks[..., :width].int().contiguous()
+
+
+def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor, nodes: int) -> Trees:
+    """Of each request the tree of the `nodes` most probable paths, or of all there are.
+
+    Of equal paths the shorter comes first, of equally long ones that of the earlier parent, then the more probable
+    child.
+
+    Args:
+        values, ranks, candidates: of `draft_children`.
+        limits: int32 [B], how deep a request's tree may be; 0 is none.
+    """
+    batch, slots = values.shape[:2]
+    shape, device = (batch, nodes), values.device
+    parents, depths = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    log_probs = torch.full(shape, -torch.inf, device=device)
+    paths = torch.zeros(batch, nodes + 1, slots + 1, dtype=torch.int32, device=device)
+    for b, limit in enumerate(limits.tolist()):
+        grown = _grow(values[b].cpu(), ranks[b].cpu(), min(limit, slots), nodes)
+        for i, (depth, parent, rank, log_prob) in enumerate(grown):
+            tokens[b, i], parents[b, i] = candidates[b, depth - 1, rank], parent
+            depths[b, i], log_probs[b, i] = depth, log_prob
+            paths[b, i + 1] = paths[b, parent]
+            paths[b, i + 1, depth] = i + 1
+    return Trees(tokens, parents, depths, log_probs, paths)
+
+
+def _grow(values: Tensor, ranks: Tensor, limit: int, nodes: int) -> list[tuple[int, int, int, Tensor]]:
+    """Depth, parent's place, candidate and path of the nodes of one request, from [K, Q, W] of it."""
+    found: list[tuple[int, int, int, Tensor]] = []
+    heap: list[tuple[float, int, int, int, Tensor]] = []
+
+    def push(place: int, depth: int, rank: int, path: Tensor) -> None:
+        """The children of a node that is candidate `rank` of the slot before `depth`."""
+        for order, total in enumerate(path + values[depth, rank if values.shape[1] > 1 else 0]):
+            heapq.heappush(heap, (-float(total), depth + 1, place, order, total))
+
+    if limit > 0:
+        push(0, 0, 0, torch.tensor(0.0))
+    while heap and len(found) < nodes:
+        _, depth, parent, order, total = heapq.heappop(heap)
+        family = found[parent - 1][2] if parent and values.shape[1] > 1 else 0
+        rank = int(ranks[depth - 1, family, order])
+        found.append((depth, parent, rank, total))
+        if depth < limit:
+            push(len(found), depth, rank, total)
+    return found
+
+
+def cut_trees(
+    trees: Trees, last_token: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, rows: int
+) -> TreeRows:
+    """The anchors of all requests, and the likeliest nodes of all trees, as many as there are rows for.
+
+    Of equal ones those of the lower place come first, then those of the lower request: so every parent is there.
+
+    Args:
+        last_token: int64 [B], the anchors.
+        lengths: int32 [B], tokens before the anchors.
+        page_table: int32 [B, pages of a request].
+        rows: M >= B; what is left over is padding.
+    """
+    batch, nodes = trees.depths.shape
+    every = [
+        (-float(trees.log_probs[b, i]), i, b) for b in range(batch) for i in range(nodes) if int(trees.depths[b, i])
+    ]
+    kept = [b for _, _, b in sorted(every)[: rows - batch]]  # of each request the first nodes
+    starts, found, log_probs = [0], list[tuple[int, ...]](), list[float]()
+    for b, (length, table) in enumerate(zip(lengths.tolist(), page_table.tolist(), strict=True)):
+        start = starts[-1]
+        for place in range(1 + kept.count(b)):
+            parent, depth, token, log_prob = 0, 0, int(last_token[b]), 0.0
+            if place:
+                parent, depth, token = (int(t[b, place - 1]) for t in (trees.parents, trees.depths, trees.tokens))
+                log_prob = float(trees.log_probs[b, place - 1])
+            slot = table[(length + place) // page_size] * page_size + (length + place) % page_size
+            found.append((b, start + parent, depth, token, length + depth, slot))
+            log_probs.append(log_prob)
+        starts.append(len(found))
+    found += [(-1, row, 0, 0, 0, 0) for row in range(len(found), rows)]
+    log_probs += [0.0] * (rows - len(log_probs))
+    device = lengths.device
+    requests, parents, depths, tokens, positions, slots = (
+        torch.tensor(part, dtype=torch.int64, device=device) for part in zip(*found, strict=True)
+    )
+    return TreeRows(
+        torch.tensor(starts, dtype=torch.int32, device=device), requests.int(), parents.int(), depths.int(), tokens,
+        positions.int(), slots.int(), torch.tensor(log_probs, dtype=torch.float32, device=device),
+    )  # fmt: skip
+
+
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    paths: Tensor,
+    window: int = 0,
+) -> Tensor:
+    """Attention of the rows of trees: each sees its request's context, the nodes on the path to it, and itself.
+
+    What a row computes is what `block_attention` computes for the same token behind the same tokens.
+
+    Args:
+        q: [M, N, H].
+        cache: [2, slots, G, H]; keys and values of positions 0..lengths[b] - 1 and of the rows are there.
+        lengths: int32 [B], tokens before the anchors.
+        paths: int32 [B, N + 1, K + 1], see `Trees`.
+        window: a key at a distance of `window` positions or more is not seen; 0 is no window.
+
+    Returns:
+        [M, N * H] in q's dtype; padding is zero.
+    """
+    out = q.new_zeros(len(q), q.shape[1] * q.shape[2])
+    for row, (b, depth) in enumerate(zip(rows.requests.tolist(), rows.depths.tolist(), strict=True)):
+        if b < 0:
+            continue
+        length, place = int(lengths[b]), row - int(rows.starts[b])
+        at = torch.cat([torch.arange(length, device=q.device), length + paths[b, place, : depth + 1]])
+        slots = page_table[b, at // page_size].long() * page_size + at % page_size
+        if window:
+            slots = slots[-window:]
+        k, v = (kept[slots].transpose(0, 1)[None] for kept in cache)
+        out[row] = F.scaled_dot_product_attention(q[row, :, None][None], k, v, enable_gqa=True).flatten()
+    return out
+
+
+def accept_trees(
+    rows: TreeRows,
+    choice: Tensor,
+    active: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+    depth: int,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow the target's choices from every anchor as far as its tree has them, and commit them.
+
+    Args:
+        choice: int64 [M], the target's token behind each row.
+        active: bool [B]; other requests commit nothing.
+        lengths: int32 [B], advanced in place by the number of committed tokens.
+        last_token: int64 [B], replaced in place by the last committed token.
+        depth: P, rows of the longest path, its anchor included.
+        forced: int32 [B]; go on to the first child so many times while there is one, whatever the target chose
+            (synthetic acceptance).
+
+    Returns:
+        counts int32 [B], the committed tokens of each request (0 where inactive); tokens int64 [B, P], of which the
+        first `counts` are committed; and the rows whose K/V and features stay, int64 [B, P]: behind those of the path
+        its last again.
+    """
+    batch = len(lengths)
+    counts, tokens = torch.zeros_like(lengths), choice.new_zeros(batch, depth)
+    path = choice.new_zeros(batch, depth)
+    for b in range(batch):
+        start, end = int(rows.starts[b]), int(rows.starts[b + 1])
+        at, walked, committed = start, [start], list[int]()
+        while True:
+            children = [row for row in range(at + 1, end) if int(rows.parents[row]) == at]
+            token = int(choice[at])
+            if forced is None:
+                children = [row for row in children if int(rows.tokens[row]) == token]
+            elif len(walked) > int(forced[b]):
+                children = []
+            if not children:
+                break
+            at = children[0]
+            walked.append(at)
+            committed.append(int(rows.tokens[at]))
+        committed.append(token)
+        path[b] = torch.tensor([*walked, *[at] * (depth - len(walked))])
+        tokens[b] = torch.tensor([*committed, *[token] * (depth - len(committed))])
+        if active[b]:
+            counts[b] = len(committed)
+            last_token[b] = token
+    lengths += counts
+    return counts, tokens, path
+
+
+def move_rows_(
+    cache: Tensor,
+    rows: TreeRows,
+    path: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+) -> None:
+    """Move the accepted rows' keys and values of every layer from the slots of their places to their positions.
+
+    Args:
+        cache: [L, 2, slots, G, H], written in place.
+        path, counts: of `accept_trees`.
+        lengths: int32 [B], before it.
+    """
+    for b, count in enumerate(counts.tolist()):
+        at = int(lengths[b]) + torch.arange(count, device=path.device)
+        positions = page_table[b, at // page_size].long() * page_size + at % page_size
+        cache[:, :, positions] = cache[:, :, rows.slots[path[b, :count]].long()]

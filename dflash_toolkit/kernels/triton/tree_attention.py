@@ -1,0 +1,213 @@
+"""Attention of the rows of draft trees over their requests' pages, in Triton.
+
+The context is read for up to 64 queries of a request at once, as a block's is (`attention.py`), up to the last whole
+tile of keys. Behind it rows differ in what they see: from there on every row goes by itself, over the rest of the
+context and the nodes on the path to it, each in the place of a tile where its position has it. So a row's sums are
+those of the same token decoded plainly, bit for bit: the same tiles, the same splits, the same order.
+`hopper/tree_attention.py` may take the place of both kernels.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import LOG2_E, keys_are_split, padded, pdl, shared_memory
+from ..tree import TreeRows
+from . import attention
+from .attention import _split_start, _split_state
+
+
+@triton.jit(do_not_specialize=["TILES", "SPLITS"])
+def _prefix_kernel(
+    q_p, cache_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
+    G, H, GROUP, TILES, width, slots, scale, SPLITS,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The states of a tile of a request's queries over split i_s of the context's whole tiles of keys.
+
+    Of head h of group g of row r that of split s is at ((r * G + g) * SPLITS + s) * GROUP + h.
+    """
+    i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
+    i_r, i_g = i_x % TILES, (i_x // TILES) % G
+    i_b = (i_x // TILES // G).to(tl.int64)
+    o_row = i_r * ROWS + tl.arange(0, ROWS)  # the heads of a row are neighbours
+    o_h = tl.arange(0, HEAD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(lengths_p + i_b)
+    first = tl.load(starts_p + i_b)
+    count = tl.load(starts_p + i_b + 1) - first
+    end = length // KEYS * KEYS
+    start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    if (start >= end) | (i_r * ROWS >= count * GROUP):
+        return
+    m_row = o_row < count * GROUP
+    o_m = first.to(tl.int64) + o_row // GROUP
+    b_q = tl.load(
+        q_p + ((o_m * G + i_g) * GROUP + o_row % GROUP)[:, None] * H + o_h[None, :],
+        mask=m_row[:, None] & (o_h < H)[None, :], other=0.0,
+    )  # fmt: skip
+    o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
+    b_m, b_l, b_acc = _split_state(
+        b_q, o_pos, cache_p, pages_p + i_b * width, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
+        end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, False, WINDOW, EVEN_H,
+    )  # fmt: skip
+    o_part = ((o_m * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
+    tl.store(m_p + o_part, b_m, mask=m_row)
+    tl.store(l_p + o_part, b_l, mask=m_row)
+    tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_acc, mask=m_row[:, None])
+
+
+@triton.jit
+def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
+    """The split that a position is in."""
+    behind = position - SHORT * SHORT_SPLITS
+    return tl.where(behind < 0, position // SHORT, SHORT_SPLITS + behind // LONG)
+
+
+@triton.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
+def _tail_kernel(
+    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, out_p, m_p, l_p, acc_p,
+    G, H, GROUP, width, slots, scale, SPLITS, stride_paths, P,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What is left of one row: its state goes on in the split where the whole tiles end, and in those behind it.
+
+    WHOLE: there is one split, and its sums are divided. Of padding the state is that of a value of zero.
+    """
+    i_x, i_t = tl.program_id(0), tl.program_id(1)  # i_x = row * G + KV head
+    i_m, i_g = (i_x // G).to(tl.int64), i_x % G
+    o_row, o_h = tl.arange(0, ROWS), tl.arange(0, HEAD)  # the tile of a plain step: the heads of a row, and nothing
+    m_row, m_h = o_row < GROUP, o_h < H
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    request = tl.load(requests_p + i_m)
+    real = request >= 0
+    i_b = tl.maximum(request, 0).to(tl.int64)
+    length = tl.load(lengths_p + i_b)
+    position = length + tl.load(depths_p + i_m)
+    end = tl.where(real, position + 1, 0)
+    first = length // KEYS * KEYS
+    i_s = tl.where(real, _split_of(first, SHORT, SHORT_SPLITS, LONG) + i_t, 0)
+    begin = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    start = tl.maximum(first, begin)
+    if (i_t > 0) & (start >= end):
+        return
+    stop = tl.minimum(_split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end)
+    o_q = (i_x.to(tl.int64) * GROUP + o_row)[:, None] * H + o_h[None, :]
+    b_q = tl.load(q_p + o_q, mask=m_row[:, None] & m_h[None, :], other=0.0)
+    o_part = (i_x.to(tl.int64) * SPLITS + i_s) * GROUP + o_row
+    p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
+    m_before = m_row & real & (start > begin)
+    b_m = tl.load(m_p + o_part, mask=m_before, other=-float("inf"))
+    b_l = tl.load(l_p + o_part, mask=m_before, other=0.0)
+    b_acc = tl.load(p_acc, mask=m_before[:, None], other=0.0)
+    p_path = paths_p + i_b * stride_paths + (i_m - tl.load(starts_p + i_b)) * P
+    p_pages = pages_p + i_b * width
+    p_v = slots.to(tl.int64) * G * H
+    for at in range(start, stop, KEYS):
+        o_t = at + tl.arange(0, KEYS)
+        m_t = o_t < end
+        o_at = tl.where(
+            o_t < length, o_t, length + tl.load(p_path + (o_t - length), mask=m_t & (o_t >= length), other=0)
+        )
+        b_slot = tl.load(p_pages + o_at // PAGE, mask=m_t, other=0).to(tl.int64) * PAGE + o_at % PAGE
+        p_kv = cache_p + (b_slot * G + i_g) * H
+        if EVEN_H:
+            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
+            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
+        else:
+            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
+            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # from here on as `_split_state`
+        visible = m_t[None, :]
+        if WINDOW > 0:
+            visible = visible & (position - o_t < WINDOW)[None, :]
+        b_s = tl.where(visible, b_s, -float("inf"))
+        top = tl.maximum(b_m, tl.max(b_s, axis=1))
+        base = tl.where(top == -float("inf"), 0.0, top)
+        b_p = tl.exp2(b_s - base[:, None])
+        old = tl.exp2(b_m - base)
+        b_l = b_l * old + tl.sum(b_p, axis=1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None], input_precision="ieee")
+        b_m = top
+    b_m, b_l = tl.where(real, b_m, 0.0), tl.where(real, b_l, 1.0)
+    if WHOLE:
+        b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
+        tl.store(out_p + o_q, b_out.to(out_p.dtype.element_ty), mask=m_row[:, None] & m_h[None, :])
+    else:
+        tl.store(m_p + o_part, b_m, mask=m_row)
+        tl.store(l_p + o_part, b_l, mask=m_row)
+        tl.store(p_acc, b_acc, mask=m_row[:, None])
+
+
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    paths: Tensor,
+    window: int = 0,
+    hopper: Callable[..., None] | None = None,
+) -> Tensor:
+    """Attention [M, N H] of the rows' queries [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
+
+    `hopper` launches the first two kernels instead of this module's. Keys are split where those of a plain step of as
+    many requests are.
+    """
+    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
+    batch, group = len(lengths), heads // groups
+    whole = not keys_are_split(batch, batch)
+    longest = min(paths.shape[1], m - batch + 1)  # rows of a request
+    tiles = -(-longest * group // attention.ROWS)
+    cuts = {"SHORT": attention.SHORT.value, "SHORT_SPLITS": attention.SHORT_SPLITS.value, "LONG": attention.LONG.value}
+    splits = attention.splits_of(page_table.shape[1] * page_size)
+    if whole:
+        splits, cuts = 1, {"SHORT": 1, "SHORT_SPLITS": 0, "LONG": 1 << 30}
+    tails = 1 if whole else 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # splits that a path may reach into
+    head = padded(width)
+    out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
+    b_m, b_l = (torch.empty(m, groups, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
+    b_acc = torch.empty(m, groups, splits, group, head, dtype=torch.float32, device=q.device)
+    if hopper is not None:
+        hopper(
+            q, cache, lengths, page_table, page_size, rows, paths, out, (b_m, b_l, b_acc), splits, tails, tiles, cuts,
+            window=window, whole=whole,
+        )  # fmt: skip
+    else:
+        keys, stages = attention.CUTS[0]
+        if q.is_cuda:
+            keys, stages = attention.cut_for(width, q.element_size(), shared_memory(q.device))
+        shared = {
+            "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, page_size), "PAGE": page_size, "WINDOW": window,
+            "EVEN_H": head == width, "num_warps": 4, **cuts, **pdl(q),
+        }  # fmt: skip
+        scale = width**-0.5 * LOG2_E
+        _prefix_kernel[(batch * groups * tiles, splits)](
+            q, cache, lengths, rows.starts, rows.depths, page_table, b_m, b_l, b_acc,
+            groups, width, group, tiles, page_table.stride(0), slots, scale, splits, num_stages=stages, **shared,
+        )  # fmt: skip
+        _tail_kernel[(m * groups, tails)](
+            q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, out, b_m, b_l, b_acc,
+            groups, width, group, page_table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
+            WHOLE=whole, num_stages=1, **shared,
+        )  # fmt: skip
+    if not whole:  # every row as a request of one token
+        attention._merge_kernel[(m * groups, group)](
+            b_m, b_l, b_acc, rows.positions, rows.positions, out, 1, groups, width, group, 1, splits, 0,
+            HEAD=head, ROWS=group, MERGE_SPLITS=attention.MERGE_SPLITS, COUNTED=False, CAUSAL=False, num_warps=1,
+            **cuts, **pdl(q),
+        )  # fmt: skip
+    return out

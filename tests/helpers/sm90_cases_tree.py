@@ -1,0 +1,75 @@
+"""The kernels of draft trees for Qwen3-8B; those of attention on Hopper for heads of 64 in groups of 7 too."""
+
+from sm90 import Case
+from triton.experimental.gluon import language as gl
+
+from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.hopper import tree_attention as hopper
+from dflash_toolkit.kernels.triton import tree_accept, tree_attention, tree_build
+
+STATES = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
+TREES = dict.fromkeys(("lengths_p", "starts_p", "requests_p", "depths_p", "paths_p", "pages_p"), "*i32")
+INTS = dict.fromkeys(
+    (
+        "G", "H", "GROUP", "TILES", "width", "slots", "SPLITS", "stride_paths", "P", "columns", "stride_pages",
+        "K", "C", "R", "B", "N", "M", "stride_unary", "stride_lse", "stride_candidates", "stride_state",
+        "numbers", "stride_side", "stride_slot",
+    ), "i32",
+)  # fmt: skip
+ODD = ("G", "GROUP", "TILES", "width", "SPLITS", "stride_paths", "P", "columns", "stride_pages")
+ODD += ("K", "C", "B", "N", "M", "stride_lse")
+CUTS = {
+    False: {"SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024},
+    True: {"SHORT": 1, "SHORT_SPLITS": 0, "LONG": 1 << 30},  # in one pass
+}
+
+
+def case(
+    kernel: object, pointers: dict[str, str], constexprs: dict[str, object], warps: int = 4, stages: int = 3
+) -> Case:
+    kinds = pointers | {name: kind for name, kind in INTS.items() if name not in constexprs}
+    kinds = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+    given = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+    return Case(kernel, kinds, given, warps, stages, tuple(name for name in ODD if name in kinds))
+
+
+def attention_case(kernel: object, whole: bool, window: int = 0, stages: int = 1) -> Case:
+    pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16")
+    sizes = {"HEAD": 128, "ROWS": 64, "KEYS": 64, "PAGE": 64, "EVEN_H": True, "PDL": True}
+    return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window}, 4, stages)
+
+
+def hopper_case(kernel: object, head: int, whole: bool, window: int = 0) -> Case:
+    box = [attention_hopper.KEYS.value, head]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16")
+    pointers |= {"cache_d": f"tensordesc<bf16{box},{layout!r}>"}
+    sizes = {"G": 8 if head == 128 else 2, "GROUP": 4 if head == 128 else 7, "HEAD": head, "PAGE": 64}
+    return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window})
+
+
+def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
+    pointers = dict.fromkeys(("unary_p", "lse_p", "values_p", "log_probs_p", "row_log_probs_p"), "*fp32")
+    pointers |= dict.fromkeys(("candidates_p", "anchors_p", "tokens_p", "last_p", "row_tokens_p"), "*i64")
+    pointers |= dict.fromkeys(("state_p", "predecessors_p", "successors_p"), "*bf16") | {"calibration_p": "*fp64"}
+    pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "row_parents_p", "row_depths_p", "slots_p"), "*i32")
+    pointers |= dict.fromkeys(("choice_p", "path_p"), "*i64") | {"active_p": "*i1", "cache_p": "*bf16"}
+    pointers |= dict.fromkeys(("positions_p", "forced_p", "counts_p", "row_slots_p"), "*i32")
+    return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
+
+
+PREFIX, TAIL = hopper.hopper_prefix_kernel, hopper.hopper_tail_kernel
+CASES = {
+    "context": attention_case(tree_attention._prefix_kernel, whole=False, stages=3),
+    "paths in one pass": attention_case(tree_attention._tail_kernel, whole=True, window=2048),
+    "context on Hopper": hopper_case(PREFIX, 128, whole=False),
+    "paths on Hopper in one pass": hopper_case(TAIL, 128, whole=True),
+    "paths of heads of 64 on Hopper": hopper_case(TAIL, 64, whole=False, window=2048),
+    "children of pairs": build_case(tree_build._children_kernel, 4, W=8, C_BLOCK=16, R_BLOCK=256, PAIRS=True),
+    "growth": build_case(tree_build._grow_kernel, 1, N=64, W=8, Q=1, N_BLOCK=64),
+    "acceptance": build_case(tree_accept._accept_trees_kernel, 1, R_BLOCK=128, P_BLOCK=16, FORCED=False),
+    "moved rows": build_case(tree_accept._move_rows_kernel, 4, P_BLOCK=16, PAGE=64, BLOCK=512),
+    "cut of 64 requests": build_case(
+        tree_build._cut_kernel, 16, B_BLOCK=64, N_BLOCK=64, M_BLOCK=256, PAGE=64, ROUNDS=13
+    ),
+}
