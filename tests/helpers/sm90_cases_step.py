@@ -77,10 +77,12 @@ merge = attention._merge_kernel
 states = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32")
 
 
-def merge_case(counted: bool) -> Case:
+def merge_case(counted: bool, paths: int = 0) -> Case:
     pointers = states | {"out_p": "*bf16"} | dict.fromkeys(ROWS, "*i32") | ints(merge)
-    constexprs = SHARED | {"MERGE_SPLITS": 16, "COUNTED": counted, "CAUSAL": True}
-    return Case(merge, pointers, constexprs, 1, ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired"))
+    constexprs = SHARED | {"MERGE_SPLITS": 16, "COUNTED": counted, "CAUSAL": not paths, "PATHS": paths}
+    return Case(
+        merge, pointers | {"depths_p": "*i32"}, constexprs, 1, ragged=("S", "G", "GROUP", "TILES", "SPLITS", "paired")
+    )
 
 
 rope_pointers = {"rope_p": "*fp32", "pages_p": "*i32", "cache_p": "*bf16", "eps": "fp32"} | dict.fromkeys(ROWS, "*i32")
@@ -90,6 +92,7 @@ CASES = {
     "attention of a padded prefill": attention_case(True, True, counted=True),
     "attention of a short padded prefill": attention_case(False, True, counted=True),
     "merge": merge_case(counted=False),
+    "merge of a tree": merge_case(counted=False, paths=64),
     "merge of a padded prefill": merge_case(counted=True),
     "add_rms_norm": Case(
         norm._add_rms_norm_kernel,

@@ -45,7 +45,7 @@ def hopper_case(kernel: object, head: int, whole: bool, window: int = 0) -> Case
     pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16")
     pointers |= {"cache_d": f"tensordesc<bf16{box},{layout!r}>"}
     sizes = {"G": 8 if head == 128 else 2, "GROUP": 4 if head == 128 else 7, "HEAD": head, "PAGE": 64}
-    return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window})
+    return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window, "PAIRS": not whole})
 
 
 def build_case(kernel: object, warps: int, **constexprs: object) -> Case:

@@ -14,15 +14,17 @@ from test_kernels_step import assert_as_exact_as_torch
 from test_kernels_tree import Forest, plant
 
 from dflash_toolkit.kernels.hopper import tree_attention as tree_hopper
+from dflash_toolkit.kernels.triton import tree_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
 BF16 = torch.bfloat16
 
 
-def interpret(patch: pytest.MonkeyPatch) -> list[Interpreted]:
-    """Splits of a tile, twice, and then of five; the plain step's kernel too."""
-    interpret_attention(patch)
+def interpret(patch: pytest.MonkeyPatch, short: int = 64) -> list[Interpreted]:
+    """Splits of a tile, twice, and then of five; of two tiles they go in pairs. The plain step's kernel too."""
+    interpret_attention(patch, short)
+    patch.setattr(tree_attention, "multiprocessors", lambda _: 0 if short == 128 else 999)  # pairs, or not
     found = []
     for name in ("hopper_prefix_kernel", "hopper_tail_kernel"):
         found.append(Interpreted(getattr(tree_hopper, name), together=False))
@@ -39,23 +41,21 @@ def check(forest: Forest, window: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window"),
-    [
-        (
-            ((126, 60, 210), 5, 8, 14, 64, 2, 2, 64),
-            0,
-        ),  # contexts, slots, nodes, rows, page, KV heads, group, head width
-        (((452,), 6, 12, 13, 128, 1, 7, 128), 60),  # two tiles of rows
-        (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 24, 64, 1, 2, 64), 0),  # in one pass
+    ("shape", "window", "short"),
+    [  # contexts, slots, nodes, rows, page, KV heads, group, head width
+        (((126, 60, 210), 5, 8, 14, 64, 2, 2, 64), 0, 64),
+        (((452,), 6, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
+        (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 24, 64, 1, 2, 64), 0, 64),  # in one pass
+        (((191, 300, 255, 63), 5, 8, 24, 64, 1, 2, 64), 0, 128),  # pairs that a path reaches into, and does not
     ],
     ids=str,
 )
 def test_a_node_is_that_token_decoded_plainly(
-    shape: tuple[Any, ...], window: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[Any, ...], window: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, tail = interpret(monkeypatch)
+    prefix, tail = interpret(monkeypatch, short)
     check(plant(*shape, dtype=BF16), window)
-    assert tail.launches[-1]["WHOLE"] == (len(shape[0]) > 8) and prefix.launches
+    assert tail.launches[-1]["WHOLE"] == (len(shape[0]) > 8) and prefix.launches[-1]["PAIRS"] == (short == 128)
 
 
 PREFIX, TAIL = "hopper_prefix_kernel", "hopper_tail_kernel"
@@ -67,6 +67,8 @@ MISTAKES = {
     "values that are not there": (TAIL, {
         "gl.load(p_head + o_v, mask=m_t[:, None], other=0.0)": "gl.load(p_head + o_v)",
     }),
+    "a path's split joined": (PREFIX, {"end >= stop + SHORT": "True"}),
+    "no splits joined": (PREFIX, {"end >= stop + SHORT": "False"}),
     "one split of two": (TAIL, {"SHORT_SPLITS, LONG) + i_t": "SHORT_SPLITS, LONG)"}),
 }  # fmt: skip
 
@@ -74,5 +76,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, tree_hopper, *MISTAKES[mistake])
-    _, tail = interpret(monkeypatch)
-    assert complaint(tail, lambda: check(plant((210, 126), 5, 8, 14, 64, 1, 2, 64, BF16)))
+    pairs = "joined" in mistake
+    _, tail = interpret(monkeypatch, 128 if pairs else 64)
+    contexts = (200, 320) if pairs else (210, 126)
+    assert complaint(tail, lambda: check(plant(contexts, 5, 8, 14, 64, 1, 2, 64, BF16)))

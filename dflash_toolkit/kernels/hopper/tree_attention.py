@@ -20,7 +20,21 @@ from triton.language import debug_barrier
 
 from ..launch import LOG2_E
 from ..tree import TreeRows
-from .attention import KEYS, ROWS, STAGES, _expect_first, _load_first, _slot, _softmax, _split_start, _state, _tiles
+from .attention import (
+    KEYS,
+    ROWS,
+    STAGES,
+    _expect,
+    _expect_first,
+    _fold,
+    _load,
+    _load_first,
+    _slot,
+    _softmax,
+    _split_start,
+    _state,
+    _tiles,
+)
 from .grid import grid_launch, grid_wait
 
 
@@ -38,9 +52,12 @@ def hopper_prefix_kernel(
     cache_d, q_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
     columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
-    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WINDOW: gl.constexpr,
+    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, PAIRS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Program (tile, request * G + KV head, split); the rest as `_prefix_kernel`.
+
+    PAIRS: a program has two short splits, of up to two tiles each. Where no path reaches into them their state is that
+    of the first; else each keeps its own.
 
     Everything but the queries is older than this pass: it is asked for before the wait, see `hopper/attention.py`.
     """
@@ -63,7 +80,10 @@ def hopper_prefix_kernel(
     i_b, i_g = (i_x // G).to(gl.int64), i_x % G
     column = i_g * HEAD
     p_pages = pages_p + i_b * stride_pages
+    if PAIRS:
+        i_s = i_s + gl.minimum(i_s, SHORT_SPLITS // 2)
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
     grid_launch()
     length = gl.load(lengths_p + i_b)
     row = gl.load(starts_p + i_b)
@@ -74,11 +94,15 @@ def hopper_prefix_kernel(
     slot_3 = _slot(p_pages, start + 3 * KEYS, columns, PAGE)
     slot_4 = _slot(p_pages, start + 4 * KEYS, columns, PAGE)
     end = length // KEYS * KEYS
-    tiles = _tiles(start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end)
+    tiles = _tiles(start, stop, end)
     if (tiles == 0) | (i_r * ROWS >= heads):
         return
-    _expect_first(k_bar, v_bar, tiles, HEAD)
-    _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, tiles)
+    behind = 0  # tiles of the second split
+    if PAIRS:
+        behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+    asked = tiles + behind
+    _expect_first(k_bar, v_bar, asked, HEAD)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, asked)
     grid_wait()
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # the heads of a row are neighbours
@@ -92,12 +116,29 @@ def hopper_prefix_kernel(
     o_pos = length + gl.load(depths_p + row + o_row // GROUP, mask=o_row < heads, other=0)
     b_m, b_l, b_out = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, tiles, slot_2, slot_3, slot_4, o_pos, end, end, scale, HEAD, PAGE, False, WINDOW,
+        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, end, end, scale, HEAD, PAGE, False, WINDOW,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_row = i_r * ROWS + gl.arange(0, ROWS, rows)
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
     o_part = (((row + o_row // GROUP).to(gl.int64) * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
+    if behind > 0:
+        debug_barrier()  # all warps have read the values of tile 0
+        _expect(v_bar, 3, asked > 3, HEAD)
+        debug_barrier()
+        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
+        m_1, l_1, b_1 = _state(
+            cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
+            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, end, scale, HEAD, PAGE, False, WINDOW,
+        )  # fmt: skip
+        if end >= stop + SHORT:
+            e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
+            e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
+            b_out = gl.fma(b_1, e_1, b_out * e_0)
+        else:
+            gl.store(m_p + o_part + GROUP, gl.convert_layout(m_1, rows), mask=o_row < heads)
+            gl.store(l_p + o_part + GROUP, gl.convert_layout(l_1, rows), mask=o_row < heads)
+            gl.store(acc_p + (o_part + GROUP)[:, None] * HEAD + o_h[None, :], b_1, mask=(o_row < heads)[:, None])
     gl.store(m_p + o_part, gl.convert_layout(b_m, rows), mask=o_row < heads)
     gl.store(l_p + o_part, gl.convert_layout(b_l, rows), mask=o_row < heads)
     gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=(o_row < heads)[:, None])
@@ -215,6 +256,7 @@ def launch(
     *,
     window: int,
     whole: bool,
+    pairs: bool,
 ) -> None:
     """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `attention.fits`.
 
@@ -222,16 +264,20 @@ def launch(
         states: m and l [M, G, splits, N / G], acc [M, G, splits, N / G, H], fp32.
         tails: splits that a row may reach into from the last whole tile of its context.
         tiles: of ROWS queries of a request and a KV head.
+        pairs: as for `attention.launch`, before the last whole tile of a request's context.
     """
+    assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
+    programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
     (_, slots, groups, width), group, batch = cache.shape, q.shape[1] // cache.shape[2], len(lengths)
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     scale = width**-0.5 * LOG2_E
     shape = {"G": groups, "GROUP": group, "HEAD": width, "PAGE": page_size, "WINDOW": window, **cuts}
-    hopper_prefix_kernel[(tiles, batch * groups, splits)](
+    hopper_prefix_kernel[(tiles, batch * groups, programs)](
         TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
         q, lengths, rows.starts, rows.depths, page_table, *states,
-        page_table.shape[1], page_table.stride(0), slots, scale, splits, **shape, num_warps=4, launch_pdl=True,
+        page_table.shape[1], page_table.stride(0), slots, scale, splits,
+        **shape, PAIRS=pairs, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     hopper_tail_kernel[(len(q) * groups, tails)](
         q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, out, *states,

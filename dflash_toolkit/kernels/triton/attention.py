@@ -173,13 +173,14 @@ def _load_state(m_p, l_p, acc_p, o_part, o_h, m_part, HEAD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "TILES", "SPLITS", "paired"])
 def _merge_kernel(
-    m_p, l_p, acc_p, lengths_p, counts_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
+    m_p, l_p, acc_p, lengths_p, counts_p, depths_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
     HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, PATHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row of a tile, first two and two, then MERGE_SPLITS at once.
 
-    paired: of the short ones the first of two already stands for both.
+    paired: of the short ones the first of two already stands for both; PATHS, a tile's keys: only where both end before
+    the last whole tile of the context does, `depths` before the row.
     """
     i_x, i_row = tl.program_id(0), tl.program_id(1)
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
@@ -195,6 +196,8 @@ def _merge_kernel(
     if COUNTED:
         count = tl.load(counts_p + i_b)
     end = _end(tl.load(lengths_p + i_b), count, i_r, GROUP, ROWS, CAUSAL)
+    if PATHS > 0:
+        joined = (end - 1 - tl.load(depths_p + i_b)) // PATHS * PATHS
     top = -float("inf")
     b_l = 0.0
     b_acc = tl.zeros([HEAD], dtype=tl.float32)
@@ -203,7 +206,10 @@ def _merge_kernel(
         m_0 = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
         m_1 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG) < end
         if paired:
-            m_1 = m_1 & (first + o_s >= SHORT_SPLITS)
+            apart = first + o_s >= SHORT_SPLITS
+            if PATHS > 0:
+                apart = apart | ((first + o_s + 2) * SHORT > joined)
+            m_1 = m_1 & apart
         o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
         top_0, l_0, acc_0 = _load_state(m_p, l_p, acc_p, o_part, o_h, m_0, HEAD)
         top_1, l_1, acc_1 = _load_state(m_p, l_p, acc_p, o_part + ROWS, o_h, m_1, HEAD)
@@ -304,7 +310,8 @@ def _attention(
         )  # fmt: skip
     if not whole:
         _merge_kernel[(programs, min(ROWS, block * group))](
-            b_m, b_l, b_acc, lengths, given, out, block, groups, width, group, tiles, splits, int(pairs),
-            MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, num_warps=1, **shared, **pdl(q),
+            b_m, b_l, b_acc, lengths, given, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
+            MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0, num_warps=1,
+            **shared, **pdl(q),
         )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import LOG2_E, keys_are_split, padded, pdl, shared_memory
+from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
 from ..tree import TreeRows
 from . import attention
 from .attention import _split_start, _split_state
@@ -177,17 +177,20 @@ def tree_attention(
     if whole:
         splits, cuts = 1, {"SHORT": 1, "SHORT_SPLITS": 0, "LONG": 1 << 30}
     tails = 1 if whole else 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # splits that a path may reach into
-    head = padded(width)
+    head, keys = padded(width), attention.CUTS[0][0]
+    # as `block_attention` of as many rows
+    used = batch * groups * -(-m * group // (batch * attention.ROWS))
+    pairs = hopper is not None and not whole and attention.FEW * used > multiprocessors(q.device.index)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
     b_m, b_l = (torch.empty(m, groups, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
     b_acc = torch.empty(m, groups, splits, group, head, dtype=torch.float32, device=q.device)
     if hopper is not None:
         hopper(
             q, cache, lengths, page_table, page_size, rows, paths, out, (b_m, b_l, b_acc), splits, tails, tiles, cuts,
-            window=window, whole=whole,
+            window=window, whole=whole, pairs=pairs,
         )  # fmt: skip
     else:
-        keys, stages = attention.CUTS[0]
+        stages = attention.CUTS[0][1]
         if q.is_cuda:
             keys, stages = attention.cut_for(width, q.element_size(), shared_memory(q.device))
         shared = {
@@ -206,8 +209,9 @@ def tree_attention(
         )  # fmt: skip
     if not whole:  # every row as a request of one token
         attention._merge_kernel[(m * groups, group)](
-            b_m, b_l, b_acc, rows.positions, rows.positions, out, 1, groups, width, group, 1, splits, 0,
-            HEAD=head, ROWS=group, MERGE_SPLITS=attention.MERGE_SPLITS, COUNTED=False, CAUSAL=False, num_warps=1,
-            **cuts, **pdl(q),
+            b_m, b_l, b_acc, rows.positions, rows.positions, rows.depths, out,
+            1, groups, width, group, 1, splits, int(pairs),
+            HEAD=head, ROWS=group, MERGE_SPLITS=attention.MERGE_SPLITS, COUNTED=False, CAUSAL=False,
+            PATHS=min(keys, page_size), num_warps=1, **cuts, **pdl(q),
         )  # fmt: skip
     return out
