@@ -334,7 +334,8 @@ WALKS = [(1, 1, 1, 2, 0), (3, 5, 20, 40, 1), (2, 16, 64, 128, 99), (9, 7, 12, 64
 def test_walks_are_those_of_the_definition_and_what_they_accept_is_moved(
     batch: int, slots: int, nodes: int, rows: int, reach: int, forced: bool
 ) -> None:
-    pages = make_pages(tuple(range(10, 10 + batch)), nodes + 1, 16, 2, 20)
+    heads = (8, 128) if DEVICE == "cuda" else (2, 20)  # as many as several warps have to share
+    pages = make_pages(tuple(range(10, 10 + batch)), nodes + 1, 16, *heads)
     trees = random_trees(batch, slots, nodes)
     tree_rows = rows_of(trees, pages, rows)
     choice, numbers = choices_along(tree_rows, trees, reach), torch.arange(batch, device=DEVICE)
