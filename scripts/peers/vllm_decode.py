@@ -11,16 +11,18 @@ Of each set: `seconds` and `tokens_per_second` are of the clock, prefills includ
 prefills and first tokens out, as our reports do. `tau` is by vLLM's counters, 1 + accepted / drafts: they also count
 drafts that were accepted behind an answer's end. `tau_pooled` is what our reports call so, tokens that steps committed
 by steps, and what `tau_of_ours` divides by ours. Behind a near tie that rounding decides otherwise the engines write
-different texts, so `same_answers` compares those that are the same in both.
+different texts, so `same_answers` compares those that are the same in both. The result file is written after
+every set, so what ends early keeps the sets before.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +80,9 @@ class Counts(NamedTuple):
     drafts: int | None  # steps that verified a block; None without a drafter
     accepted: int | None
     answers: list[Answer]  # none without a drafter
+
+
+OnSet = Callable[[dict[str, Counts], dict[str, Any]], object]  # with what `decode` returns, of the sets up to now
 
 
 class Ours(NamedTuple):
@@ -160,14 +165,18 @@ def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:
 # ---- what vLLM does ----------------------------------------------------------------------------------------------
 
 
-def apart(work: Work) -> tuple[dict[str, Counts], dict[str, Any]]:
+def apart(work: Work, on_set: OnSet | None = None) -> tuple[dict[str, Counts], dict[str, Any]]:
     """`decode` in a process of its own: all the memory of one engine is free before the next one starts."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(decode, work).result()
+        return pool.submit(decode, work, on_set).result()
 
 
-def decode(work: Work) -> tuple[dict[str, Counts], dict[str, Any]]:
-    """Counts by set; version and seconds to start. Raises UserError: vllm refuses the models or the machine."""
+def decode(work: Work, on_set: OnSet | None = None) -> tuple[dict[str, Counts], dict[str, Any]]:
+    """Counts by set; version and seconds to start. Raises UserError: vllm refuses the models or the machine.
+
+    Args:
+        on_set: called after every set with the counts up to there, in this process.
+    """
     vllm = import_vllm()
     began = time.perf_counter()
     try:
@@ -185,7 +194,7 @@ def decode(work: Work) -> tuple[dict[str, Counts], dict[str, Any]]:
         values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTERS}
         return [values[name] for name in COUNTERS]
 
-    found = {}
+    found: dict[str, Counts] = {}
     try:
         for prompt in next(iter(work.sets.values()))[:WARM_UP]:
             ask(prompt)
@@ -205,6 +214,8 @@ def decode(work: Work) -> tuple[dict[str, Counts], dict[str, Any]]:
             since = [b - a for a, b in zip(counted[0], counted[-1], strict=True)] if drafts else [None, None]
             found[name] = Counts(len(prompts), tokens, seconds, decoding, *since, answers)
             print(f"{name}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr, flush=True)
+            if on_set:
+                on_set(found, start)
     finally:
         llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
     return found, start
@@ -252,6 +263,17 @@ def encoded(target: str, prompts: Sequence[str], limit: int | None) -> Sets:
     }
 
 
+def save(
+    output: Path, head: Mapping[str, Any], ours: Ours | None, counts: Mapping[str, Counts], start: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the result of the sets up to now over the one before; returns it."""
+    sets = {n: figures(of, ours.sets[n], ours.answers(n)) if ours else figures(of) for n, of in counts.items()}
+    versions = {"versions": head["versions"] | {"vllm": start["vllm"]}}
+    result = {**head, **versions, "start_s": start["start_s"], "sets": sets}
+    write_json(output, result)
+    return result
+
+
 def table(result: dict[str, Any]) -> str:
     rows = []
     for name, found in result["sets"].items():
@@ -293,18 +315,15 @@ def run(args: argparse.Namespace) -> None:
     }  # fmt: skip
     ids = {name: [prompt.token_ids for prompt in prompts] for name, prompts in sets.items()}
     speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": block - 1}
-    counts, start = apart(Work(options | {"speculative_config": speculative}, sampling, ids))
-    plain = {}
+    head = setting("peers/vllm_decode.py", [without_folders(word) for word in args.argv])
+    head |= {"target": Path(args.target).name, "drafter": Path(args.drafter).name, "block_size": block}
+    head |= {"run_of_ours": ours.run} if ours else {}
+    keep = functools.partial(save, args.output, head, ours)
+    result = keep(*apart(Work(options | {"speculative_config": speculative}, sampling, ids), keep))
     if args.plain is not None:
         alone, _ = apart(Work(options, sampling, {args.plain: ids[args.plain]}))
-        plain = {"plain": {"set": args.plain} | figures(alone[args.plain])}
-    result = setting("peers/vllm_decode.py", [without_folders(word) for word in args.argv])
-    result["versions"]["vllm"] = start.pop("vllm")
-    result |= {"target": Path(args.target).name, "drafter": Path(args.drafter).name, "block_size": block}
-    result |= {"run_of_ours": ours.run} if ours else {}
-    found = {n: figures(of, ours.sets[n], ours.answers(n)) if ours else figures(of) for n, of in counts.items()}
-    result |= start | {"sets": found} | plain
-    write_json(args.output, result)
+        result |= {"plain": {"set": args.plain} | figures(alone[args.plain])}
+        write_json(args.output, result)
     print(f"\n{table(result)}\n\n{args.output}")
 
 

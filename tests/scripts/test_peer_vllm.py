@@ -2,7 +2,9 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +148,29 @@ def test_what_is_no_result_is_said_in_one_line(result: Path) -> None:
         program.read_ours(result, "mine", None)
     with pytest.raises(UserError, match="no result of"):
         program.read_ours(result.with_name("none.json"), "mine", None)
+
+
+def test_what_ends_in_the_second_set_has_written_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vllm what `decode` calls: it cannot run here."""
+
+    def generate(prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> list[Any]:
+        if prompts[0]["prompt_token_ids"] == [9]:
+            raise ValueError("out of memory")
+        metrics = SimpleNamespace(first_token_ts=1.0, last_token_ts=3.0)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7])], metrics=metrics)]
+
+    core = SimpleNamespace(shutdown=lambda: None)
+    llm = SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(engine_core=core))
+    vllm = SimpleNamespace(LLM=lambda **_: llm, SamplingParams=dict, __version__="0.33.0")
+    monkeypatch.setattr(program, "import_vllm", lambda: vllm)
+    output = tmp_path / "peer.json"
+    keep = partial(program.save, output, {"versions": {"torch": "2"}, "target": "t"}, None)
+    with pytest.raises(ValueError, match="out of memory"):
+        program.decode(program.Work({}, {}, {"a": [[1], [2]], "b": [[9]]}), keep)
+    result = json.loads(output.read_text())
+    assert result["versions"] == {"torch": "2", "vllm": "0.33.0"} and result["target"] == "t"
+    assert list(result["sets"]) == ["a"] and result["start_s"] >= 0
+    assert result["sets"]["a"]["tokens"] == 6 and result["sets"]["a"]["decode_tokens_per_second"] == 1.0
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
