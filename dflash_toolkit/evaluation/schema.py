@@ -1,4 +1,4 @@
-"""The form of `report.json`: its version, its JSON Schema, and what reads it. Without torch."""
+"""The form of `report.json`: its version, its JSON Schema, and what reads it; that of `compare.json`. Without torch."""
 
 import json
 from collections.abc import Sequence
@@ -13,6 +13,11 @@ SCHEMA_VERSION = 2
 def report_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of `report.json`."""
     return json.loads(Path(__file__).with_name("report.schema.json").read_text(encoding="utf-8"))
+
+
+def compare_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of `compare.json`."""
+    return json.loads(Path(__file__).with_name("compare.schema.json").read_text(encoding="utf-8"))
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from conftest import make_drafter
@@ -21,6 +22,7 @@ from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.compare import compare, named_runs
 from dflash_toolkit.evaluation.comparison import render_markdown
 from dflash_toolkit.evaluation.paired import difference_intervals, p_values, parted
+from dflash_toolkit.evaluation.schema import compare_schema
 from dflash_toolkit.generation import Generation, Step
 
 SETS = {
@@ -130,6 +132,24 @@ def test_many_pairs_are_swapped_at_random_and_seeded() -> None:
     found = p_values(first, second, 5, False)
     assert found == p_values(first, second, 5, False)
     assert found["tau_pooled"] == pytest.approx(p_values(second, first, 5, False)["tau_pooled"], abs=0.02)
+
+
+def test_the_schema_has_every_key_of_a_comparison_and_refuses_another(compared: Compared) -> None:
+    def elsewhere(report: dict[str, Any]) -> None:
+        report["environment"]["device_name"] = "another"  # so that speeds are not compared
+
+    for found in (compared(), compared(elsewhere)):
+        jsonschema.validate(found, compare_schema())
+    for change in (
+        lambda found: found.pop("statistics"),
+        lambda found: found["runs"][0].update(host="a"),
+        lambda found: found["sections"][0]["overall"]["runs"][1]["difference"].pop("speedup"),
+        lambda found: found["sections"][0]["sets"]["sky"]["runs"][0].update(tau_pooled="2"),
+    ):
+        broken = compared()
+        change(broken)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, compare_schema())
 
 
 # ---- a comparison ---------------------------------------------------------------------------------------------
