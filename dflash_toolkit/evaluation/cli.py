@@ -85,7 +85,7 @@ class EvalDrafts(DraftOptions):
 class SweepOptions:
     """What some of the prompts are measured over, besides the report on all of them."""
 
-    concurrency: tuple[int, ...] = option((), "requests at a time, as 1 2 4 8 16 32 64; needs the engine")
+    concurrency: tuple[int, ...] = option((), "requests at a time, as 1 2 4 8 16 32 64; needs the engine or a server")
     draft_length: tuple[int, ...] = option(
         (), "tokens drafted a step, as 3 7 15: fewer than the drafter was trained for"
     )
@@ -195,7 +195,6 @@ class EvalConfig(ModelOptions):
             "draft_tree": self.draft.draft_tree > 0,
             "distribution_samples": self.sampling.distribution_samples > 0,
             "draft_length": bool(self.sweeps.draft_length),
-            "concurrency": bool(self.sweeps.concurrency),
             "write_model_card": self.publish.write_model_card and self.drafter is None,
         }
         for name in (name for name, given in here.items() if given):

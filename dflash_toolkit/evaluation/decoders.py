@@ -5,9 +5,11 @@
 
 import contextlib
 import gc
+import queue
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -166,6 +168,37 @@ class ReferenceDecoder:
         free_memory()
 
 
+class ThreadedDecoder:
+    """Requests to a server, `width` at a time, each in a thread of its own.
+
+    Args:
+        ask: decodes one prompt to its end, in a thread.
+    """
+
+    def __init__(self, ask: Callable[[list[int], SamplingParams, OnStep | None], Generation], width: int) -> None:
+        self._ask, self.width = ask, width
+        self._threads = ThreadPoolExecutor(width)
+        self._finished: queue.SimpleQueue[tuple[int, Future[Generation]]] = queue.SimpleQueue()
+
+    def submit(
+        self,
+        key: int,
+        prompt: list[int],
+        params: SamplingParams,
+        chat: Chat | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        future = self._threads.submit(self._ask, prompt, params, on_step)
+        future.add_done_callback(lambda done: self._finished.put((key, done)))
+
+    def wait(self) -> Response:
+        key, done = self._finished.get()
+        return Response(key, done.result())
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
 def decode_all(
     decoder: EngineDecoder | ReferenceDecoder,
     prompts: Sequence[list[int]],
@@ -217,7 +250,15 @@ class Pair(ABC):
         """From now on a step drafts so many tokens, at most as many as the drafter was loaded for."""
         raise UserError(f"draft_length: the {self.name} cannot be told how much to draft")
 
-    def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder:
+    def counted(self) -> Any:
+        """What `steps_since` begins at."""
+        return None
+
+    def steps_since(self, before: Any, answers: Sequence[Generation]) -> int:
+        """Steps that decoded `answers`, of which nothing else was decoded since `before`."""
+        return sum(len(answer.steps) for answer in answers)
+
+    def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder | ThreadedDecoder:
         """What decodes so many requests at a time; the caller closes it. Raises UserError."""
         raise UserError(f"concurrency: the {self.name} decodes one request at a time; it needs --runtime engine")
 

@@ -30,7 +30,7 @@ from ..fingerprint import template_digest
 from ..generation import FinishReason, Generation, Step
 from ..models.target import context_limit, load_config, load_tokenizer
 from ..sampling import SamplingParams
-from .decoders import EngineDecoder, OnStep, Pair, ReferenceDecoder
+from .decoders import EngineDecoder, OnStep, Pair, ReferenceDecoder, ThreadedDecoder
 
 TIMEOUT_S = 600.0  # for a response
 SETTLED_S = 5.0  # for counters to have what a response did
@@ -96,7 +96,7 @@ class Server:
         self.url = re.sub(r"/v1/?$", "", url).rstrip("/")
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(timeout=TIMEOUT_S, headers=headers)
+        self._http = httpx.Client(timeout=TIMEOUT_S, headers=headers, limits=httpx.Limits(max_connections=None))
         try:
             models = self._get("/v1/models").json()["data"]
             names = [each["id"] for each in models]
@@ -243,6 +243,37 @@ class EndpointPair(Pair):
 
     def decoder(self, draft: bool) -> EngineDecoder | ReferenceDecoder:
         raise UserError("an endpoint decodes one request at a time")
+
+    def decoder_for(self, draft: bool, concurrency: int) -> ThreadedDecoder:
+        return ThreadedDecoder(self._among if draft else self._alone, concurrency)
+
+    def counted(self) -> Drafts | None:
+        time.sleep(STILL_S)  # what was asked before has been counted then
+        return self._server.counters()
+
+    def steps_since(self, before: Drafts | None, answers: Sequence[Generation]) -> int:
+        """By the responses, or by the server's counters where those do not tell."""
+        if any(answer.steps for answer in answers):
+            return super().steps_since(before, answers)
+        committed = sum(len(answer.tokens) - 1 for answer in answers)
+        drafts = self._told({}, before, committed)
+        if not drafts.steps:
+            return 0  # nothing was told
+        return drafts.steps + max(committed - drafts.steps - drafts.accepted, 0)  # and those without a draft
+
+    def _among(self, prompt_ids: list[int], params: SamplingParams, on_step: OnStep | None) -> Generation:
+        """One answer among others, with its steps where the response tells them."""
+        answer, chunks, details = _read(self._server.stream(_body(prompt_ids, params)), on_step)
+        tokens = answer.tokens[1:]
+        if told := details.get("steps"):
+            answer.steps = exact_steps(tokens, told[1:])
+        elif "spec_correct_drafts_histogram" in details:
+            behind = [size for size in (chunks[0] - 1, *chunks[1:]) if size]
+            answer.steps = steps_of(tokens, behind, self._told(details, None, len(tokens)), self.block_size - 1)
+        return answer
+
+    def _alone(self, prompt_ids: list[int], params: SamplingParams, on_step: OnStep | None) -> Generation:
+        return self.decode(prompt_ids, params, draft=False, on_step=on_step)
 
     def decode(
         self, prompt_ids: list[int], params: SamplingParams, *, draft: bool, on_step: OnStep | None = None

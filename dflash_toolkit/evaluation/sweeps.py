@@ -14,7 +14,7 @@ from ..config import UserError
 from ..generation import Generation
 from ..sampling import SamplingParams
 from .bootstrap import interval, resampled_sums
-from .decoders import EngineDecoder, OnStep, Pair
+from .decoders import EngineDecoder, OnStep, Pair, ThreadedDecoder
 from .measure import EncodedPrompt
 from .report import Section, Summary, spread
 
@@ -40,7 +40,7 @@ class Sweeps:
                 f"context_length {most}: with an answer of {max_tokens} tokens (max_tokens) it is beyond the target's "
                 f"limit of {pair.context_limit}"
             )
-        if self.concurrency and pair.name != "engine":
+        if self.concurrency and pair.name not in ("engine", "endpoint"):
             raise UserError("concurrency: the reference decodes one request at a time; it needs --runtime engine")
 
     def at_concurrency(self, concurrency: int) -> int:
@@ -80,7 +80,7 @@ class _Timed:
 
 
 def under_load(
-    decoder: EngineDecoder,
+    decoder: EngineDecoder | ThreadedDecoder,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     concurrency: int,
@@ -129,11 +129,15 @@ def load_point(
     seconds: dict[bool, float] = {}
     timed: dict[bool, list[_Timed]] = {}
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
+    steps = 0
     for draft in (True, False) if baseline else (True,):
         decoder = pair.decoder_for(draft, concurrency)
         under_load(decoder, prompts[:concurrency], short, concurrency)
+        before = pair.counted() if draft else None
         seconds[draft], timed[draft] = under_load(decoder, prompts, params, concurrency, on_step if draft else None)
         decoder.close()
+        if draft:
+            steps = pair.steps_since(before, [request.generation for request in timed[draft] if request.generation])
     answers = [request.generation for request in timed[True] if request.generation]
     figures = {draft: np.array([(_tokens(r), r.whole) for r in found]) for draft, found in timed.items()}
     speeds = {draft: ratio(figures[draft][:, 0].sum(), seconds[draft]) for draft in timed}
@@ -141,7 +145,7 @@ def load_point(
     point = {
         "concurrency": concurrency,
         "requests": len(prompts),
-        "tau_pooled": ratio(sum(len(a.tokens) - 1 for a in answers), sum(len(a.steps) for a in answers)),
+        "tau_pooled": ratio(sum(len(a.tokens) - 1 for a in answers), steps),
         "tokens_per_second": speeds[True],
         "plain_tokens_per_second": speeds.get(False),
         "speedup": speedup,

@@ -21,6 +21,7 @@ from dflash_toolkit.evaluation.endpoint import Drafts, EndpointPair, Server, rea
 from dflash_toolkit.evaluation.measure import EncodedPrompt
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.schema import report_schema
+from dflash_toolkit.evaluation.sweeps import load_point
 from dflash_toolkit.generation import Step
 from dflash_toolkit.sampling import SamplingParams
 
@@ -69,11 +70,13 @@ def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Pat
     prompts.write_text(json.dumps({"prompt": "Why is the sky blue?"}) + "\n")
     asked = ["--target", str(target_dir), "--prompts", f"sky={prompts}", "--max-tokens", "12"]
     output = tmp_path / "report"
+    asked += ["--concurrency", "1", "2", "--sweep-requests", "1"]
     assert main([*asked, "--endpoint", url.replace("//", "//user:secret@"), "--output", str(output)]) == 0
     report = json.loads((output / "report.json").read_text())
     jsonschema.validate(report, report_schema())
     assert report["environment"]["device"] == "endpoint" and report["arguments"]["served_model"] == "org/tiny"
     assert report["sections"][0]["overall"]["identical_to_plain"] == 1.0
+    assert [point["concurrency"] for point in report["sweeps"]["concurrency"]] == [1, 2]
     assert "secret" not in (output / "report.json").read_text() + (output / "report.html").read_text()
 
 
@@ -98,6 +101,23 @@ def test_what_cannot_be_measured_is_one_line(
     with serving(make_engine(target, None, max_model_len=256)) as plain:
         assert "does not tell what became of drafts" in refused("--endpoint", plain)
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("told", ["steps", "counters"])
+def test_under_load_a_level_has_the_acceptance_of_one_request_at_a_time(
+    told: str, url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = EndpointPair(str(target_dir), url)
+    prompts = [list(range(20 + i, 30 + 2 * i)) for i in range(4)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    answers = [pair.decode(prompt, params, draft=True) for prompt in prompts]
+    if told == "counters":  # what a server says that tells nothing in its responses
+        monkeypatch.setattr(pair._server, "owner", "vllm")
+    point = load_point(pair, prompts, params, 3, baseline=False)
+    steps = sum(len(answer.steps) for answer in answers)
+    # counters also have drafts that were accepted behind an answer's end
+    assert point["tau_pooled"] == pytest.approx(4 * 19 / steps, rel=1e-9 if told == "steps" else 0.05)
+    assert point["time_to_first_token_seconds"]["p50"] > 0 and point["tokens_per_second"] > 0
 
 
 # ---- what servers say --------------------------------------------------------------------------------------------
