@@ -5,8 +5,9 @@
 
 Like there, milliseconds a step and tokens a second are the difference between a long and a short answer, every position
 is accepted with the given conditional probability by both engines' own dice, prompts are random and no prefix is
-cached. Every k has an engine of its own, in a process of its own. Wants an environment with vllm (0.26 is what it was
-written for) and this project.
+cached. Every k has an engine of its own, in a process of its own, and the file is written after every row. Wants an
+environment with vllm (0.33, or 0.26 for dense shapes) and this project. Mixtures of experts and gated delta nets
+(`--shape qwen3.8-27b-fp8`) run vLLM's Triton kernels: they want no package beside it.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 CONTEXT = 8192
+UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
 
 
@@ -56,6 +58,9 @@ class Work(NamedTuple):
     short: int
     long: int
     repeats: int
+    name: str  # of the engine in the result
+    result: dict[str, Any]  # as far as it goes
+    output: Path
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,6 +75,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--long", type=int, default=384)
     add("--repeats", type=int, default=3)
     add("--gpu-memory-utilization", type=float, default=0.5)
+    add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: starts sooner, decodes slower")
     add("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     if not 0.0 < args.accept < 1.0:
@@ -93,7 +99,11 @@ def write_shapes(folder: Path, shape: str, k: int) -> tuple[Path, Path]:
     target, drafter = folder / "target", folder / "drafter"
     target.mkdir()
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
-    write_json(target / "config.json", config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"})
+    stated = config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
+    if quantized := stated.get("quantization_config"):
+        kept = [f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in UNQUANTIZED]
+        stated["quantization_config"] = {**quantized, "modules_to_not_convert": ["lm_head", *kept]}
+    write_json(target / "config.json", stated)
     if k:
         drafter.mkdir()
         write_json(drafter / "config.json", config_json(drafter_shape(config, block_size=k + 1)))
@@ -109,6 +119,13 @@ def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]
         "max_num_batched_tokens": 16384, "gpu_memory_utilization": args.gpu_memory_utilization,
         "enable_prefix_caching": False, "disable_log_stats": False, "generation_config": "vllm",
     }  # fmt: skip
+    if args.no_compile:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    config = named_shape(args.shape)
+    if getattr(config, "num_experts", None):
+        options["moe_backend"] = "triton"
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        options["additional_config"] = {"gdn_prefill_backend": "triton"}  # else Hopper wants flashinfer
     if k:
         options["speculative_config"] = {
             "method": "dflash", "model": str(drafter), "num_speculative_tokens": k,
@@ -119,14 +136,19 @@ def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]
 
 
 def measure(work: Work) -> dict[str, Any]:
-    """Start an engine and time every batch. Raises UserError: vllm refuses the models or the machine."""
+    """Start an engine, time every batch, write the result after each of them and return it.
+
+    Raises UserError: vllm refuses the models or the machine.
+    """
     vllm = import_vllm()
     began = time.perf_counter()
     try:
         llm = vllm.LLM(**work.options)
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"vllm cannot start: {' '.join(str(error).split())}") from error
-    found: dict[str, Any] = {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - began, 1), "rows": []}
+    found: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1), "rows": []}
+    work.result["versions"]["vllm"] = vllm.__version__
+    work.result["engines"][work.name] = found
     drafts = "speculative_config" in work.options
     dice = random.Random(0)
 
@@ -151,9 +173,10 @@ def measure(work: Work) -> dict[str, Any]:
             short, long = ([run(batch, tokens) for _ in range(work.repeats)] for tokens in (work.short, work.long))
             found["rows"].append({"batch": batch, "prompt": work.prompt} | figures(batch, short, long))
             print(found["rows"][-1], file=sys.stderr, flush=True)
+            write_json(work.output, work.result)  # whatever becomes of the next row
     finally:
         llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
-    return found
+    return work.result
 
 
 def figures(batch: int, short: Sequence[Run], long: Sequence[Run]) -> dict[str, Any]:
@@ -192,17 +215,19 @@ def run(args: argparse.Namespace) -> None:
     import_vllm()
     named_shape(args.shape)
     result = setting("peers/vllm_step.py")
-    result |= {key: getattr(args, key) for key in ("shape", "accept", "prompt", "short", "long", "repeats")}
+    result |= {
+        key: getattr(args, key) for key in ("shape", "accept", "prompt", "short", "long", "repeats", "no_compile")
+    }
     result["engines"] = {}
     for k in args.k:
         with tempfile.TemporaryDirectory() as folder:
             vocabulary, lengths = named_shape(args.shape).vocab_size, (args.prompt, args.short, args.long)
-            work = Work(options_of(args, Path(folder), k), vocabulary, args.batch, *lengths, args.repeats)
+            work = Work(
+                options_of(args, Path(folder), k), vocabulary, args.batch, *lengths, args.repeats,
+                f"k{k}" if k else "plain", result, args.output,
+            )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                found = pool.submit(measure, work).result()
-        result["versions"]["vllm"] = found.pop("vllm")
-        result["engines"][f"k{k}" if k else "plain"] = found
-        write_json(args.output, result)  # whatever becomes of the next engine
+                result = pool.submit(measure, work).result()
     print(f"\n{table(result['engines'])}\n\n{args.output}")
 
 

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from dflash_toolkit.models.dflash.checkpoint import read_config
+from dflash_toolkit.models.quantized import FORM
 from scripts.peers import vllm_step as program
 
 
@@ -22,6 +23,32 @@ def test_an_engine_is_asked_for_the_shape_and_our_acceptance(tmp_path: Path) -> 
     assert (drafter.block_size, drafter.num_layers, drafter.hidden_size) == (4, 5, 4096)
     (tmp_path / "plain").mkdir()
     assert "speculative_config" not in program.options_of(args, tmp_path / "plain", 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "architecture", "experts", "recurrent"),
+    [
+        ("qwen3-8b-fp8", "Qwen3ForCausalLM", False, False),
+        ("qwen3-30b-a3b", "Qwen3MoeForCausalLM", True, False),
+        ("qwen3.8-27b-fp8", "Qwen3_5ForCausalLM", False, True),
+        ("qwen3.6-35b-a3b-fp8", "Qwen3_5MoeForCausalLM", True, True),
+    ],
+)
+def test_other_kinds_of_layers_run_on_triton(
+    shape: str, architecture: str, experts: bool, recurrent: bool, tmp_path: Path
+) -> None:
+    args = program.parse(["--output", "x.json", "--shape", shape, "--no-compile"])
+    options = program.options_of(args, tmp_path, 7)
+    target = AutoConfig.from_pretrained(options["model"])
+    assert target.architectures == [architecture]
+    quantized = getattr(target, "quantization_config", {})
+    assert (FORM.items() <= quantized.items()) == shape.endswith("-fp8") == bool(quantized)
+    if quantized and recurrent:
+        assert "model.layers.0.linear_attn.in_proj_b" in quantized["modules_to_not_convert"], "48 rows fill no block"
+    assert (options.get("moe_backend") == "triton") == experts
+    assert ("additional_config" in options) == recurrent
+    assert options["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert read_config(Path(options["speculative_config"]["model"])).hidden_size == target.hidden_size
 
 
 def test_figures_are_the_long_answers_less_the_short_ones() -> None:
