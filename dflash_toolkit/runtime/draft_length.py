@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from .request import Request
 from .runner import StepRunner, buckets_up_to
-from .timing import Times, measured_times, seconds_of
+from .timing import Shape, Times, measured_times, seconds_of
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -80,7 +80,7 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -
     on_gpu = runner.device.type == "cuda"
     shapes = itertools.product(buckets_up_to(max_num_seqs), sizes)
     with runner.any_tokens() if runner.target.spec.depends_on_requests else contextlib.nullcontext():
-        steps = {(bucket, size): runner.launcher(bucket, size) for bucket, size in shapes}
+        steps: dict[Shape, Callable[[], object]] = {shape: runner.launcher(*shape) for shape in shapes}
         for step in steps.values():
             step()
         samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)

@@ -2,17 +2,20 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
 
-Times = dict[tuple[int, int], float]  # seconds of a step, by batch and block
+Shape = tuple[int, ...]  # of a step: batch and block; of one that verifies trees batch, rows and the drafter's block
+Times = dict[Shape, float]  # seconds of a step
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
 OTHERS = ("runner", "stack", "proposer", "verifier", "sampler", "timing", "draft_length")
 PASSES = [Path(__file__).with_name(f"{name}.py") for name in OTHERS]  # and how they are measured
@@ -45,14 +48,14 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
     try:
         if anew:
             raise FileNotFoundError
-        return {(b, s): t for b, s, t in json.loads(path.read_text())["seconds"]}
+        return {tuple(shape): t for *shape, t in json.loads(path.read_text())["seconds"]}
     except (OSError, ValueError, KeyError, TypeError):
         times = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(
-            json.dumps({"key": key, "seconds": [[b, s, t] for (b, s), t in times.items()]}, default=str)
+            json.dumps({"key": key, "seconds": [[*shape, t] for shape, t in times.items()]}, default=str)
         )
         temporary.replace(path)
     except OSError:
@@ -61,7 +64,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
 
 
 def measured_times(
-    steps: Mapping[tuple[int, int], Callable[[], object]],
+    steps: Mapping[Shape, Callable[[], object]],
     clock: Callable[[Callable[[], object]], float],
     samples: int,
     again_s: float,
@@ -70,13 +73,13 @@ def measured_times(
     while is in one step's alone. Where a step of more rows was faster, both are measured again.
 
     Args:
-        steps: what to run, by batch and block.
+        steps: what to run, by shape.
         clock: the seconds of one run.
         again_s: seconds that measuring again may take.
     """
 
-    def sampled(shapes: Collection[tuple[int, int]], until: float) -> Times:
-        found: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    def sampled(shapes: Collection[Shape], until: float) -> Times:
+        found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
         for _ in range(samples):
             if time.perf_counter() > until:
                 return {}
@@ -93,15 +96,18 @@ def measured_times(
     return times
 
 
-def out_of_order(times: Times) -> list[tuple[int, int]]:
-    """Shapes of which one has more rows than the next smaller and was faster."""
-    odd = set()
-    for shape in times:
-        for axis in (0, 1):
-            below = [s for s in times if s[1 - axis] == shape[1 - axis] and s[axis] < shape[axis]]
-            smaller = max(below, default=shape)
-            if times[smaller] > NOISE * times[shape]:
-                odd |= {smaller, shape}
+def out_of_order(times: Times) -> list[Shape]:
+    """Shapes of which one is larger than the next smaller along one axis, alike along the others, and was faster."""
+    odd: set[Shape] = set()
+    for axis in range(max(map(len, times), default=0)):
+        alike = defaultdict[object, list[Shape]](list)
+        for shape in sorted(times):
+            if axis < len(shape):
+                alike[shape[:axis], shape[axis + 1 :]].append(shape)
+        for line in alike.values():
+            for smaller, shape in itertools.pairwise(line):
+                if times[smaller] > NOISE * times[shape]:
+                    odd |= {smaller, shape}
     return sorted(odd)
 
 

@@ -3,7 +3,7 @@
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -21,7 +21,7 @@ from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.request import RollingAcceptance
-from dflash_toolkit.runtime.timing import cached_times, measured_times
+from dflash_toolkit.runtime.timing import Shape, Times, cached_times, measured_times
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 
@@ -195,9 +195,10 @@ def test_block_sizes_end_with_the_drafters_own() -> None:
 
 def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measure = Mock(return_value={(1, 16): 0.5, (8, 4): 0.25})
+    seconds = {(1, 16): 0.5, (8, 4): 0.25, (8, 64, 16): 0.75}
+    measure = Mock(return_value=seconds)
     for key in ("a", "a", "b"):
-        assert cached_times([key], measure) == {(1, 16): 0.5, (8, 4): 0.25}
+        assert cached_times([key], measure) == seconds
     assert measure.call_count == 2
     for file in (tmp_path / "dflash-toolkit").iterdir():
         file.write_text("torn {")
@@ -218,12 +219,12 @@ def test_times_are_measured_again_where_that_is_asked_for(tmp_path: Path, monkey
 
 
 def clocked(
-    times: dict[tuple[int, int], Iterator[float]],
-) -> tuple[dict[tuple[int, int], float], list[tuple[int, int]]]:
+    times: Mapping[Shape, Iterator[float]],
+) -> tuple[Times, list[Shape]]:
     """What is measured where every shape's runs take these times, and the order of the runs."""
-    order: list[tuple[int, int]] = []
+    order: list[Shape] = []
 
-    def step(shape: tuple[int, int]) -> Callable[[], float]:
+    def step(shape: Shape) -> Callable[[], float]:
         return lambda: order.append(shape) or next(times[shape])  # type: ignore[func-returns-value]
 
     found = measured_times({shape: step(shape) for shape in times}, lambda run: run(), 3, 60.0)  # type: ignore
@@ -244,6 +245,8 @@ def test_times_that_fall_where_there_is_more_to_do_are_measured_again() -> None:
     found, order = clocked({(1, 1): repeat(3.0), (2, 1): repeat(2.0), (4, 1): repeat(2.0)})
     assert found[1, 1] == 3.0 and len(order) == 9 + 6 * timing.AGAIN, "it is so"
     assert timing.out_of_order({(1, 1): 1.0, (2, 1): 0.99, (2, 4): 1.0, (1, 4): 1.01}) == [], "within the noise"
+    trees = {(4, 16, 8): 2.0, (4, 32, 8): 1.0, (4, 32, 16): 1.5, (8, 32, 16): 1.2, (4, 8): 3.0, (8, 32): 1.0}
+    assert timing.out_of_order(trees) == [(4, 16, 8), (4, 32, 8), (4, 32, 16), (8, 32, 16)], "by each of three axes"
 
 
 def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
