@@ -1,5 +1,6 @@
 """Gated delta nets in the engine: states follow their requests, whoever joins, leaves, fails or gives way."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, Request, load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 
-EVENTS = 400
+LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
+EVENTS = 10_000 if LONG_RUN else 400
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 
 
