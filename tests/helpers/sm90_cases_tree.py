@@ -63,6 +63,7 @@ CASES = {
     "context": attention_case(tree_attention._prefix_kernel, whole=False, stages=3),
     "paths in one pass": attention_case(tree_attention._tail_kernel, whole=True, window=2048),
     "context on Hopper": hopper_case(PREFIX, 128, whole=False),
+    "context on Hopper in one pass": hopper_case(PREFIX, 128, whole=True),
     "paths on Hopper in one pass": hopper_case(TAIL, 128, whole=True),
     "paths of heads of 64 on Hopper": hopper_case(TAIL, 64, whole=False, window=2048),
     "children of pairs": build_case(tree_build._children_kernel, 4, W=8, C_BLOCK=16, R_BLOCK=256, PAIRS=True),
