@@ -14,7 +14,7 @@ from .tables import (
     setup_table,
     slot_tables,
     summary_table,
-    sweep_table,
+    sweep_tables,
     ways_table,
 )
 from .verdict import verdict
@@ -27,7 +27,7 @@ def render_markdown(report: Report) -> str:
         summary_table(report),
         category_table(section),
         ways_table(report),
-        *(sweep_table(name, points) for name, points in report.sweeps.items()),
+        *sweep_tables(report.sweeps),
         *slot_tables(report),
         recall_table(report),
         lengths_table(report),

@@ -26,7 +26,7 @@ from .tables import (
     setup_table,
     slot_tables,
     summary_table,
-    sweep_table,
+    sweep_tables,
     times,
     ways_table,
 )
@@ -64,7 +64,7 @@ def render_page(report: Report) -> str:
         marks=[(s.name, swatch(s.colour)) for s in _few(report, _series(report, lambda summary: ()))],
         results=[found for found in results if found],
         set_charts=_set_charts(report),
-        sweep_tables=[sweep_table(name, points) for name, points in report.sweeps.items()],
+        sweep_tables=sweep_tables(report.sweeps),
         sweep_charts=list(_sweep_charts(report)),
         slots=[table for table in (*slot_tables(report), recall_table(report)) if table],
         slot_charts=_slot_charts(report),

@@ -191,7 +191,7 @@ class _Decoding:
         for concurrency in sweeps.concurrency:
             count = sweeps.at_concurrency(concurrency)
             ids = [prompt.token_ids for prompt in itertools.islice(itertools.cycle(prompts), count)]
-            what = "load", self._baseline, asdict(params), concurrency, ids
+            what = "under load", self._baseline, asdict(params), concurrency, ids
             on_step = self._meter.step if self._meter else None
             load = functools.partial(load_point, pair, ids, params, concurrency, self._baseline, on_step)
             points.setdefault("concurrency", []).append(self.point(what, load))

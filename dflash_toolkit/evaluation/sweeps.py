@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ class _Timed:
     first: float = math.nan  # seconds until the first token
     whole: float = math.nan  # and until the last
     generation: Generation | None = None
+    last: float = math.nan  # when its latest token came
+    gaps: list[float] = field(default_factory=list)  # seconds from each step to the next
 
 
 def under_load(
@@ -95,8 +97,12 @@ def under_load(
             request = timed[key] = _Timed(time.perf_counter())
 
             def on_step(growing: Generation, request: _Timed = request) -> None:
+                now = time.perf_counter()
                 if math.isnan(request.first):
-                    request.first = time.perf_counter() - request.began
+                    request.first = now - request.began
+                else:
+                    request.gaps.append(now - request.last)
+                request.last = now
                 if watch:
                     watch(growing)
 
@@ -155,6 +161,7 @@ def load_point(
         found = timed.get(draft)
         per_token = [(r.whole - r.first) / (_tokens(r) - 1) for r in found if _tokens(r) > 1] if found else []
         point[f"{name}time_to_first_token_seconds"] = spread([r.first for r in found or ()])
+        point[f"{name}inter_token_latency_seconds"] = spread([gap for r in found or () for gap in r.gaps])
         point[f"{name}time_per_output_token_seconds"] = spread(per_token)
     return point
 

@@ -125,20 +125,36 @@ def category_table(section: Section) -> Table | None:
     return _summary_table("Results by category", kinds, bool(section.overall.plain)) if kinds else None
 
 
+PERCENTILES = ("First token, ms: p50", "p90", "p99", "Between steps, ms: p50", "p90", "p99")
+
+
 def latency_table(section: Section) -> Table:
     """How long a reader waits, and what a token costs."""
-    header = ["Set", "First token, ms: p50", "p90", "p99", "Between steps, ms: p50", "p90", "p99", "J/token"]
+    header = ["Set", *PERCENTILES, "J/token"]
     plain = bool(section.overall.plain)
     rows = []
     for name, summary in section.labelled:
         for prefix, how in (("", ", drafted"), ("plain_", ", plain"))[: 1 + plain]:
-            row = [name + (how if plain else "")]
-            for latency in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
-                spread = summary.latencies[prefix + latency] or {}
-                row += [number(_milli(spread.get(p)), 1) for p in ("p50", "p90", "p99")]
+            row = [name + (how if plain else ""), *_percentiles(summary.latencies, prefix)]
             joules = summary.plain_joules_per_token if prefix else summary.joules_per_token
             rows.append((*row, number(joules, 3)))
     return Table("Latency, and energy where the GPU tells", tuple(header), tuple(rows))
+
+
+def load_table(points: Sequence[Mapping[str, Any]]) -> Table:
+    """How long a reader waits, by the number of requests at a time."""
+    rows = []
+    for point in points:
+        plain = point["plain_tokens_per_second"] is not None
+        for prefix, how in (("", ", drafted"), ("plain_", ", plain"))[: 1 + plain]:
+            rows.append((f"{point['concurrency']:,}{how if plain else ''}", *_percentiles(point, prefix)))
+    return Table("Latency by requests at a time", ("Requests at a time", *PERCENTILES), tuple(rows))
+
+
+def _percentiles(latencies: Mapping[str, Any], prefix: str) -> list[str]:
+    """The cells of `PERCENTILES`, of figures by their names in `report.json`."""
+    found = [latencies[f"{prefix}{name}_seconds"] or {} for name in ("time_to_first_token", "inter_token_latency")]
+    return [number(_milli(spread.get(p)), 1) for spread in found for p in ("p50", "p90", "p99")]
 
 
 def _milli(seconds: float | None) -> float | None:
@@ -150,6 +166,12 @@ SWEPT = {
     "concurrency": ("concurrency", "Requests at a time"),
     "context_length": ("context_length", "Tokens of the prompt"),
 }
+
+
+def sweep_tables(sweeps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
+    """The points of every sweep, and what readers wait under load."""
+    loads = sweeps.get("concurrency")
+    return [*(sweep_table(name, points) for name, points in sweeps.items()), *([load_table(loads)] if loads else [])]
 
 
 def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:

@@ -77,6 +77,10 @@ def report_of(
         {
             "concurrency": n, "requests": 2 * n, "tau_pooled": 3.1, "tokens_per_second": 90.0 + n,
             "plain_tokens_per_second": 40.0 * n, "speedup": 2.5 / n, "speedup_ci95": (2.2 / n, 2.8 / n),
+            **{
+                f"{plain}{name}_seconds": {"mean": 0.02 * n, "p50": 0.01 * n, "p90": 0.03 * n, "p99": 0.05 * n}
+                for plain in ("", "plain_") for name in ("time_to_first_token", "inter_token_latency")
+            },
         }
         for n in (1, 2, 4)
     ]  # fmt: skip

@@ -47,8 +47,17 @@ def test_the_command_goes_through_all_of_them_and_recommends(
         low, high = point["speedup_ci95"]
         assert low <= point["speedup"] <= high
         assert point["tau_pooled"] == pytest.approx(overall["tau_pooled"]), "the same prompts, equally often"
-        for name in ("time_to_first_token_seconds", "plain_time_per_output_token_seconds"):
-            assert 0 < point[name]["p50"] <= point[name]["p99"]
+        for name in ("time_to_first_token", "inter_token_latency", "time_per_output_token"):
+            for spread in (point[f"{name}_seconds"], point[f"plain_{name}_seconds"]):
+                assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"]
+    shown = [(tmp_path / "report" / name).read_text() for name in ("report.md", "report.html")]
+    for text, cell in zip(shown, ("| {} |", "<td>{}</td>"), strict=True):
+        _, found, table = text.partition("Latency by requests at a time")
+        assert found
+        for point in sweeps["concurrency"]:
+            for name in ("time_to_first_token_seconds", "plain_inter_token_latency_seconds"):
+                cells = (cell.format(f"{1000 * point[name][p]:,.1f}") for p in ("p50", "p90", "p99"))
+                assert all(each in table for each in cells)
     assert all(
         point["identical_to_plain"] == 1.0 for sweep in ("draft_length", "context_length") for point in sweeps[sweep]
     )
