@@ -1,6 +1,8 @@
 """A comparison of runs for people: Markdown, and one self-contained page."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,11 @@ def verdicts(comparison: dict[str, Any]) -> list[str]:
         first, *others = overall["runs"]
         for run in others:
             parts = [_verdict(run["difference"]["tau_pooled"], number, "tokens a step")]
-            parts += [_verdict(run["difference"]["speedup"], times, "speed-up")] if run["difference"]["speedup"] else []
+            faster = run["difference"]["speedup"], run["difference"]["tokens_per_second"]
+            for difference, form, what in zip(faster, (times, _whole), ("speed-up", "tokens a second"), strict=True):
+                if difference and difference["value"] is not None:
+                    parts.append(_verdict(difference, form, what))
+                    break
             words = f"{run['name']} against {first['name']} ({section['name']}, {overall['requests']} requests)"
             found.append(f"{words}: {'; '.join(parts)}.")
     return found
@@ -87,8 +93,13 @@ def _verdict(difference: dict[str, Any], form: Callable[[float], str], what: str
     if value is None:
         return f"no {what} to compare"
     sure = "" if chance is not None and chance < SURE else "; that may be chance"
-    interval = f"95 % interval {within[0]:+.2f} to {within[1]:+.2f}, " if within else ""
+    digits = 0 if form is _whole else 2
+    interval = f"95 % interval {within[0]:+.{digits}f} to {within[1]:+.{digits}f}, " if within else ""
     return f"{'-' if value < 0 else '+'}{form(abs(value))} {what} ({interval}{chance_of(chance)}{sure})"
+
+
+def _whole(value: float) -> str:
+    return number(value, 0)
 
 
 def chance_of(p_value: float | None) -> str:
@@ -118,7 +129,7 @@ def results_table(section: dict[str, Any]) -> Table:
             row += [number(run["tokens_per_second"], 1), between(times(run["speedup"]), run["speedup_ci95"])]
             rows.append((*row, percent(run["identical_to_plain"]), percent(run["same_answers"])))
     header = ("Run", "Requests", *NAMES.values(), "Identical to plain", "Answers as the first run's")
-    return Table("Side by side", header, tuple(rows))
+    return _without_empty(Table("Side by side", header, tuple(rows)))
 
 
 def differences_table(section: dict[str, Any]) -> Table:
@@ -129,7 +140,14 @@ def differences_table(section: dict[str, Any]) -> Table:
             figures = (_difference(run["difference"][key], key) for key in NAMES)
             rows.append((f"{name}: {run['name']}", *figures))
     first = section["overall"]["runs"][0]["name"]
-    return Table(f"Difference from {first}", ("Run", *NAMES.values()), tuple(rows))
+    return _without_empty(Table(f"Difference from {first}", ("Run", *NAMES.values()), tuple(rows)))
+
+
+def _without_empty(table: Table) -> Table:
+    """Without the columns that no run has a figure of."""
+    kept = [any(row[i] != MISSING for row in table.rows) for i in range(len(table.header))]
+    header, *rows = (tuple(compress(cells, kept)) for cells in (table.header, *table.rows))
+    return replace(table, header=header, rows=tuple(rows))
 
 
 def _difference(difference: dict[str, Any] | None, key: str) -> str:
@@ -176,8 +194,14 @@ def runs_table(comparison: dict[str, Any]) -> Table:
 def _charts(section: dict[str, Any]) -> list[Chart]:
     runs = section["overall"]["runs"]
     colours = [f"c{place % COLOURS}" for place in range(len(runs))]
-    charts = []
-    for key, title in (("tau_pooled", "Acceptance length τ"), ("speedup", "Speed-up over plain decoding")):
+    charts, nothing = [], {"value": None}
+    speeds = [("speedup", "Speed-up over plain decoding"), ("tokens_per_second", "Tokens per second")]
+    faster = [
+        (key, title)
+        for key, title in speeds
+        if any((run["difference"][key] or nothing)["value"] is not None for run in runs[1:])
+    ]
+    for key, title in (("tau_pooled", "Acceptance length τ"), *faster[:1]):
         title = f"{title}: difference from {runs[0]['name']}"
         marks = [
             (name, run["name"], colour, found["value"], found["ci95"])

@@ -34,6 +34,7 @@ from .verdict import SIGNS, Outcome, judge_summary, verdict
 
 Chart = tuple[str, str]  # its title, and SVG
 FEW = 6  # prompt sets whose curves can be told apart
+COUNTED = 50  # steps; a share of fewer is not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def render_page(report: Report) -> str:
         sweep_charts=list(_sweep_charts(report)),
         slots=[table for table in (*slot_tables(report), recall_table(report)) if table],
         slot_charts=_slot_charts(report),
+        counted=COUNTED,
         lengths=lengths_table(report),
         length_charts=_length_charts(report),
         latency=latency_table(section),
@@ -108,8 +110,10 @@ def _setting(report: Report) -> str:
     sampled = any(section.temperature for section in report.sections)
     drafts = "sampled drafts, " if sampled and arguments["draft_sample_method"] == "probabilistic" else ""
     seed = f", seed {arguments['seed']}" if sampled else ""
+    # a server does not tell its dtype
+    machine = [environment.device_name, *([environment.dtype] if environment.device != "endpoint" else [])]
     return (
-        f"{environment.device_name}, {environment.dtype}, one request at a time, {drafts}{ways}{seed}, at most "
+        f"{', '.join(machine)}, one request at a time, {drafts}{ways}{seed}, at most "
         f"{arguments['max_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"
     )
 
@@ -192,7 +196,7 @@ def _sweep_charts(report: Report) -> Iterator[Chart]:
 
 def _slot_charts(report: Report) -> list[Chart]:
     kept = _series(report, lambda summary: summary.drafted.accepted_per_position, "accepted_per_position")
-    given = _series(report, lambda summary: summary.drafted.accepted_given_previous, "accepted_given_previous")
+    given = _series(report, _of_enough_steps, "accepted_given_previous")
     charts = (("At least k drafts accepted", kept), ("Slot k accepted, given slot k-1", given))
     found = [(title, curves(f"{title}, by slot", _few(report, series), "slot k")) for title, series in charts]
     if report.recall:
@@ -202,6 +206,13 @@ def _slot_charts(report: Report) -> list[Chart]:
         title = f"Target's token among the drafter's {', '.join(k for k, _ in best)} best (○, □, △)"
         found.append((title, curves(title, series, "slot k")))
     return found
+
+
+def _of_enough_steps(summary: Summary) -> list[float | None]:
+    """Shares given the slot before, of slots that COUNTED steps came to."""
+    lengths = summary.drafted.accepted_lengths
+    shares = enumerate(summary.drafted.accepted_given_previous)
+    return [share if sum(lengths[slot:]) >= COUNTED else None for slot, share in shares]
 
 
 def _length_charts(report: Report) -> list[Chart]:

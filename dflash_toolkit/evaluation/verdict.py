@@ -7,10 +7,14 @@ from typing import Literal
 from .bootstrap import Interval
 from .distribution import SUSPICIOUS
 from .report import Report, Summary
-from .tables import times
+from .tables import SWEPT, times
 
 TIE_NATS = 0.2  # a regret up to here is a tie that rounding can decide
 NAMED = 6  # places where it loses
+SWEPT_PLACES = {  # points of sweeps, in words; of draft lengths the best one is served with
+    "context_length": "prompts of {:,} tokens",
+    "concurrency": "{:,} requests at a time",
+}
 
 Outcome = Literal["good", "bad", "unsure", "unknown"]
 SIGNS: dict[Outcome, str] = {"good": "✓", "bad": "✗", "unsure": "?", "unknown": "○"}  # not by colour alone
@@ -78,7 +82,8 @@ def _exact(report: Report) -> tuple[Outcome, str]:
         return "unknown", "Not compared: sampled drafts give other answers of the same distribution."
     count, differ = summary.drafted.answers, summary.drafted.answers - summary.identical
     if not differ:
-        return "good", f"Yes: every answer of {count:,} is that of plain decoding, token for token."
+        all_are = f"all {count:,} answers are those" if count > 1 else "the answer is that"
+        return "good", f"Yes: {all_are} of plain decoding, token for token."
     found = [d.regret_nats for s in report.sets.values() for _, d in s.differences]
     said = f"{differ:,} of {count:,} answers differ from plain decoding"
     if report.sections[0].temperature:
@@ -104,7 +109,7 @@ def _distribution(report: Report) -> list[str]:
 
 
 def _losses(report: Report) -> str:
-    """Sets that are not faster, in every section; and categories that fare otherwise than their set."""
+    """Sets that are not faster, in every section; categories that fare otherwise than their set; points of sweeps."""
     found: dict[Outcome, list[str]] = {"good": [], "bad": [], "unsure": [], "unknown": []}
     for section in report.sections:
         where = f", {section.name}" if len(report.sections) > 1 else ""
@@ -114,9 +119,21 @@ def _losses(report: Report) -> str:
             for kind, summary in result.categories.items():
                 if judge_summary(summary) != own:
                     found[judge_summary(summary)].append(f"{name}: {kind} ({times(summary.speedup)}{where})")
-    parts = [f"Slower in {_named(found['bad'])}."] if found["bad"] else []
-    parts += [f"Not sure in {_named(found['unsure'])}."] if found["unsure"] else []
-    return " ".join(parts) or ("Nowhere: every set is faster." if found["good"] else "Not measured.")
+    swept: dict[Outcome, list[str]] = {"good": [], "bad": [], "unsure": [], "unknown": []}
+    for sweep, place in SWEPT_PLACES.items():
+        for point in report.sweeps.get(sweep, ()):
+            said = f"{place.format(point[SWEPT[sweep][0]])} ({times(point['speedup'])})"
+            swept[judge(point["speedup"], point["speedup_ci95"])].append(said)
+    words: dict[Outcome, str] = {"bad": "Slower", "unsure": "Not sure"}
+    parts = [
+        f"{said} {where} {_named(places[outcome])}."
+        for outcome, said in words.items()
+        for where, places in (("in", found), ("with", swept))
+        if places[outcome]
+    ]
+    if found["good"] and not found["bad"] and not found["unsure"]:
+        parts.insert(0, "Every set is faster." if parts else "Nowhere: every set is faster.")
+    return " ".join(parts) or "Not measured."
 
 
 def _named(places: list[str]) -> str:
@@ -127,7 +144,8 @@ def _named(places: list[str]) -> str:
 def _recommended(report: Report) -> str:
     advice = report.recommendation
     if advice is None:
-        return "Not known: it needs a baseline."
+        needed = " (--plain-endpoint)" if report.arguments.get("endpoint") else ""
+        return f"Not known: it needs plain decoding beside it{needed}."
     most = advice["max_concurrency"]
     if advice["use_drafter"] is None:
         do = "Measure more requests: this many do not tell."

@@ -284,7 +284,10 @@ def test_without_a_baseline_speed_is_compared_and_speed_up_is_not(target: Target
             for row in result["per_request"]:
                 row.update(plain_tokens=None, plain_decode_seconds=None, identical=None)
 
-    second = compared(change)["sections"][0]["overall"]["runs"][1]
+    found = compared(change)
+    text, second = render_markdown(found), found["sections"][0]["overall"]["runs"][1]
+    assert "tokens a second (" in text and "Speed-up" not in text
+    assert "Speed-up" in render_markdown(compared())
     assert second["difference"]["speedup"] is None and second["difference"]["tokens_per_second"]["value"] is not None
     assert second["identical_to_plain"] is None
 

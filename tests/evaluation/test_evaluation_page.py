@@ -84,7 +84,8 @@ def report_of(
         }
         for n in (1, 2, 4)
     ]  # fmt: skip
-    sweeps = {"draft_length": points, "concurrency": load} if swept else {}
+    context = [load[0] | {"context_length": 8192, "speedup": 1.01, "speedup_ci95": (0.9, 1.1)}]
+    sweeps = {"draft_length": points, "context_length": context, "concurrency": load} if swept else {}
     versions = dict.fromkeys(("dflash_toolkit", "torch", "transformers", "python", "platform", "device"), "1")
     environment = Environment(
         **versions, device_name="a machine", dtype="float32", threads=2, date="2026-01-02T03:04:05"
@@ -208,7 +209,26 @@ def test_the_verdict_names_where_it_loses(report: Report) -> None:
     assert found.outcome == "good" and found.headline.startswith("Faster: ") and "95 % interval" in found.headline
     assert said["Where does it lose?"].startswith("Slower in chat (0.6") and "gsm8k" not in said["Where does it lose?"]
     assert "7 drafted tokens a step, up to 2 requests at a time." in said["What to serve with?"]
-    assert said["Exact?"].startswith("Yes: every answer of 24 ")
+    assert said["Exact?"].startswith("Yes: all 24 answers are those of plain ")
+
+
+def test_the_verdict_names_loads_that_lose() -> None:
+    """Where every set is faster, too."""
+    fast = report_of({"gsm8k": (0.8, 0.15)})
+    assert dict(verdict(fast).points)["Where does it lose?"] == (
+        "Every set is faster. Slower with 4 requests at a time (0.62x). Not sure with prompts of 8,192 tokens (1.01x)."
+    )
+    calm = replace(fast, sweeps={})
+    assert dict(verdict(calm).points)["Where does it lose?"] == "Nowhere: every set is faster."
+
+
+def test_shares_of_few_steps_are_not_drawn(report: Report) -> None:
+    """As a point; the table has them."""
+    steps = [sum(s.drafted.accepted_lengths[slot:]) for _, s in report.labelled for slot in range(SIZE - 1)]
+    enough = sum(count >= page.COUNTED for count in steps)
+    assert 0 < enough < len(steps)
+    drawn = render_page(report).partition("<h3>Slot k accepted, given slot k-1</h3>")[2].partition("</svg>")[0]
+    assert len(re.findall(r'<path class="dot', drawn)) == enough
 
 
 def test_a_slow_drafter_looks_slow() -> None:
