@@ -1,0 +1,261 @@
+"""How many rows a step verifies and how long a block it drafts: what drafts promise against what steps take.
+
+A row is the anchor of a request or a node of a draft tree, and a step of M rows verifies the M - B likeliest nodes of
+its B requests. For engines that verify trees, in the place of `BlockChooser`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.tree import MOST_NODES, Trees
+from .draft_length import BlockChooser
+from .timing import Shape, Times
+
+ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
+NODES = np.array([0.0, *np.geomspace(1 / 16, MOST_NODES, 64)])  # a request, at which promises are kept
+
+
+def row_buckets(batch: int) -> tuple[int, ...]:
+    """The rows to choose from for that many requests, all of which have one: none are too many for their trees."""
+    return tuple(rows for rows in ROWS if batch < rows <= MOST_NODES * batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A step of one block length, or with `rows` one of draft trees that were drafted with such blocks."""
+
+    block: int  # 1: plain decoding
+    rows: int = 0
+
+    def shape(self, batch: int) -> Shape:
+        """Its key in `Times`."""
+        return (batch, self.rows, self.block) if self.rows else (batch, self.block)
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def tree_shapes(batches: Iterable[int], blocks: Sequence[int]) -> list[Shape]:
+    """The steps of trees to measure: of every batch all rows with the longest block, and the fewest rows with every
+    other one. `completed` tells the rest."""
+    drafted, found = [block for block in blocks if block > 1], list[Shape]()
+    for batch in batches:
+        if drafted and (rows := row_buckets(batch)):
+            found += [(batch, each, max(drafted)) for each in rows]
+            found += [(batch, rows[0], block) for block in drafted if block != max(drafted)]
+    return found
+
+
+def completed(times: Times, batches: Iterable[int], blocks: Sequence[int]) -> Times:
+    """The times that were measured and those of all other trees: drafting and verifying take turns, so what more rows
+    take is added to what a shorter block saves."""
+    found, longest = dict(times), max(blocks)
+    for batch in batches:
+        for rows, block in itertools.product(row_buckets(batch), blocks):
+            if block > 1:
+                least = row_buckets(batch)[0]
+                saved = times[batch, least, longest] - times[batch, least, block]
+                found.setdefault((batch, rows, block), times[batch, rows, longest] - saved)
+    return found
+
+
+# ---- promises --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """How many drafted tokens one step could expect to be accepted, had it verified so much."""
+
+    requests: int  # that were decoded
+    batch: int  # rows of the batch that it was computed for
+    accepted: Sequence[Sequence[float]]  # of `promised`, for every block up to the one that was drafted
+
+
+def promised(trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Sums of path probabilities over a batch, on the device; a CUDA graph may hold it.
+
+    Args:
+        trees: of B requests, all their nodes.
+        values, ranks, limits: that they are grown of, see `draft_children` and `grow_trees`.
+        blocks: lengths > 1, up to that of the block that was drafted.
+
+    Returns:
+        fp32 [blocks, 1 + row buckets of B]: of the most probable chains of block - 1 tokens, and of the M - B likeliest
+        nodes that stand less than `block` behind their anchors.
+    """
+    batch, slots = values.shape[:2]
+    rank, path = torch.zeros_like(limits, dtype=torch.int64), torch.zeros_like(values[:, 0, 0, 0])
+    chains = list[Tensor]()
+    every = torch.arange(batch, device=values.device)
+    for slot in range(slots):
+        path = path + values[every, slot, rank, 0]
+        chains.append(path.exp().where(limits > slot, 0.0).sum())
+        if values.shape[2] > 1:
+            rank = ranks[every, slot, rank, 0].long()
+    accepted = torch.stack(chains).cumsum(0)
+    found = list[Tensor]()
+    for block in blocks:
+        kept = (trees.depths > 0) & (trees.depths < block)
+        nodes = trees.log_probs.exp().where(kept, 0.0).flatten().sort(descending=True).values.cumsum(0)
+        ends = [min(rows - batch, len(nodes)) - 1 for rows in row_buckets(batch)]
+        found.append(torch.stack([accepted[min(block - 1, slots) - 1], *(nodes[end] for end in ends)]))
+    return torch.stack(found)
+
+
+class Trust:
+    """Of one request: whether what its drafts promise comes true.
+
+    One calibration serves all requests. Where a drafter is sure and wrong about one of them, less than half of what was
+    promised is accepted, and its paths are discounted by how much less. Without any row it is slowly forgiven.
+    """
+
+    WEIGHT = 1.0  # tokens that are taken for promised and accepted before anything is known
+    DECAY, FORGIVEN = 0.95, 0.99  # of what came before, at a step with and one without nodes of it
+    HALF = 0.5
+
+    def __init__(self) -> None:
+        self._promised = self._accepted = 0.0
+
+    @property
+    def log_discount(self) -> float:
+        """<= 0; for the log-probabilities of the first slot, `values[b, 0]` of `draft_children`."""
+        came_true = (self._accepted + self.WEIGHT) / (self._promised + self.WEIGHT)
+        return float(np.log(min(1.0, came_true / self.HALF)))
+
+    def observe(self, promised: float, accepted: int) -> None:
+        """A drafted step.
+
+        Args:
+            promised: path probabilities of those of its nodes that were verified, summed, without discount.
+        """
+        decay = self.DECAY if promised else self.FORGIVEN
+        self._promised = decay * self._promised + promised
+        self._accepted = decay * self._accepted + accepted
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+class _Expected:
+    """Accepted tokens a request, averaged over steps: of every block those of a chain, then those of so many NODES.
+
+    A step tells of blocks up to its own. Longer ones are kept by how much more they promised than the one before when
+    both were seen, and promise no more before that.
+    """
+
+    KEEP, PAUSED = 0.8, 0.5  # weight of what came before, at the next step and behind steps that drafted nothing
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._blocks = blocks
+        self._seen: list[tuple[np.ndarray, np.ndarray]] = []  # of every block what it and the one before promised
+
+    def observe(self, promise: Promise, paused: bool) -> None:
+        nodes = np.array([0, *row_buckets(promise.batch)]) - promise.batch
+        x = np.maximum(nodes, 0) / promise.requests
+        keep, before = self.PAUSED if paused else self.KEEP, np.ones(1 + len(NODES))
+        for i, (chain, *accepted) in enumerate(promise.accepted):
+            at = np.interp(NODES, x, np.array([0.0, *accepted]) / promise.requests)
+            now = np.array([chain / promise.requests, *at])
+            own, other = self._seen[i] if i < len(self._seen) else (now, before)
+            self._seen[i : i + 1] = [(keep * own + (1 - keep) * now, keep * other + (1 - keep) * before)]
+            before = now
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def each(self) -> Iterator[tuple[int, float, np.ndarray]]:
+        """Every block, with what its chain and NODES of its trees promise a request."""
+        now = np.ones(1 + len(NODES))
+        for i, block in enumerate(self._blocks):
+            if i < len(self._seen):
+                own, before = self._seen[i]
+                now = now * np.divide(own, before, out=np.ones_like(own), where=before > 0)
+            yield block, float(now[0]), now[1:]
+
+
+class BudgetChooser:
+    """Picks what promises the batch the most tokens a second: plain decoding, chains of one length, or trees.
+
+    Chains and trees are judged by the same calibrated probabilities. As with `BlockChooser` the choice changes only for
+    a clear gain, and what is not known is tried now and then: short drafts while decoding is plain, and the next longer
+    block while drafts are shorter than they could be. The first of all drafts are as long as can be, and awaited.
+
+    Args:
+        blocks: lengths to choose from; 1 is plain decoding.
+        times: of every batch and block, and of trees where there are any, see `completed`.
+        bucket: the batch that is computed for so many requests.
+    """
+
+    GAIN, PROBE = BlockChooser.GAIN, BlockChooser.PROBE
+    FIRST_PROBE, LAST_PROBE = BlockChooser.FIRST_PROBE, BlockChooser.LAST_PROBE
+
+    def __init__(self, blocks: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
+        self._drafted = sorted(block for block in blocks if block > 1)
+        self._times, self._bucket = times, bucket
+        self._expected = _Expected(self._drafted)
+        self._current = Choice(1)
+        self._steps, self._next_probe = 0, self.FIRST_PROBE
+
+    def observe(self, promise: Promise) -> None:
+        """What a drafted step promised, once it is read."""
+        self._expected.observe(promise, paused=self._current.block == 1)
+
+    def promises(self, requests: int) -> dict[Choice, float]:
+        """Tokens a second of everything that can be chosen."""
+        batch, times = self._bucket(requests), self._times
+        found = {Choice(1): requests / times[batch, 1]}
+        rows = row_buckets(batch)
+        nodes = (np.array(rows) - batch) / requests
+        for block, chain, trees in self._expected.each():
+            accepted = [chain, *np.interp(nodes, NODES, trees)]
+            for choice, more in zip([Choice(block), *(Choice(block, r) for r in rows)], accepted, strict=True):
+                if (shape := choice.shape(batch)) in times:
+                    found[choice] = requests * (1 + float(more)) / times[shape]
+        return found
+
+    def __call__(self, requests: int, untried: int = 0, awaited: bool = False) -> Choice:
+        """The next step's.
+
+        Args:
+            requests: that it decodes, >= 1.
+            untried: of them, those of which no draft was judged so far.
+            awaited: whether a step that drafts is in flight.
+        """
+        if not self._drafted:
+            return Choice(1)
+        if not self._expected:
+            return Choice(1) if awaited else self._try(self._drafted[-1], requests)
+        found = self.promises(requests)
+        best, current = max(found, key=found.__getitem__), self._current
+        if current not in found or found[best] > self.GAIN * found[current]:
+            self._current = best
+            if best.block != current.block:
+                self._steps, self._next_probe = 0, self.FIRST_PROBE
+        return self._probed(requests, untried) or self._current
+
+    def _probed(self, requests: int, untried: int) -> Choice | None:
+        """A try where one is due."""
+        current = self._current
+        if current.block == self._drafted[-1]:
+            return None
+        self._steps += 1
+        soon = self.FIRST_PROBE * requests // untried if untried and current.block == 1 else self._next_probe
+        if self._steps < min(soon, self._next_probe):
+            return None
+        self._steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
+        if current.block == 1:
+            short = [block for block in self._drafted if block <= self.PROBE]
+            return self._try(short[-1] if short else self._drafted[0], requests)
+        longer = Choice(next(block for block in self._drafted if block > current.block), current.rows)
+        return longer if longer.shape(self._bucket(requests)) in self._times else None
+
+    def _try(self, block: int, requests: int) -> Choice:
+        """With as few rows as give every request a node, of trees where there are such."""
+        batch = self._bucket(requests)
+        trees = [Choice(block, rows) for rows in row_buckets(batch) if rows >= 2 * batch]
+        return next((choice for choice in trees if choice.shape(batch) in self._times), Choice(block))

@@ -1,0 +1,112 @@
+"""What verified trees say of the drafter's probabilities: pairs for `Calibration.refit`, and when it is called.
+
+For engines that verify trees. The device hands out calibrated probabilities of paths; what the drafter itself thought
+is told from them by the calibration that the step ran under.
+"""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..calibration import EXTREME, Calibration
+
+LEAST_SLOPE = 0.05  # with less nothing could be told from calibrated probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Of one step the n nodes whose parents were accepted, and of each of B requests all its nodes together."""
+
+    slots: np.ndarray  # int64 [n], 1..K
+    odds: np.ndarray  # fp64 [n], the drafter's log-odds of the node behind its parent
+    accepted: np.ndarray  # bool [n]
+    promised: np.ndarray  # fp64 [B], path probabilities of the nodes that were verified, without discounts
+    taken: np.ndarray  # int64 [B], nodes that were accepted
+
+
+def judged(
+    starts: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    log_probs: np.ndarray,
+    path: np.ndarray,
+    counts: np.ndarray,
+    calibration: Calibration,
+    discounts: np.ndarray | None = None,
+) -> Judged:
+    """What a step says.
+
+    Args:
+        starts, parents, depths, log_probs: of its `TreeRows`, [B + 1], [M], [M], [M].
+        path, counts: of `accept_trees`, [B, P] and [B].
+        calibration: that its trees were drafted with.
+        discounts: fp [B], the log-probabilities that were added to those of the first slot.
+    """
+    batch, every = len(counts), int(starts[-1])  # behind them is padding
+    parents, depths = parents[:every].astype(np.int64), depths[:every].astype(np.int64)
+    paths = log_probs[:every].astype(np.float64)
+    of = np.repeat(np.arange(batch), np.diff(starts))
+    if discounts is not None:
+        paths = paths - np.where(depths > 0, discounts.astype(np.float64)[of], 0.0)
+    accepted = np.zeros(every, dtype=bool)
+    accepted[path[np.arange(path.shape[1]) < counts[:, None]]] = True  # anchors too
+    found = (depths > 0) & accepted[parents]
+    p = np.clip(np.exp(paths - paths[parents])[found], EXTREME, 1 - EXTREME)
+    slots = depths[found]
+    odds = (np.log(p) - np.log1p(-p) - np.array(calibration.bias)[slots - 1]) / calibration.slope
+    promised = np.bincount(of, np.where(depths > 0, np.exp(paths), 0.0), batch)
+    return Judged(slots, odds, accepted[found], promised, np.maximum(counts - 1, 0))
+
+
+class CalibrationFeed:
+    """Keeps the calibration fitted to what was judged of late.
+
+    It is fitted anew on a window of pairs, often at first and ever more seldom, on a thread of its own: decoding goes
+    on, and the result is taken a fixed number of steps later, so that a run can be repeated. Every fit is drawn towards
+    the one before it.
+
+    Args:
+        start: of the drafter.
+        window: pairs that are kept, the newest.
+
+    Attributes:
+        calibration: for the next step; another object once it has changed.
+    """
+
+    FIRST, LAST = 16, 1024  # steps between two fits, doubling
+    AFTER = 8  # steps that a fit may take
+
+    def __init__(self, start: Calibration, window: int = 8192) -> None:
+        self.calibration = start
+        self._window, self._pairs, self._held = window, deque[Judged](), 0
+        self._steps, self._next, self._interval = 0, self.FIRST, self.FIRST
+        self._fit: Future[Calibration] | None = None
+        self._thread = ThreadPoolExecutor(1, "calibration")
+
+    def observe(self, step: Judged) -> None:
+        """What the next step said; in their order."""
+        if len(step.slots):
+            self._pairs.append(step)
+            self._held += len(step.slots)
+        while len(self._pairs) > 1 and self._held - len(self._pairs[0].slots) >= self._window:
+            self._held -= len(self._pairs.popleft().slots)
+        self._steps += 1
+        if self._fit is not None and self._steps >= self._next + self.AFTER:
+            self.calibration, self._fit = self._fit.result(), None
+            self._interval = min(2 * self._interval, self.LAST)
+            self._next = self._steps + self._interval
+        elif self._fit is None and self._steps >= self._next and self._pairs:
+            self._next = self._steps
+            self._fit = self._thread.submit(_fitted, self.calibration, list(self._pairs))
+
+
+def _fitted(before: Calibration, steps: list[Judged]) -> Calibration:
+    slots, odds, accepted = (
+        torch.from_numpy(np.concatenate([getattr(step, name) for step in steps]))
+        for name in ("slots", "odds", "accepted")
+    )
+    found = before.refit(odds.sigmoid(), slots, accepted)
+    return replace(found, slope=max(found.slope, LEAST_SLOPE))

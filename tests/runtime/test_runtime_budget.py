@@ -1,0 +1,251 @@
+"""The budget of rows: what is chosen, against what the best fixed choice gives; whose rows they are."""
+
+import heapq
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, grow_trees
+from dflash_toolkit.runtime.budget import (
+    ROWS,
+    BudgetChooser,
+    Choice,
+    Promise,
+    Trust,
+    completed,
+    promised,
+    row_buckets,
+    tree_shapes,
+)
+from dflash_toolkit.runtime.timing import Times
+
+BLOCKS = (1, 2, 4, 8, 16)
+DRAFTED = BLOCKS[1:]
+POOL = 24  # drafted blocks of a kind
+
+
+def test_rows_are_more_than_anchors_and_no_more_than_trees_have() -> None:
+    assert row_buckets(1) == (16, 32, 48, 64) and row_buckets(16) == ROWS[1:] and row_buckets(256) == ()
+    assert row_buckets(4) == ROWS
+
+
+def table(batches: Sequence[int], row_ms: float, draft_ms: float) -> Times:
+    """Seconds of 8 ms and so many a row verified and drafted, and of plain decoding and chains without trees."""
+    found: Times = {}
+    for batch in batches:
+        for block in BLOCKS:
+            drafted = draft_ms * (20 + batch * block) if block > 1 else 0.0
+            found[batch, block] = 8.0 + row_ms * batch * block + drafted
+            if block > 1:
+                found |= {(batch, rows, block): 8.0 + row_ms * rows + drafted for rows in row_buckets(batch)}
+    return {shape: ms / 1e3 for shape, ms in found.items()}
+
+
+def test_times_of_a_cross_tell_those_of_all_trees() -> None:
+    whole = table((1, 8, 256), 0.05, 0.02)
+    shapes = tree_shapes((1, 8, 256), BLOCKS)
+    assert len(shapes) == len(set(shapes)) == 4 + 3 + 9 + 3
+    measured = {shape: whole[shape] for shape in whole if len(shape) == 2 or shape in shapes}
+    assert completed(measured, (1, 8, 256), BLOCKS) == pytest.approx(whole)
+    assert tree_shapes((1,), (1,)) == []
+
+
+# ---- promises of trees -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["independent", "selector"])
+def test_what_a_batch_promises_is_what_its_cut_holds(pairs: bool) -> None:
+    batch, slots, count = 3, 5, 4
+    dice = torch.Generator().manual_seed(1)
+    unary = torch.randn(batch, slots, count, generator=dice)
+    candidates = torch.randint(50, (batch, slots, count), generator=dice)
+    selector = None
+    if pairs:
+        tables = [torch.randn(50, 2, generator=dice) for _ in range(2)]
+        state = torch.randn(batch, slots, 2, generator=dice)
+        selector = (state, *tables, torch.tensor([1, 2, 3]))
+    calibration = torch.tensor([0.8, *([0.1] * slots)], dtype=torch.float64)
+    values, ranks = draft_children(unary, unary.logsumexp(-1) + 0.1, candidates, calibration, 3, selector)
+    limits = torch.tensor([5, 0, 3], dtype=torch.int32)
+    trees = grow_trees(values, ranks, candidates, limits, nodes=40)
+    found = promised(trees, values, ranks, limits, blocks=(2, 6))
+    assert found.shape == (2, 1 + len(row_buckets(batch))) and found.dtype == torch.float32
+    nowhere = torch.zeros(batch, 4, dtype=torch.int32)
+    for i, rows in enumerate(row_buckets(batch), 1):
+        cut = cut_trees(trees, torch.zeros(batch, dtype=torch.int64), limits * 0, nowhere, 16, rows)
+        of = cut.depths > 0
+        assert float(found[1, i]) == pytest.approx(float(cut.log_probs[of].exp().sum()), rel=1e-5)
+        first = of & (cut.depths == 1)
+        assert float(found[0, i]) >= float(cut.log_probs[first].exp().sum()) - 1e-5, "no row is left for deeper nodes"
+    chain = 0.0
+    for b, limit in enumerate(limits.tolist()):
+        path, rank = 0.0, 0
+        for slot in range(limit):
+            path += float(values[b, slot, rank, 0])
+            rank = int(ranks[b, slot, rank, 0]) if pairs else 0
+            chain += np.exp(path)
+    assert float(found[1, 0]) == pytest.approx(chain, rel=1e-5)
+    assert float(found[0, 0]) == pytest.approx(float(values[[0, 2], 0, 0, 0].exp().sum()), rel=1e-5)
+
+
+# ---- simulated decoding ----------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def pool(rate: float, width: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Drafted blocks: path probabilities and depths of the 63 likeliest nodes, and the chain's path probabilities."""
+    dice, found = random.Random(f"{rate} {width}"), []
+    for _ in range(POOL):
+        best = [min(max(dice.gauss(rate, 0.2), 0.0), 0.98) if rate else 0.0 for _ in range(DRAFTED[-1] - 1)]
+        levels = [[p, *((1 - p) * 0.5**r for r in range(1, width))] for p in best]
+        heap, nodes = [(-p, 0) for p in levels[0] if p > 0], []
+        heapq.heapify(heap)
+        while heap and len(nodes) < 63:
+            path, slot = heapq.heappop(heap)
+            nodes.append((-path, slot + 1))
+            for p in levels[slot + 1] if slot + 1 < len(levels) else ():
+                if path * p < -1e-6:
+                    heapq.heappush(heap, (path * p, slot + 1))
+        paths, depths = np.array(nodes or [(0.0, 1)]).T
+        found.append((paths, depths, np.cumprod(best)))
+    return found
+
+
+class World:
+    """Requests whose drafts are accepted by chance, exactly as calibrated; what steps of every choice would commit."""
+
+    def __init__(self, rates: Sequence[float], times: Times, width: int = 4) -> None:
+        self.requests, self.times, self.dice = len(rates), times, random.Random(0)
+        self.pools = [pool(rate, width) for rate in rates]
+
+    def promise(self) -> Promise:
+        blocks = [self.dice.choice(pool) for pool in self.pools]
+        chain = np.sum([block[2] for block in blocks], axis=0)
+        paths, depths = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
+        found = []
+        for block in DRAFTED:
+            nodes = np.cumsum(np.sort(paths[depths < block])[::-1])
+            ends = [min(rows - self.requests, len(nodes)) - 1 for rows in row_buckets(self.requests)]
+            found.append([float(chain[: block - 1].sum()), *map(float, nodes[ends])])
+        return Promise(self.requests, self.requests, found)
+
+    def run(self, choose: BudgetChooser, steps: int) -> tuple[float, dict[Choice, float], dict[Choice, int]]:
+        """Tokens a second, those of every choice had it been made at all steps, and how often each was made.
+        Results are read two steps late."""
+        tokens = seconds = 0.0
+        every = [Choice(1), *map(Choice, DRAFTED)]
+        every += [Choice(block, rows) for block in DRAFTED for rows in row_buckets(self.requests)]
+        totals, made = dict.fromkeys(every, 0.0), dict.fromkeys(every, 0)
+        unread: list[Promise | None] = []
+        for _ in range(steps):
+            if len(unread) == 2 and (read := unread.pop(0)):
+                choose.observe(read)
+            choice, promise = choose(self.requests, awaited=any(unread)), self.promise()
+            got = {Choice(1): float(self.requests)}
+            for block, (chain, *nodes) in zip(DRAFTED, promise.accepted, strict=True):
+                got[Choice(block)] = self.requests + chain
+                for rows, accepted in zip(row_buckets(self.requests), nodes, strict=True):
+                    got[Choice(block, rows)] = self.requests + accepted
+            for each in every:
+                totals[each] += got[each]
+            made[choice] += 1
+            tokens += got[choice]
+            seconds += self.times[choice.shape(self.requests)]
+            deep = sum(block <= choice.block for block in DRAFTED)
+            unread.append(Promise(promise.requests, promise.batch, promise.accepted[:deep]) if deep else None)
+        rates = {each: total / steps / self.times[each.shape(self.requests)] for each, total in totals.items()}
+        return tokens / seconds, rates, made
+
+
+SLACK = 0.05  # of a long run: a choice changes for 2 %, and what is not known is tried
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    rates=st.integers(0, 4).flatmap(
+        lambda power: st.lists(st.sampled_from((0.0, 0.3, 0.6, 0.9)), min_size=2**power, max_size=2**power)
+    ),
+    row_ms=st.sampled_from((0.0, 0.01, 0.03, 0.1, 0.3)),
+    draft_ms=st.sampled_from((0.002, 0.01, 0.03)),
+    width=st.sampled_from((1, 4)),
+)
+def test_never_slower_than_plain_decoding_or_the_best_common_block(
+    rates: list[float], row_ms: float, draft_ms: float, width: int
+) -> None:
+    times = table((len(rates),), row_ms, draft_ms)
+    rate, fixed, _ = World(rates, times, width).run(BudgetChooser(BLOCKS, times, lambda n: n), 400)
+    assert rate >= (1 - SLACK) * max(fixed[choice] for choice in fixed if not choice.rows)
+    assert rate >= (1 - 2 * SLACK) * max(fixed.values()), "nor much slower than the best trees"
+
+
+@pytest.mark.parametrize(
+    ("rates", "width", "row_ms", "gain"),
+    [
+        pytest.param([0.6], 4, 0.005, 1.15, id="siblings where rows are free"),
+        pytest.param([0.9, 0.0, 0.9, 0.0, 0.6, 0.0, 0.3, 0.9], 1, 0.15, 1.05, id="chains of own length"),
+        pytest.param([0.9, 0.3, 0.6, 0.9], 4, 0.02, 1.1, id="trees of a mixed batch"),
+    ],
+)
+def test_trees_win_where_they_should(rates: list[float], width: int, row_ms: float, gain: float) -> None:
+    times = table((len(rates),), row_ms, 0.005)
+    rate, fixed, made = World(rates, times, width).run(BudgetChooser(BLOCKS, times, lambda n: n), 400)
+    assert rate > gain * max(fixed[choice] for choice in fixed if not choice.rows)
+    assert max(made, key=made.__getitem__).rows
+
+
+def test_useless_drafts_end_in_plain_decoding_with_few_tries() -> None:
+    times = table((4,), 0.02, 0.01)
+    rate, fixed, made = World([0.0] * 4, times, width=1).run(BudgetChooser(BLOCKS, times, lambda n: n), 1000)
+    assert made[Choice(1)] >= 985 and rate > 0.99 * fixed[Choice(1)]
+
+
+def test_the_first_drafts_are_awaited_and_new_requests_tried_soon() -> None:
+    times = table((1, 2), 0.02, 0.01)
+    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    assert choose(1) == Choice(16, 16) and choose(1, awaited=True) == Choice(1)
+    choose.observe(Promise(1, 1, [[0.0] * 5] * 4))
+    assert [choose(1) for _ in range(8)] == [Choice(1)] * 7 + [Choice(4, 16)]
+    assert [choose(1) for _ in range(16)] == [Choice(1)] * 15 + [Choice(4, 16)]
+    assert [choose(2, untried=1) for _ in range(16)].index(Choice(4, 16)) == 15
+    assert BudgetChooser((1,), times, lambda n: n)(2) == Choice(1)
+
+
+def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left() -> None:
+    times = {shape: t for shape, t in table((1,), 0.0, 0.001).items() if len(shape) == 2}
+    choose = BudgetChooser(BLOCKS, times | {(256, block): 1.0 for block in BLOCKS}, lambda n: 1 if n == 1 else 256)
+    assert choose(1) == Choice(16)
+    choose.observe(Promise(1, 1, [[n, *[2.0 * n] * 4] for n in (0.9, 2.5, 5.0, 8.0)]))
+    assert choose(1) == Choice(16) and choose(200) == Choice(16)
+    choose.observe(Promise(200, 256, [[100.0], [200.0], [300.0], [400.0]]))
+    assert set(choose.promises(200)) == {Choice(block) for block in BLOCKS}
+
+
+def test_a_request_whose_sure_drafts_fail_keeps_its_floor_alone() -> None:
+    """One calibration serves all, so only what came true tells this one from the others."""
+    rows, batch, dice = 48, 8, random.Random(0)
+    trusts, taken = [Trust() for _ in range(batch)], np.zeros((400, batch), dtype=int)
+    for step in range(len(taken)):
+        blocks = [dice.choice(pool(0.9, 4)) for _ in range(batch)]
+        nodes = sorted(
+            (-path * np.exp(trust.log_discount), b, path)
+            for b, (trust, block) in enumerate(zip(trusts, blocks, strict=True))
+            for path in block[0]
+        )[: rows - batch]
+        for b, trust in enumerate(trusts):
+            mine = [path for _, of, path in nodes if of == b]
+            taken[step, b] = len(mine)
+            survived = int((blocks[b][2] > dice.random()).sum())
+            trust.observe(sum(mine), 0 if b == 3 else min(survived, len(mine)))
+    assert (taken[20:, 3] > 0).mean() < 0.1 and taken[20:, 3].mean() < 0.5, "tried now and then"
+    others = np.delete(taken[20:].mean(axis=0), 3)
+    assert others.min() > 4.5, "nobody else is held to be like that"
+    lone = Trust()
+    for _ in range(30):
+        lone.observe(3.0, 0)
+    assert lone.log_discount < np.log(0.05) and Trust().log_discount == 0.0
