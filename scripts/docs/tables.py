@@ -429,6 +429,25 @@ def draft_heads(table: Table) -> None:
         )
 
 
+def heads_compared(table: Table) -> None:
+    """DFlash 2 against DFlash, request by request, as `dflash-eval compare` has it."""
+    table.columns(
+        "set | requests | acceptance length: DFlash | DFlash 2 | difference | p | tokens/s: DFlash | DFlash 2 "
+        "| difference | p"
+    )
+    section = table.read("compare_dflash2_h100")["comparison"]["sections"][0]
+    for name, scope in (*section["sets"].items(), ("all, pooled", section["overall"])):
+        first, second = scope["runs"]
+        cells = []
+        for key, digits in (("tau_pooled", 2), ("tokens_per_second", 0)):
+            apart = second["difference"][key]
+            low, high = (f"{end:+.{digits}f}" for end in apart["ci95"])
+            chance = "< 0.001" if apart["p_value"] < 0.001 else f"{apart['p_value']:.3f}"
+            cells += [f"{run[key]:.{digits}f}" for run in (first, second)]
+            cells += [f"{apart['value']:+.{digits}f} [{low}, {high}]", chance]
+        table.add(name, scope["requests"], *cells)
+
+
 def head_of(run: dict[str, Any]) -> str:
     """Which of HEADS a run trained, by its settings."""
     given = dict(word.split("=", 1) for word in run["settings"])
@@ -643,6 +662,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         fp8_acceptance,
         acceptance,
         draft_heads,
+        heads_compared,
         settings,
         density,
         training_step,
