@@ -7,11 +7,13 @@ Like there, milliseconds a step and tokens a second are the difference between a
 is accepted with the given conditional probability by both engines' own dice, prompts are random and no prefix is
 cached. Every k has an engine of its own, in a process of its own, and the file is written after every row. Wants an
 environment with vllm (0.33, or 0.26 for dense shapes) and this project. Mixtures of experts and gated delta nets
-(`--shape qwen3.8-27b-fp8`) run vLLM's Triton kernels: they want no package beside it.
+(`--shape qwen3.8-27b-fp8`) run vLLM's Triton kernels: they want no package beside it. Rows of experts choose their own
+ones, as in our bench (`vllm_routing.py`): the result says so under "routing".
 """
 
 import argparse
 import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -36,6 +38,7 @@ from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 CONTEXT = 8192
 UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published
+ROUTING = "own_experts"  # of vllm_routing.py
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
 
 
@@ -123,7 +126,7 @@ def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     config = named_shape(args.shape)
     if getattr(config, "num_experts", None):
-        options["moe_backend"] = "triton"
+        options |= {"moe_backend": "triton", "worker_extension_cls": "vllm_routing.Worker"}
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         options["additional_config"] = {"gdn_prefill_backend": "triton"}  # else Hopper wants flashinfer
     if k:
@@ -140,6 +143,9 @@ def measure(work: Work) -> dict[str, Any]:
 
     Raises UserError: vllm refuses the models or the machine.
     """
+    if "worker_extension_cls" in work.options:
+        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = ROUTING
+        sys.path.insert(0, str(Path(__file__).parent))  # for the processes that this one starts, too
     vllm = import_vllm()
     began = time.perf_counter()
     try:
@@ -218,6 +224,8 @@ def run(args: argparse.Namespace) -> None:
     result |= {
         key: getattr(args, key) for key in ("shape", "accept", "prompt", "short", "long", "repeats", "no_compile")
     }
+    if getattr(named_shape(args.shape), "num_experts", None):
+        result["routing"] = "every row of every layer chooses by random logits of its own, through vllm's top-k kernel"
     result["engines"] = {}
     for k in args.k:
         with tempfile.TemporaryDirectory() as folder:

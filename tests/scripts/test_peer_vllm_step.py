@@ -45,7 +45,7 @@ def test_other_kinds_of_layers_run_on_triton(
     assert (FORM.items() <= quantized.items()) == shape.endswith("-fp8") == bool(quantized)
     if quantized and recurrent:
         assert "model.layers.0.linear_attn.in_proj_b" in quantized["modules_to_not_convert"], "48 rows fill no block"
-    assert (options.get("moe_backend") == "triton") == experts
+    assert (options.get("moe_backend") == "triton") == experts == ("worker_extension_cls" in options)
     assert ("additional_config" in options) == recurrent
     assert options["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert read_config(Path(options["speculative_config"]["model"])).hidden_size == target.hidden_size

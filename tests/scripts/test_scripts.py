@@ -29,7 +29,7 @@ def test_every_script_finds_what_it_imports_and_says_how_it_is_called(tmp_path: 
         distribution("dflash-toolkit")
     except PackageNotFoundError:
         pytest.skip("the project is not installed here, only on the path")
-    others = {"zlab.py", "vllm_bench.py", "hooks.py"}  # of other environments; of mkdocs
+    others = {"zlab.py", "vllm_bench.py", "vllm_routing.py", "hooks.py"}  # of other environments; of mkdocs
     paths = [str(path) for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in others]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", HELP_OF_ALL, *paths]

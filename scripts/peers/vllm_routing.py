@@ -1,0 +1,51 @@
+"""Lets every row of vLLM's made-up mixtures of experts choose experts of its own. Wants vllm 0.33; see vllm_step.py.
+
+vLLM fills every matrix with numbers of one seed: layers of equal shape have equal routers, rows with equal tokens equal
+experts, and as a made-up drafter drafts one token everywhere, drafted rows would wake hardly any expert. vLLM's own
+simulation of routing draws experts anew in every step, by kernels that a real model has not. Here its own kernel
+chooses among random logits that stand in memory, each row of each layer among others: as many launches as with real
+weights.
+"""
+
+import torch
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator, RoutingStrategy
+
+NAME = "own_experts"  # in VLLM_MOE_ROUTING_SIMULATION_STRATEGY
+OFFSETS = 4096  # places in the table where a layer's rows may begin
+STRIDE = 1021  # between those of two layers, more than the rows of a step
+ROWS = 16384  # of the largest prefill
+
+
+class OwnExperts(RoutingStrategy):
+    """Softmax and top-k, normalized, of random logits instead of the router's."""
+
+    def __init__(self) -> None:
+        self._logits: torch.Tensor | None = None  # [OFFSETS + ROWS, E], made when memory is profiled, before graphs are
+        self._calls = 0
+
+    def route_tokens(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        top_k: int,
+        indices_type: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [M, top_k] and experts [M, top_k] of rows [M, D], whose own logits are [M, E]."""
+        rows, experts = router_logits.shape
+        if self._logits is None:
+            dice = torch.Generator(router_logits.device).manual_seed(0)
+            shape = (OFFSETS + ROWS, experts)
+            made = torch.randn(shape, generator=dice, device=router_logits.device)
+            self._logits = made.to(router_logits.dtype)
+        self._calls += 1
+        start = self._calls * STRIDE % OFFSETS
+        own = self._logits[start : start + rows]
+        return fused_topk(hidden_states, own, top_k, renormalize=True, indices_type=indices_type)[:2]
+
+
+class Worker:
+    """A worker's extension: vLLM imports this module in the process of the model, before it is built."""
+
+
+RoutingSimulator.register_strategy(NAME, OwnExperts())
