@@ -11,6 +11,7 @@ from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
+MOST_TREE_NODES = 63  # that the engine takes: with the anchor they fill the kernels' tiles
 DRAFT_SAMPLE_METHODS: tuple[DraftSampleMethod, ...] = get_args(DraftSampleMethod)
 
 
@@ -128,7 +129,11 @@ class DraftOptions:
     draft_dtype: str = option(
         "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
     )
-
+    draft_tree: int = option(
+        0, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain",
+        off=True,
+    )  # fmt: skip
+    draft_tree_width: int = option(8, "children of a node at most; 1: chains, each of its own length")
     draft_sample_method: str = option(
         "greedy",
         "of requests with a temperature: greedy drafts the most probable tokens, and answers are those without a "
@@ -139,6 +144,12 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
             raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 0")
+        if self.draft_tree < 0:
+            raise ValueError(f"draft_tree is {self.draft_tree}; it must be >= 0")
+        if self.draft_tree_width < 1:
+            raise ValueError(f"draft_tree_width is {self.draft_tree_width}; it must be >= 1")
+        if self.draft_tree and self.draft_sample_method != "greedy":
+            raise ValueError(f"draft_tree is {self.draft_tree}; trees hold the most probable tokens, none sampled")
 
     @property
     def block_size(self) -> int | None:

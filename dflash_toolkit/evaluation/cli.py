@@ -13,7 +13,7 @@ from ..config import UnsupportedModel, UserError, option, options, parse_cli, ru
 from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
-from ..options import AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
+from ..options import MOST_TREE_NODES, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
 from ..tracking import log_in
@@ -67,18 +67,11 @@ class EvalDrafts(DraftOptions):
     """How the drafter is used: whole blocks at every step."""
 
     num_speculative_tokens: int | None = option(None, "tokens drafted a step (default: as the drafter was trained)")
-    draft_tree: int = option(
-        0, "nodes of the draft tree that a step verifies; 0 or --no-draft-tree: a chain; needs --runtime reference",
-        off=True,
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        DraftOptions.__post_init__(self)
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 1")
-        if self.draft_tree < 0:
-            raise ValueError(f"draft_tree is {self.draft_tree}; it must be >= 0")
-        if self.draft_tree and self.draft_sample_method != "greedy":
-            raise ValueError(f"draft_tree is {self.draft_tree}; trees hold the most probable tokens, none sampled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,9 +158,10 @@ class EvalConfig(ModelOptions):
             self._check_served()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
-        if self.runtime != "reference" and self.draft.draft_tree:
+        if self.runtime != "reference" and self.draft.draft_tree > MOST_TREE_NODES:
             raise ValueError(
-                f"draft_tree is {self.draft.draft_tree}; the engine verifies chains alone, use --runtime reference"
+                f"draft_tree is {self.draft.draft_tree}; the engine takes {MOST_TREE_NODES} nodes at most, "
+                f"--runtime reference any number"
             )
 
     def _follow(self, protocol: str) -> None:
@@ -337,7 +331,7 @@ def _load(config: EvalConfig) -> "Pair":
     modules = Target.load(config.target, config.device, config.dtype) if config.recall else None
     if config.runtime != "reference":
         try:
-            how = config.device, config.dtype, config.draft.draft_dtype, method
+            how = config.device, config.dtype, config.draft.draft_dtype, method, config.draft.draft_tree
             return EnginePair.load(modules or config.target, drafter, *how, share=config.recall)
         except UnsupportedModel as error:
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know

@@ -315,7 +315,7 @@ class ReferencePair(Pair):
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
         how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
-        self.facts = facts | how | ({"draft_tree": draft_tree} if draft_tree else {})  # which the engine has not
+        self.facts = facts | how | ({"draft_tree": draft_tree} if draft_tree else {})
         self._drafter = drafter
         self.modules = target, drafter
 
@@ -332,6 +332,9 @@ class EnginePair(Pair):
 
     Each is made when it is first needed, with room for one prompt and its answer.
 
+    Args:
+        draft_tree: nodes that a step verifies; 0: chains.
+
     Raises:
         ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
     """
@@ -345,6 +348,7 @@ class EnginePair(Pair):
         facts: dict[str, Any],
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
+        draft_tree: int = 0,
     ) -> None:
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
@@ -354,10 +358,11 @@ class EnginePair(Pair):
             prefix_cache=False,
             draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype),
             draft_sample_method=draft_sample_method,
+            draft_tree=draft_tree,
         )
         self.draft_sample_method = draft_sample_method
         how = {"draft_dtype": self._options.draft_dtype, "draft_sample_method": draft_sample_method}
-        self.tokenizer, self.facts = tokenizer, facts | how
+        self.tokenizer, self.facts = tokenizer, facts | how | ({"draft_tree": draft_tree} if draft_tree else {})
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
@@ -372,6 +377,7 @@ class EnginePair(Pair):
         dtype: str = "auto",
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
+        draft_tree: int = 0,
         share: bool = False,
     ) -> "EnginePair":
         """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
@@ -383,7 +389,7 @@ class EnginePair(Pair):
             parts = load_parts(target, drafter, device, dtype, share=share)
         tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
-        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method)
+        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, draft_tree)
         pair.modules = None if isinstance(target, str) else (target, drafter)
         return pair
 

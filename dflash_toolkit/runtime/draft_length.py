@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-from .request import Request
+from .request import Request, StepShape
 from .runner import StepRunner, buckets_up_to
 from .timing import Shape, Times, measured_times, seconds_of
 
@@ -80,7 +80,9 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -
     on_gpu = runner.device.type == "cuda"
     shapes = itertools.product(buckets_up_to(max_num_seqs), sizes)
     with runner.any_tokens() if runner.target.spec.depends_on_requests else contextlib.nullcontext():
-        steps: dict[Shape, Callable[[], object]] = {shape: runner.launcher(*shape) for shape in shapes}
+        steps: dict[Shape, Callable[[], object]] = {
+            (bucket, size): runner.launcher(bucket, StepShape(size)) for bucket, size in shapes
+        }
         for step in steps.values():
             step()
         samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)

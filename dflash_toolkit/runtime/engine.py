@@ -19,10 +19,12 @@ from .draft_length import BlockChooser, block_sizes, measure_steps
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .options import EngineOptions
 from .pages import PagePool
-from .request import Capacity, Request, RollingAcceptance
+from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
+from .sampler import Mode, mode_of
 from .scheduler import Scheduler
 from .timing import cached_times, place_of
+from .tree_step import row_buckets
 from .weights import DrafterWeights, TargetWeights
 
 log = logging.getLogger(__name__)
@@ -148,6 +150,8 @@ class Engine:
                 forced=forced,
                 sample_drafts=options.draft_sample_method == "probabilistic",
                 kept_states=kept_states,
+                tree_nodes=options.draft_tree if drafter and max_block > 1 else 0,
+                tree_width=options.draft_tree_width,
             )
 
         with beside_the_weights(options):
@@ -164,6 +168,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_block=max_block,
+            max_places=self.runner.max_places,
             prefix_cache=options.prefix_cache and (kept_states > 0 or not target.spec.recurrent),
             recurrent=target.spec.recurrent,
             report=lambda request, step: own._report(request, step),
@@ -247,7 +252,7 @@ class Engine:
         if not self.scheduler.idle:
             raise ValueError("reset_acceptance needs an idle engine")
         self._expected = expected_of_first_requests()
-        self.scheduler.choose_block = self._chooser()
+        self.scheduler.choose_shape = self._chooser()
 
     def cancel(self, request: Request) -> None:
         """Discard a request; nothing more is reported about it."""
@@ -306,17 +311,34 @@ class Engine:
             raise error
         return [request.generation for request in requests]
 
-    def _chooser(self) -> Callable[[Sequence[Request]], int]:
-        choose, counts = self._choose_drafted(), self.stats.draft_lengths
+    def _chooser(self) -> Callable[[Sequence[Request]], StepShape]:
+        choose, over_trees, counts = self._choose_drafted(), self._over_trees(), self.stats.draft_lengths
 
-        def chosen(requests: Sequence[Request]) -> int:
+        def chosen(requests: Sequence[Request]) -> StepShape:
             # whoever is computed once more gets no draft, which may hold the token that is NaN
             drafts = all(request.params.drafting and not request.again for request in requests)
-            block = choose(requests) if drafts else 1
-            counts[block - 1] = counts.get(block - 1, 0) + 1
-            return block
+            editing = any(mode_of(request.params) > Mode.SAMPLED for request in requests)
+            if drafts and over_trees is not None and not editing:
+                shape = over_trees(requests)
+            else:
+                shape = StepShape(choose(requests) if drafts else 1)
+            counts[shape.block - 1] = counts.get(shape.block - 1, 0) + 1
+            return shape
 
         return chosen
+
+    def _over_trees(self) -> Callable[[Sequence[Request]], StepShape] | None:
+        """What picks steps over trees, for requests that edit no logits; None: there are none."""
+        trees, bucket, block = self.runner.trees, self.runner.bucket, self._sizes[-1]
+        if trees is None:
+            return None
+
+        def whole(requests: Sequence[Request]) -> StepShape:
+            if self.runner.device.type != "cuda":
+                return StepShape(block, len(requests) * (trees.nodes + 1))
+            return StepShape(block, row_buckets(bucket(len(requests)), trees.nodes)[-1])
+
+        return whole
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
         sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs

@@ -12,9 +12,11 @@ from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
 from .capture import no_collection
+from .request import StepShape
 from .runner import StepRunner
 from .sampler import Mode
 from .scheduler import cut_of
+from .tree_step import row_buckets
 from .weights import TargetWeights
 
 if TYPE_CHECKING:
@@ -67,8 +69,7 @@ def room_for_cache(
     probe = runner(Room(pages=2))
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
     size = options.page_size
-    longest = context + (probe.depth + 2) * probe.max_block
-    least = -(-longest // size)
+    least = -(-probe.reach // size)
     wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
     if device == "cpu":
         return Room(1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
@@ -204,4 +205,7 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
+    if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs, probe.trees.nodes)):
+        shape = StepShape(probe.max_block, rows[-1])
+        step = max(step, peak(lambda: probe.run_trees_eagerly(probe.max_num_seqs, shape, sampled=True)))
     return Workspace(step, prefill)

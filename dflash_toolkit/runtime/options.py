@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import UserError, option
-from ..options import DRAFT_DTYPES, DRAFT_SAMPLE_METHODS, DraftOptions
+from ..options import DRAFT_DTYPES, DRAFT_SAMPLE_METHODS, MOST_TREE_NODES, DraftOptions
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,8 @@ class EngineOptions(DraftOptions):
         for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+        if self.draft_tree > MOST_TREE_NODES:
+            raise ValueError(f"draft_tree is {self.draft_tree}; the engine takes {MOST_TREE_NODES} nodes at most")
         if (self.prefix_states or 0) < 0:
             raise ValueError(f"prefix_states is {self.prefix_states}; it must be >= 0")
         if self.page_size & (self.page_size - 1):
@@ -117,7 +119,13 @@ class EngineOptions(DraftOptions):
         if (self.num_speculative_tokens or 0) > most:
             reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
-        overshoot = (2 if on_gpu else 1) * (self.block_size or most + 1)
+        if self.draft_tree and target.recurrent:
+            raise UserError(
+                f"draft_tree is {self.draft_tree}; the target's recurrent layers take one token behind the other, and "
+                f"no draft tree: leave it at 0 (--no-draft-tree)"
+            )
+        block = self.block_size or most + 1
+        overshoot = (1 if on_gpu else 0) * block + max(block, self.draft_tree + 1)
         rows = self.max_num_seqs or (32 if on_gpu else 4)
         kept = min(rows, 32) if self.prefix_states is None else self.prefix_states
         return replace(

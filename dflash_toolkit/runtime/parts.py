@@ -19,12 +19,13 @@ from .stack import Rows
 
 
 class Part(NamedTuple):
-    """What one graph holds: a whole greedy step, or a part of one."""
+    """What one graph holds: a whole step, greedy or over trees, or a part of one."""
 
-    kind: Literal["step", "propose", "read", "choose", "end"]
+    kind: Literal["step", "propose", "read", "choose", "end", "tree", "sampled tree"]
     rows: int
     block: int
     mode: Mode = Mode.GREEDY
+    nodes: int = 0  # of trees: rows of all requests together, anchors included
 
 
 @dataclass(frozen=True, slots=True)

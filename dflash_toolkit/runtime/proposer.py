@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.mix import LogitScale
 from ..kernels.ops import Ops
 from ..kernels.reference import draw
+from ..kernels.tree import Trees
 from ..kernels.weight import Weight
 from .stack import Rows, Stack
 from .weights import DrafterWeights, SelectorWeights
@@ -36,6 +37,12 @@ class Head(Protocol):
         """The same sampled at temperatures fp32 [B], of which 0 drafts the best, by numbers fp64 [B, block - 1]."""
         ...
 
+    def children(
+        self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What trees are grown of: values and ranks as of `Ops.draft_children`, and candidates [B, block - 1, C]."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ArgmaxHead:
@@ -59,6 +66,13 @@ class ArgmaxHead:
         tokens = candidates.gather(2, places.view(*uniform.shape, 1))[..., 0]
         return Draft(tokens, candidates=candidates, q=q.view_as(candidates))
 
+    def children(
+        self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.ops.linear_top_lse(hidden, self.weight, self.count, self.scale)
+        unary, candidates, lse = (part.unflatten(0, (-1, block))[:, 1:] for part in found)
+        return *self.ops.draft_children(unary, lse, candidates, calibration, width), candidates
+
 
 @dataclass(frozen=True, slots=True)
 class SelectorHead:
@@ -79,6 +93,13 @@ class SelectorHead:
         pairs = self.pairs.predecessors, self.pairs.successors
         tokens, q = self.ops.sampled_walk(state, unary, candidates, *pairs, last, temperature, uniform)
         return Draft(tokens, candidates=candidates, q=q)
+
+    def children(
+        self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state, unary, candidates = self._slots(hidden, block)
+        pairs = state, self.pairs.predecessors, self.pairs.successors, last
+        return *self.ops.draft_children(unary, unary[..., 0], candidates, calibration, width, pairs), candidates
 
     def _slots(self, hidden: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
         """States [B, block - 1, r], and logits and tokens [B, block - 1, C] of the best."""
@@ -116,6 +137,19 @@ class Proposer:
         """N tokens behind `last` [B], sampled at temperatures fp32 [B] by random numbers fp64 [B, N]."""
         hidden = self._forward(last, rows, uniform.shape[1] + 1)
         return self._head.sample(hidden, last, temperature, uniform)
+
+    def grow(
+        self, last: Tensor, rows: Rows, block: int, calibration: Tensor, limits: Tensor, nodes: int, width: int
+    ) -> Trees:
+        """Trees of at most `nodes` nodes behind `last` [B], as deep as limits int32 [B] allow, and as `block` does.
+
+        Args:
+            calibration: fp64 [block], see `Ops.draft_children`.
+            width: children of a node at most; 1 makes chains.
+        """
+        hidden = self._forward(last, rows, block)
+        values, ranks, candidates = self._head.children(hidden, last, block, calibration, width)
+        return self.stack.ops.grow_trees(values, ranks, candidates, limits, nodes)
 
     def _forward(self, last: Tensor, rows: Rows, block: int) -> Tensor:
         """Normed hidden states [B * block, D]."""

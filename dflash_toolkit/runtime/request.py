@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import UserError
 from ..generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
@@ -34,6 +34,13 @@ class Capacity:
         return min(params.max_tokens, self.context_limit - len(prompt_ids))
 
 
+class StepShape(NamedTuple):
+    """How large a step is."""
+
+    block: int  # tokens that a request commits at most; 1 is plain decoding
+    rows: int = 0  # of draft trees, all requests together and their anchors included; 0: a block of every request
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What one row got from a prefill (one token) or a step (1..S tokens)."""
@@ -43,6 +50,7 @@ class Committed:
     prompt: PromptLogprobs | None = None  # with the first token, if the request asked for them
     finite: bool = True  # so are the target's states that chose the tokens
     spoils: bool = False  # keys and values that are NaN or infinite may be left in the request's pages
+    depth: int | None = None  # of the request's draft tree; None: a block was drafted
 
 
 class NotFiniteError(UserError):
@@ -185,9 +193,10 @@ class Request:
     def add_step(self, block: int, committed: Committed) -> Step:
         """What one decoding step committed; the answer takes what comes before its end."""
         accepted = len(committed.tokens) - 1
-        drafted = min(block - 1, self.limit - len(self.tokens) - 1)
-        if block > 1:
-            self.acceptance.observe(block - 1, accepted)
+        slots = block - 1 if committed.depth is None else committed.depth
+        drafted = min(slots, self.limit - len(self.tokens) - 1)
+        if slots:
+            self.acceptance.observe(slots, accepted)
         kept = self._take(committed, drafted + 1)
         step = Step(drafted, min(accepted, drafted, len(kept)), tuple(kept))
         generation = self.generation

@@ -1,7 +1,7 @@
 """The device's side: prefills, and the whole decoding step, captured as one CUDA graph.
 
 A step is: propose a draft -> verify it (taps captured) -> write the context's keys and values of the committed tokens.
-Where not all requests are greedy it is captured in parts (`parts.py`).
+Where not all requests are greedy it is captured in parts (`parts.py`); over draft trees it is another (`tree_step.py`).
 Everything it reads and writes lives on the device (`batch_state.py`), so the host launches it without waiting for the
 one before and reads its results from pinned memory when it likes. Shapes are fixed: rows without a request and the
 padding of a prompt's chunk write to the null block.
@@ -11,12 +11,14 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..calibration import Calibration
+from ..draft_tree import WIDTH
 from ..grammar import Matcher, masks_of, words_of
 from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
@@ -25,9 +27,10 @@ from .capture import Captures, PinnedBuffers, to_device, upload
 from .parts import Between, Block, Part
 from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer, head_of
-from .request import Committed, Request
+from .request import Committed, Request, StepShape
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack, States
+from .tree_step import ROWS, Judged, TreeSteps, read_told, row_buckets
 from .verifier import Verdict, Verifier
 from .weights import DrafterWeights, TargetWeights
 
@@ -47,6 +50,16 @@ def bucket_of(max_num_seqs: int, rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TreesPending:
+    """What tells how to read a step over trees."""
+
+    requests: int  # of which the first `batch` rows are
+    batch: int
+    shape: StepShape
+    calibration: Calibration
+
+
+@dataclass(frozen=True, slots=True)
 class PendingResult:
     """What rows got, on its way to the host."""
 
@@ -56,6 +69,7 @@ class PendingResult:
     done: torch.cuda.Event | None
     buffer: Tensor | None = None  # pinned memory that `tokens` is a view of, to be given back
     scored: list[Tensor] | None = None  # of a first token that asks for its prompt's log-probabilities: `prefill`'s
+    trees: TreesPending | None = None  # `tokens` is what a step over trees told, see `read_told`
 
 
 class StepRunner:
@@ -69,6 +83,12 @@ class StepRunner:
         forced: int32 [steps, max_num_seqs], see `Verifier`.
         sample_drafts: at the temperatures of their requests; else drafts are the most probable tokens.
         kept_states: slots of recurrent states behind those of requests, for prefixes.
+        tree_nodes: of a request's draft tree at most; 0: steps over blocks alone.
+        tree_width: children of a node at most.
+
+    Attributes:
+        reach: tokens of a request that the page table has room for.
+        observe: told what every step over trees says of its drafter, when its result is read.
     """
 
     def __init__(
@@ -86,13 +106,16 @@ class StepRunner:
         forced: Tensor | None = None,
         sample_drafts: bool = False,
         kept_states: int = 0,
+        tree_nodes: int = 0,
+        tree_width: int = WIDTH,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.depth = 1 if self.device.type == "cuda" else 0
         self.max_num_seqs, self.max_block, self.page_size = max_num_seqs, max_block, page_size
-        self._reach = max_context + (self.depth + 2) * max_block
-        self.pages_per_request = -(-self._reach // page_size)
+        self.max_places = max(max_block, tree_nodes + 1)
+        self.reach = max_context + (self.depth + 1) * max_block + self.max_places
+        self.pages_per_request = -(-self.reach // page_size)
         sampler = Sampler(max_num_seqs, target.spec.vocab_size, self.device, ops)
         self.state = BatchState.empty(
             max_num_seqs, self.pages_per_request, page_size, self.device, sampler, target.spec.recurrent
@@ -122,10 +145,14 @@ class StepRunner:
         if drafter is not None:
             head = head_of(drafter, target.head, ops)
             self.proposer = Proposer(drafter, stack(drafter), target.embedding, head)
+        self.trees: TreeSteps | None = None
+        self.observe: Callable[[Judged], object] = lambda judged: None
+        if tree_nodes and self.proposer is not None and max_block > 1:
+            self.trees = TreeSteps(self.proposer, self.verifier, self.state, tree_nodes, tree_width, max_block - 1)
         self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
         self._masked = False  # whether a request ever had a grammar
-        self._random: Tensor | None = None  # int64 [R, S - 1], verified instead of what is drafted
+        self._random: Tensor | None = None  # int64, verified instead of what is drafted
         self._numbers = torch.arange(max_num_seqs, device=self.device)
         width = target.spec.hidden_size
         vocab = target.spec.vocab_size
@@ -136,7 +163,8 @@ class StepRunner:
         )
         self._graphs: dict[Part, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._captured = Captures(self.device, scratch)
-        self._results = PinnedBuffers(max_num_seqs * (1 + max_block))
+        widest = self.trees.told(max_num_seqs, max_block, ROWS[-1]) if self.trees else 0
+        self._results = PinnedBuffers(max(max_num_seqs * (1 + max_block), widest))
         self.bucket = functools.partial(bucket_of, max_num_seqs)  # a method would make a cycle with those that get it
         self._none = torch.full((), -1, device=self.device)
         self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
@@ -168,7 +196,7 @@ class StepRunner:
             What `score` makes of `following`, on its way to the host; None if there are none.
         """
         size = next((s for s in PREFILL_SIZES if s >= len(ids)), None)
-        if self.device.type != "cuda" or size is None or start + size > self._reach:
+        if self.device.type != "cuda" or size is None or start + size > self.reach:
             return self.prefill_eagerly(ids, start, pages, following, best, state)
         self.place(ids, start, pages, state)
         graph, self._last_hidden = self._prefill_graph(size)
@@ -309,27 +337,54 @@ class StepRunner:
     # ---- the step ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def decode(self, requests: Sequence[Request], block: int) -> PendingResult:
-        """Launch one step of rows 0..len(requests) - 1 with blocks of `block` tokens; 1 is plain decoding."""
+    def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
+        """Launch one step of rows 0..len(requests) - 1. One over trees is for requests that edit no logits."""
+        block = shape.block
+        if shape.rows:
+            return self._decode_trees(len(requests), shape)
         tokens, logprobs, full = self._run_step([request.matcher for request in requests], block)
         return self._pending(tokens, logprobs, requests, full)
 
-    def launcher(self, rows: int, block: int) -> Callable[[], object]:
+    def _decode_trees(self, requests: int, shape: StepShape) -> PendingResult:
+        assert self.trees is not None
+        batch, (block, rows) = self._rows(requests), shape
+        if self.device.type == "cuda":  # some may have given way since the shape was chosen
+            rows = min(rows, row_buckets(batch, self.trees.nodes)[-1])
+        sampled = any(mode == Mode.SAMPLED for mode in self._modes[:requests])
+        told = self._run(Part("sampled tree" if sampled else "tree", batch, block, nodes=rows))
+        assert told is not None
+        trees = TreesPending(requests, batch, StepShape(block, rows), self.trees.calibration)
+        if self.device.type != "cuda":
+            return PendingResult(told, None, {}, None, trees=trees)
+        buffer = self._results.take()
+        host = buffer[: len(told)].copy_(told, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return PendingResult(host, None, {}, done, buffer, trees=trees)
+
+    def launcher(self, rows: int, shape: StepShape) -> Callable[[], object]:
         """A greedy step of that shape as a function, for timing; on an empty batch it changes nothing."""
+        part = self._part(rows, shape)
         if self.device.type == "cuda":
-            return self.graph(Part("step", rows, block))[0].replay
-        return lambda: self.run_eagerly(rows, block)
+            return self.graph(part)[0].replay
+        return lambda: self._eagerly(part)
+
+    @staticmethod
+    def _part(rows: int, shape: StepShape) -> Part:
+        """The whole of a greedy step."""
+        return Part("tree" if shape.rows else "step", rows, shape.block, nodes=shape.rows)
 
     @contextlib.contextmanager
     def any_tokens(self) -> Iterator[None]:
         """Within, steps of an empty batch begin with random tokens and verify random ones, whatever is drafted: equal
         rows would all go to the same experts, and have one state. Graphs of such steps are dropped at the end."""
         dice = torch.Generator(self.device).manual_seed(0)
-        shape, vocab = (self.max_num_seqs, self.max_block), self.target.spec.vocab_size
+        rows, vocab = self.max_num_seqs, self.target.spec.vocab_size
+        shape = (rows + max(rows * self.max_block, ROWS[-1]),)
         tokens = torch.randint(vocab, shape, generator=dice, device=self.device)
         graphs, self._graphs = self._graphs, {}
-        self._random = tokens[:, 1:]
-        self.state.last_token.copy_(tokens[:, 0])
+        self._random = tokens[rows:]
+        self.state.last_token.copy_(tokens[:rows])
         self.state.states[0].copy_(self._numbers + 1)
         try:
             yield
@@ -349,10 +404,17 @@ class StepRunner:
         self._choose(rows, block, mode)
         self._end(rows, block)
 
+    @torch.inference_mode()
+    def run_trees_eagerly(self, rows: int, shape: StepShape, *, sampled: bool) -> None:
+        """A step over trees of that shape without a graph."""
+        self._eagerly(Part("sampled tree" if sampled else "tree", rows, shape.block, nodes=shape.rows))
+
     def read(self, pending: PendingResult) -> list[Committed]:
         """Wait for a result."""
         if pending.done is not None:
             pending.done.synchronize()
+        if pending.trees is not None:
+            return self._read_trees(pending, pending.trees)
         found = []
         prompt = None if pending.scored is None else packed(pending.scored)
         for row, (count, *tokens) in enumerate(pending.tokens.tolist()):
@@ -365,6 +427,20 @@ class StepRunner:
         if pending.buffer is not None:
             self._results.give_back(pending.buffer)
         return found
+
+    def _read_trees(self, pending: PendingResult, trees: TreesPending) -> list[Committed]:
+        assert self.trees is not None
+        shape = trees.shape
+        answers, judged = read_told(
+            pending.tokens, trees.batch, shape.block, shape.rows, self.trees.nodes, trees.calibration
+        )
+        if pending.buffer is not None:
+            self._results.give_back(pending.buffer)
+        self.observe(judged)
+        return [
+            Committed(tokens[:count], finite=-1 not in tokens[:count], spoils=spoils > 0, depth=depth)
+            for count, depth, spoils, *tokens in answers[: trees.requests]
+        ]
 
     @torch.inference_mode()
     def graph(self, part: Part) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
@@ -379,16 +455,23 @@ class StepRunner:
                     field.copy_(value)
         return self._graphs[part]
 
-    def prepare(self, blocks: Sequence[int]) -> bool:
-        """Capture the next prefill or step, greedy ones first, that is not there for these blocks; False if none."""
+    def prepare(self, blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]] = lambda batch: ()) -> bool:
+        """Capture the next prefill or step, greedy ones first, that is not there; False if none.
+
+        Args:
+            blocks: of steps over blocks.
+            trees: the shapes of those over trees, of a batch.
+        """
         if self.device.type != "cuda":
             return False
         for size in PREFILL_SIZES:
-            if size not in self._prefills and size <= self._reach:
+            if size not in self._prefills and size <= self.reach:
                 self._prefill_graph(size)
                 return True
         shapes = list(itertools.product(buckets_up_to(self.max_num_seqs), sorted(blocks, reverse=True)))
         parts = [Part("step", *shape) for shape in shapes]
+        batches = buckets_up_to(self.max_num_seqs)
+        parts += [self._part(batch, shape) for batch in batches for shape in trees(batch)]
         parts += [Part("propose", *shape) for shape in shapes if shape[1] > 1]
         parts += [Part("read", *shape) for shape in shapes] + [Part("end", *shape) for shape in shapes]
         modes = [mode for mode in Mode if self._masked or not mode.masked]
@@ -467,6 +550,9 @@ class StepRunner:
     def _eagerly(self, part: Part) -> Tensor | None:
         if part.kind == "choose":
             return self._choose(part.rows, part.block, part.mode)
+        if self.trees is not None and part.nodes:
+            sampled = part.kind == "sampled tree"
+            return self.trees(part.rows, part.block, part.nodes, sampled=sampled, tokens=self._random)
         run = {"step": self._step, "propose": self._propose, "read": self._read, "end": self._end}[part.kind]
         return run(part.rows, part.block)
 
@@ -502,7 +588,9 @@ class StepRunner:
         last = self.state.last_token[: len(rows.lengths)]
         if self.proposer and block > 1:
             draft = self.proposer.propose(last, rows, block)
-            return draft if self._random is None else Draft(self._random[: len(last), : block - 1])
+            if self._random is None:
+                return draft
+            return Draft(self._random[: draft.tokens.numel()].view_as(draft.tokens))
         return Draft(last.new_empty(len(last), 0))
 
     def _sampled_draft(self, rows: Rows, block: int) -> Draft:

@@ -162,6 +162,15 @@ class Sampler:
             choice = self._ops.rejection_sample(logits, *how, tokens, candidates, q, acceptance)
         return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode.full else None
 
+    def choose_each(self, hidden: Tensor, head: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """The tokens int64 [M] behind states [M, D] that stand anywhere: at positions int32 [M] of requests int64 [M].
+
+        These are greedy or sampled; no logits are edited.
+        """
+        nothing = Draft(requests.new_empty(len(requests), 0))
+        sampled, _ = self.choose(hidden, head, requests, nothing, positions, Mode.SAMPLED)
+        return torch.where(self.temperature[requests] > 0, sampled[:, 0], self.greedy(hidden, head))
+
     def draft_uniform(self, lengths: Tensor, slots: int) -> Tensor:
         """The random numbers fp64 [B, slots] that drafts of the first rows are sampled by, behind lengths [B]."""
         positions = lengths[:, None] + 1 + torch.arange(slots, device=lengths.device)

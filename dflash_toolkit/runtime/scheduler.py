@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..generation import Step
 from .line import Line
 from .pages import PagePool
-from .request import Committed, NotFiniteError, Request
+from .request import Committed, NotFiniteError, Request, StepShape
 
 
 class Device(Protocol):
@@ -66,7 +66,7 @@ class Device(Protocol):
     def check(self) -> None:
         """Use the device once. Raises what it raises at every use once it has failed."""
 
-    def decode(self, requests: Sequence[Request], block: int) -> Any:
+    def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
         """Launch one step of rows 0..len(requests) - 1; returns its pending result."""
 
     def read(self, pending: Any) -> list[Committed]:
@@ -94,10 +94,12 @@ class Scheduler:
     """Holds every request that is not finished.
 
     Args:
-        choose_block: picks the block length for a batch.
+        choose_shape: picks the shape of a batch's next step.
         max_num_seqs: rows of the batch.
         max_num_batched_tokens: tokens of prompts that one `advance` computes at most, in chunks as `cut_of` has them.
-        max_block: the longest block that `choose_block` returns.
+        max_block: the longest block that `choose_shape` returns.
+        max_places: tokens behind a request's length that a step may write at most; 0: as many as its block has. A tree
+            has more nodes than it commits.
         recurrent: a request has states beside its pages; another goes on from those that the pool has room for.
         report: told of every request that got something, with the step it came from (None: the prefill).
     """
@@ -106,11 +108,12 @@ class Scheduler:
         self,
         device: Device,
         pool: PagePool,
-        choose_block: Callable[[Sequence[Request]], int],
+        choose_shape: Callable[[Sequence[Request]], StepShape],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_block: int,
+        max_places: int = 0,
         prefix_cache: bool = True,
         recurrent: bool = False,
         report: Callable[[Request, Step | None], None] = lambda request, step: None,
@@ -118,15 +121,16 @@ class Scheduler:
         self.waiting = Line()
         self.running: list[Request] = []  # by row
         self.preemptions = 0
-        self._device, self._pool, self.choose_block = device, pool, choose_block
-        self._max_num_seqs, self._turn, self._max_block = max_num_seqs, max_num_batched_tokens, max_block
+        self._device, self._pool, self.choose_shape = device, pool, choose_shape
+        self._max_num_seqs, self._turn = max_num_seqs, max_num_batched_tokens
+        self._max_places = max(max_block, max_places)
         self._cut = cut_of(max_num_batched_tokens)
         self._due_starts = False  # whether the next to start, where one can, is who is due
         self._without_pages: list[Request] = []  # that wait though they were next
         self._prefix_cache, self._recurrent, self._report = prefix_cache, recurrent, report
         self._free_states = list(range(max_num_seqs, 0, -1))  # slots
         self._launches: deque[_Launch] = deque()
-        self._block = 1  # of the newest step
+        self._shape = StepShape(1)  # of the newest step
         self._in_vain = 0  # faults since a result was read
         self._news: deque[tuple[Request, Step | None]] = deque()  # to be reported
         self._raised: Exception | None = None  # by a report
@@ -322,7 +326,7 @@ class Scheduler:
         # without a token yet, the last one of the prompt must be computed for its logits
         limit = len(ids) if request.tokens else len(ids) - 1
         hit, slot, parting = self._find_prefix(request, ids, limit)
-        new = self._pool.allocate(self._pool.pages_for(len(ids) + self._max_block) - len(hit))
+        new = self._pool.allocate(self._pool.pages_for(len(ids) + self._max_places) - len(hit))
         if new is None:
             self._pool.unmatch(hit)
             place.looked = self._pool.changes
@@ -358,25 +362,25 @@ class Scheduler:
     def _decode(self) -> bool:
         if all(request.surely_ends for request in self.running):
             return False
-        return self._launch(self.choose_block(self.running))
+        return self._launch(self.choose_shape(self.running))
 
-    def _launch(self, block: int) -> bool:
+    def _launch(self, shape: StepShape) -> bool:
         """A step of those who run; False if for want of pages there is none left."""
-        self._block = block
+        self._shape = shape
         for request in list(self.running):
             if request.row is not None:  # it did not give way to one of those before
-                self._reserve(request, block)
+                self._reserve(request, self._max_places if shape.rows else shape.block)
         if not self.running:
             return False
-        pending = self._device.decode(self.running, block)
-        self._launches.append(_Launch(pending, [(r, r.epoch) for r in self.running], block))
+        pending = self._device.decode(self.running, shape)
+        self._launches.append(_Launch(pending, [(r, r.epoch) for r in self.running], shape.block))
         for request in self.running:
-            request.blocks_in_flight.append(block)
+            request.blocks_in_flight.append(shape.block)
         return True
 
-    def _reserve(self, request: Request, block: int) -> None:
+    def _reserve(self, request: Request, places: int) -> None:
         """Pages for one more step of a running request; for want of them whoever came last gives way, maybe itself."""
-        missing = self._pool.pages_for(request.reach + block) - len(request.pages)
+        missing = self._pool.pages_for(request.reach + places) - len(request.pages)
         while missing > 0:
             # some in advance, so that the page table does not change every step
             ahead = min(missing + 3, self._device.pages_per_request - len(request.pages))
@@ -559,7 +563,7 @@ class Scheduler:
         request.row, self.running = 0, [request]
         self._rebuild(request, request.length)
         self._device.add(0, request)
-        self._launch(self._block)
+        self._launch(self._shape)
         while self._launches:
             self._read()
 

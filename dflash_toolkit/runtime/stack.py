@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
+from ..kernels.tree import TreeRows
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from .weights import AttentionWeights, ConvolutionWeights, GatedDeltaNetWeights, LayerWeights, MlpWeights, MoeWeights
 
@@ -28,13 +29,18 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of one pass stand: row b * S + k is slot k of request b, at position lengths[b] + k."""
+    """Where the rows of one pass stand: row b * S + k is slot k of request b, at position lengths[b] + k.
+
+    With `tree` they are anchors and nodes of draft trees, and stand where it says.
+    """
 
     lengths: Tensor  # int32 [B], tokens before the block
     page_table: Tensor  # int32 [B, pages of a request]
     page_size: int
     counts: Tensor | None = None  # int32 [B], rows of each request that are tokens; the rest is padding. None: all
     states: States | None = None  # where layers are recurrent
+    tree: TreeRows | None = None
+    paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; beside `tree`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +60,19 @@ class Attention:
 
     def mix(self, projected: Tensor, rows: Rows) -> Tensor:
         """Attention [M, N H]; the rows' keys and values are in the pages from now on."""
-        w, spec = self.weights, self.spec
+        w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
-        norms = w.q_norm, w.k_norm, self.eps
-        q = self.ops.rope_write(
-            projected, w.qkv_bias, *norms, self.rope, lengths, pages, self.cache, size, counts, gated=spec.gated
-        )
-        mixed = self.ops.block_attention(
-            q, self.cache, lengths, pages, size, causal=spec.causal, window=spec.window, counts=counts
-        )
-        return self.ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
+        qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
+        if (tree := rows.tree) is not None:
+            assert rows.paths is not None and spec.causal
+            q = ops.rope_write(*qkv, tree.positions, pages, cache, size, gated=spec.gated, at=tree.slots)
+            mixed = ops.tree_attention(q, cache, lengths, pages, size, tree, rows.paths, spec.window)
+        else:
+            q = ops.rope_write(*qkv, lengths, pages, cache, size, counts, gated=spec.gated)
+            mixed = ops.block_attention(
+                q, cache, lengths, pages, size, causal=spec.causal, window=spec.window, counts=counts
+            )
+        return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 
     def output(self, mixed: Tensor) -> Tensor:
         """Partial sums [P, M, D]."""
@@ -211,7 +220,7 @@ class Stack:
         Returns:
             Normed hidden states [M, D].
         """
-        taps, block = taps or {}, len(x) // len(rows.lengths)
+        taps, block = taps or {}, 1 if rows.tree is not None else len(x) // len(rows.lengths)
         _, h = self.ops.add_rms_norm(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
         begun: tuple[Tensor, Tensor | None] | None = self._begin(0, h, block)
         for i, mixer in enumerate(self._mixers):

@@ -1,11 +1,12 @@
 """The target at work: it runs over prompts and blocks, and commits what a draft has of its own choices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.tree import TreeRows, Trees
 from .batch_state import BatchState
 from .proposer import Draft
 from .stack import Rows, Stack
@@ -56,6 +57,10 @@ class Verifier:
         hidden, features = self.forward(ids.flatten(), rows)
         return hidden.unflatten(0, ids.shape), features
 
+    def read_trees(self, trees: Trees, tree: TreeRows, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Run over rows of trees behind the contexts of `rows`: states [M, D] and features, see `forward`."""
+        return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths))
+
     def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:
         """Judge drafts [B, S - 1] by the choices [B, S], for the first rows of the batch, whose state it advances."""
         batch, block = choice.shape
@@ -63,6 +68,27 @@ class Verifier:
         counts, path = self.stack.ops.accept(draft, choice, state.active[:batch], state.lengths[:batch], last, forced)
         state.stay(counts)
         return Verdict(path, counts, last)
+
+    def commit_trees(
+        self, tree: TreeRows, choice: Tensor, state: BatchState, lengths: Tensor, block: int
+    ) -> tuple[Verdict, Tensor]:
+        """Judge trees by the choices [M], for the first requests of the batch, whose state and pages it advances.
+
+        Args:
+            lengths: int32 [B], those before the anchors, which do not change.
+            block: tokens that a request commits at most, S.
+
+        Returns:
+            The verdict, and the rows of the path that was taken, int64 [B, S]; behind its last that again.
+        """
+        batch, ops = len(lengths), self.stack.ops
+        last, forced = state.last_token[:batch], self._forced_now(batch, block)
+        counts, tokens, path = ops.accept_trees(
+            tree, choice, state.active[:batch], state.lengths[:batch], last, block, forced
+        )
+        pages = state.page_table[:batch], state.page_size
+        ops.move_rows_(self.stack.cache, tree, path, counts, lengths, *pages)
+        return Verdict(tokens, counts, last), path
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:
         if self.forced is None:

@@ -37,6 +37,7 @@ from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
+from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import AttentionWeights, DrafterWeights, LayerWeights, MoeWeights, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
@@ -216,7 +217,7 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
 
 def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str, float]:
     """Microseconds of a step by part; they add up to the step."""
-    step = engine.runner.launcher(rows, block)
+    step = engine.runner.launcher(rows, StepShape(block))
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -363,7 +364,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
 
 def graph_ms(engine: Engine, rows: int, block: int) -> float:
     """The captured step alone, back to back."""
-    step = engine.runner.launcher(rows, block)
+    step = engine.runner.launcher(rows, StepShape(block))
     times = []
     for _ in range(3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -453,9 +453,7 @@ def files(target: Target, tmp_path: Path) -> dict[str, Path]:
         pytest.param(["--drafter", "{other}"], "hidden size is 48, the target's 32", id="drafter of another target"),
         pytest.param(["--runtime", "vllm"], "'vllm' is not one of auto, engine, reference", id="runtime"),
         pytest.param(["--runtime", "reference", "draft_dtype=fp8"], "only --runtime engine", id="draft dtype"),
-        pytest.param(
-            ["--draft-tree", "8"], "draft_tree is 8; the engine verifies chains alone", id="tree of the engine"
-        ),
+        pytest.param(["--draft-tree", "64"], "the engine takes 63 nodes at most, --runtime ref", id="large tree"),
         pytest.param(["--draft-tree", "-1"], "draft_tree is -1", id="tree"),
         pytest.param(["draft_tree=8", "draft_sample_method=probabilistic"], "none sampled", id="tree of samples"),
         pytest.param(["--draft-dtype", "int4"], "'int4' is not one of auto, fp8, full", id="another draft dtype"),

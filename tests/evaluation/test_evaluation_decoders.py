@@ -212,11 +212,12 @@ def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
     assert load(tmp_path / "report")["overall"]["identical_to_plain"] == 1.0, "at temperature 0 they are the plain ones"
 
 
+@pytest.mark.parametrize("runtime", ["reference", "engine"])
 def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
-    target_dir: Path, drafter_dir: Path, tmp_path: Path
+    runtime: str, target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
     command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
-    assert main([*command, "--runtime", "reference", "--no-draft-tree", "--draft-tree", "24"]) == 0
+    assert main([*command, "--runtime", runtime, "--no-draft-tree", "--draft-tree", "24"]) == 0
     report, page = load(tmp_path / "report"), (tmp_path / "report" / "report.html").read_text()
     assert report["arguments"]["draft_tree"] == 24 and "drafting trees of 24 nodes for" in page
     assert report["overall"]["identical_to_plain"] == 1.0
@@ -226,7 +227,7 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
     answers = [generate(target, drafter, prompt, SamplingParams(max_tokens=12), draft_tree=24) for prompt in prompts]
     assert report["overall"]["accepted_lengths"] == list(Acceptance.of(answers, 8).accepted_lengths)
     assert main([*command, "--draft-tree", "24", "--no-draft-tree"]) == 0
-    assert load(tmp_path / "report")["arguments"]["draft_tree"] == 0, "the engine decodes without trees"
+    assert load(tmp_path / "report")["arguments"]["draft_tree"] == 0
 
 
 def test_trees_for_a_target_that_takes_none_are_refused_before_anything_is_decoded(drafter: Drafter) -> None:

@@ -14,6 +14,7 @@ from dflash_toolkit import SamplingParams
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.proposer import Draft
+from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.runner import StepRunner
 
 PAGE = 4
@@ -32,13 +33,13 @@ def written_at_once(ids: Sequence[int]) -> torch.Tensor:
     return context_of(engine.runner, pages, len(ids))
 
 
-def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
-    """Steps of these block lengths, again and again; how many tokens were compared, of each row at every draft and of
+def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
+    """Steps of these shapes, again and again; how many tokens were compared, of each row at every draft and of
     all pages that others may find."""
     compared: list[int] = []
     runner, publish = engine.runner, engine.pool.publish
-    propose = runner.proposer.propose
-    turns = itertools.cycle(blocks)
+    propose, grow = runner.proposer.propose, runner.proposer.grow
+    turns = itertools.cycle(shapes)
 
     def compare(ids: Sequence[int], pages: Sequence[int]) -> None:
         torch.testing.assert_close(context_of(runner, pages, len(ids)), written_at_once(ids), rtol=1e-3, atol=1e-4)
@@ -49,30 +50,38 @@ def watched(engine: Engine, blocks: Sequence[int]) -> list[int]:
             compare(request.known_ids, request.pages)
         return propose(last, rows, block)
 
+    def growing(*args: Any) -> Any:
+        for request in engine.scheduler.running:
+            compare(request.known_ids, request.pages)
+        return grow(*args)
+
     def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
         compare(ids, pages)
         publish(ids, pages)
 
     runner.proposer.propose = proposing  # type: ignore[method-assign]
+    runner.proposer.grow = growing  # type: ignore[method-assign]
     engine.pool.publish = publishing  # type: ignore[method-assign]
-    engine.scheduler.choose_block = lambda requests: next(turns)
+    engine.scheduler.choose_shape = lambda requests: next(turns)
     return compared
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 8]), min_size=1, max_size=30),
+    shapes=st.lists(
+        st.sampled_from([*map(StepShape, (1, 1, 1, 2, 8)), StepShape(8, 36), StepShape(3, 9)]), min_size=1, max_size=30
+    ),
     prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=5),
     cancelled=st.sets(st.integers(0, 4)),
     pages=st.sampled_from([30, 300]),
 )
 @pytest.mark.slow
 def test_context_is_there_when_it_is_read(
-    blocks: list[int], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
+    shapes: list[StepShape], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
 ) -> None:
-    """Blocks in any order, rows that come, move and go, requests that are cancelled or give way for want of pages."""
-    engine = make_engine(*pair(), page_size=PAGE, kv_cache_tokens=PAGE * pages, max_model_len=80)
-    compared = watched(engine, blocks)
+    """Blocks and trees in any order, rows that come, move and go, requests that are cancelled or lose their pages."""
+    engine = make_engine(*pair(), page_size=PAGE, kv_cache_tokens=PAGE * pages, max_model_len=80, draft_tree=11)
+    compared = watched(engine, shapes)
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for _, count in prompts]
     requests = [*map(engine.submit, prompts_of(*(length for length, _ in prompts)), params)]
     for turn in range(1000):
@@ -111,8 +120,8 @@ def test_captured_steps_write_the_same() -> None:
 
     target, drafter = gpu.pair()
     engine = gpu.make_engine(target, drafter, prefix_cache=True, max_num_seqs=8)
-    blocks = itertools.cycle([*[1] * 20, 4, *[1] * 5, 16, 16])
-    engine.scheduler.choose_block = lambda requests: next(blocks)
+    shapes = itertools.cycle(map(StepShape, [*[1] * 20, 4, *[1] * 5, 16, 16]))
+    engine.scheduler.choose_shape = lambda requests: next(shapes)
     found: list[tuple[list[int], torch.Tensor]] = []
     publish = engine.pool.publish
 

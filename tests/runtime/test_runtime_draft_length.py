@@ -20,7 +20,7 @@ from dflash_toolkit.runtime import EngineOptions, load_engine, timing
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
 from dflash_toolkit.runtime.engine import expected_of_first_requests
-from dflash_toolkit.runtime.request import RollingAcceptance
+from dflash_toolkit.runtime.request import RollingAcceptance, StepShape
 from dflash_toolkit.runtime.timing import Shape, Times, cached_times, measured_times
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
@@ -272,7 +272,8 @@ def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
     target, options = make_target(), EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
     engine = load_engine(target, make_drafter(target), options=options)[0]
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
-    engine.scheduler.choose_block = BlockChooser([1, 4, 8], times, lambda rows: 1)
+    choose = BlockChooser([1, 4, 8], times, lambda rows: 1)
+    engine.scheduler.choose_shape = lambda requests: StepShape(choose(requests))
     (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=300, ignore_eos=True))
     drafting = [step for step in got.steps if step.drafted]
     assert len(drafting) <= 12, "a dozen of 300"

@@ -1,6 +1,7 @@
 """What does not fit into a GPU is said in one line that says how much is missing, and which option helps."""
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
 from dflash_toolkit.runtime.parts import Part
-from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.request import Request, StepShape
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from train.responses import backends
@@ -56,14 +57,14 @@ def refused(said: str) -> pytest.RaisesExc[UserError]:
     return pytest.raises(UserError, match=said)
 
 
-def runner(room: Room) -> Any:
+def runner(room: Room, context: int = 1000) -> Any:
     target = SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128)))
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_num_seqs=4, max_block=16, target=target)
+    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_num_seqs=4, reach=context + 3 * 16, target=target)
 
 
 def pages_of(options: EngineOptions, context: int = 1000) -> int:
-    room = room_for_cache(runner, [SPEC], options, context)
+    room = room_for_cache(functools.partial(runner, context=context), [SPEC], options, context)
     assert room.scratch == STEP
     return room.pages
 
@@ -292,9 +293,9 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError("no room for the graph")
         return None, result
 
-    def decode(requests: Sequence[Request], block: int) -> Any:  # as on a GPU
-        runner.graph(Part("step", runner.bucket(len(requests)), block))
-        return StepRunner.decode(runner, requests, block)
+    def decode(requests: Sequence[Request], shape: StepShape) -> Any:  # as on a GPU
+        runner.graph(Part("step", runner.bucket(len(requests)), shape.block))
+        return StepRunner.decode(runner, requests, shape)
 
     monkeypatch.setattr(runner, "_captured", captured)
     monkeypatch.setattr(runner, "decode", decode)
@@ -335,7 +336,7 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
         "memory_allocated": lambda: held, "max_memory_allocated": lambda: peak,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
-    probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16)
+    probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16, trees=None)
     probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
     gc.collect()
     Block(1000)

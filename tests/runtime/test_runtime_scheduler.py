@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime.pages import PagePool
-from dflash_toolkit.runtime.request import Committed, NotFiniteError, Request
+from dflash_toolkit.runtime.request import Committed, NotFiniteError, Request, StepShape
 from dflash_toolkit.runtime.scheduler import Scheduler
 
-SIZE, BLOCK = 4, 8
+SIZE, BLOCK, PLACES = 4, 8, 21  # tokens of a page, and that a step commits and writes at most
+
+
+SHAPES = [StepShape(1), StepShape(2), StepShape(BLOCK)]
+TREES = [StepShape(2, 40), StepShape(BLOCK, 64)]
 
 
 def next_token(text: Sequence[int]) -> int:
@@ -120,13 +124,14 @@ class TableDevice:
         self.calls.append(("set_pages", len(pages)))
         self.rows[row].pages = list(pages)
 
-    def decode(self, requests: Sequence[Request], block: int) -> Any:
+    def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
+        block = shape.block
         self.calls.append(("decode", len(requests)))
         assert sorted(self.rows) == list(range(len(requests)))
         found = []
         for i in range(len(requests)):
             row = self.rows[i]
-            for k in range(block):  # what is rejected is written too
+            for k in range(PLACES if shape.rows else block):  # what is rejected is written too
                 self._write(row.pages, row.length + k, -1 - k)
             tokens = []
             for _ in range(self._dice.randint(1, block)):
@@ -194,9 +199,9 @@ class FaultyDevice(TableDevice):
             return [replace(found[0], finite=False, spoils=True)]
         return found
 
-    def decode(self, requests: Sequence[Request], block: int) -> Any:
+    def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
         def run() -> Any:
-            found = super(FaultyDevice, self).decode(requests, block)
+            found = super(FaultyDevice, self).decode(requests, shape)
             for i, request in enumerate(requests):
                 row = self.rows[i]
                 if request not in self.struck and self._dice.random() < 0.005:
@@ -233,7 +238,7 @@ def scheduled(device: TableDevice, *requests: Request, pool: Any = 200, block: i
     """With the requests, in blocks of one length."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_block": BLOCK, "prefix_cache": False}
     pool = PagePool(pool, SIZE) if isinstance(pool, int) else pool
-    scheduler = Scheduler(device, pool, lambda running: block, **(defaults | options))
+    scheduler = Scheduler(device, pool, lambda running: StepShape(block), **(defaults | options))
     for request in requests:
         scheduler.add(request)
     return scheduler
@@ -297,16 +302,19 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
 
     device = FaultyDevice(depth, dice)
     device.recurrent = recurrent
+    places = 0 if recurrent else dice.choice([0, PLACES])
+    shapes = SHAPES + TREES if places else SHAPES
     scheduler = scheduled(
         device,
         pool=pool,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=7,
+        max_places=places,
         prefix_cache=dice.random() < 0.8,
         recurrent=recurrent,
         report=report,
     )
-    scheduler.choose_block = lambda requests: dice.choice([1, 2, BLOCK])
+    scheduler.choose_shape = lambda requests: dice.choice(shapes)
     shared = [dice.randrange(97) for _ in range(40)]
     alive: list[Request] = []
     cancelled = 0
@@ -320,7 +328,7 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
             request = request_of(prompt, count)
             request.params = replace(request.params, prompt_logprobs=dice.choice([None, 0]))
             request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
-            if pool.pages_for(len(prompt) + count + (depth + 1) * BLOCK) <= pool.capacity:
+            if pool.pages_for(len(prompt) + count + depth * BLOCK + max(places, BLOCK)) <= pool.capacity:
                 scheduler.add(request)
                 alive.append(request)
         elif action < 0.3 and alive:

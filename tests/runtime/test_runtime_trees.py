@@ -1,0 +1,260 @@
+"""Draft trees in the engine: what it writes is what the target writes alone, in the steps that `decode.py` makes."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_dflash2, make_drafter, make_target
+from test_runtime_context import context_of
+from test_runtime_engine import SAMPLINGS, check, make_engine, pair, prompts_of, same
+from torch import Tensor
+
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate
+from dflash_toolkit.draft_tree import DraftTree, best_first
+from dflash_toolkit.generation import Generation
+from dflash_toolkit.kernels.reference import slots_of
+from dflash_toolkit.kernels.tree import MOST_NODES
+from dflash_toolkit.options import MOST_TREE_NODES
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.request import StepShape
+from dflash_toolkit.runtime.tree_step import ROWS, Judged, row_buckets
+
+Texts = dict[tuple[int, ...], list[int]]  # answers by prompts
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def planted(text: Sequence[int], position: int, slots: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Candidates [slots, 3] behind `position` of a text, most of which hold what goes on there, and their
+    log-probabilities, fp32 [slots, 3]."""
+    dice = torch.Generator().manual_seed(1000 * len(text) + position)
+    candidates = torch.stack([torch.randperm(vocabulary, generator=dice)[:3] for _ in range(slots)])
+    for slot, tokens in enumerate(candidates):
+        at, place = position + 1 + slot, torch.randint(3, (1,), generator=dice)
+        if at < len(text) and text[at] not in tokens and torch.rand(1, generator=dice) < 0.9:
+            tokens[place] = text[at]
+    return candidates, torch.randn(slots, 3, generator=dice).log_softmax(-1)
+
+
+@contextlib.contextmanager
+def planting(engine: Engine, texts: Texts) -> Iterator[None]:
+    """Within, the engine and `generate` grow the same trees, of which some nodes are right."""
+    proposer, vocabulary = engine.runner.proposer, engine.vocabulary
+    real = proposer._head.children
+
+    def children(hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
+        assert calibration.shape == (block,) and real(hidden, last, block, calibration, width)[0].shape[:2] == (
+            len(last),
+            block - 1,
+        )
+        found = []
+        for row, request in enumerate(engine.scheduler.running):
+            text = request.prompt_ids + texts[tuple(request.prompt_ids)]
+            found.append(planted(text, int(engine.runner.state.lengths[row]), block - 1, vocabulary))
+        candidates, log_probs = map(torch.stack, zip(*found, strict=True))
+        values, ranks = log_probs[:, :, None].sort(dim=-1, descending=True, stable=True)
+        return values[..., :width].contiguous(), ranks[..., :width].int().contiguous(), candidates
+
+    def propose_tree(
+        target: Target, drafter: Drafter, context: Any, last: int, position: int, nodes: int, depth: int
+    ) -> DraftTree:
+        slots = drafter.config.block_size - 1
+        (text,) = (list(p) + a for p, a in texts.items() if len(p) + len(a) > position and list(p) == now)
+        candidates, log_probs = planted(text, position, slots, vocabulary)
+        each = log_probs[:depth, None].expand(-1, 3, -1)
+        return best_first(candidates[:depth], each, nodes, engine.options.draft_tree_width)
+
+    now: list[int] = []
+    stream = decode.stream
+
+    def streamed(target: Target, drafter: Drafter | None, prompt: list[int], *more: Any) -> Iterator[Generation]:
+        now[:] = prompt
+        return stream(target, drafter, prompt, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proposer, "_head", SimpleNamespace(children=children))
+        patch.setattr(decode, "propose_tree", propose_tree)
+        patch.setattr(decode, "stream", streamed)
+        yield
+
+
+def plain(target: Target, prompts: list[list[int]], params: Sequence[SamplingParams]) -> Texts:
+    return {tuple(p): generate(target, None, p, each).tokens for p, each in zip(prompts, params, strict=True)}
+
+
+def walked(steps: Sequence[Any]) -> bool:
+    """Whether trees were taken to every depth that proves something."""
+    accepted = [step.accepted for step in steps]
+    return 0 in accepted and max(accepted) >= 3
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 40])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> None:
+    target, drafter = pair(kind)
+    engine, prompts = make_engine(target, drafter, draft_tree=nodes), prompts_of(1, 5, 17, 33)
+    params = [SamplingParams(max_tokens=n) for n in (37, 20, 9, 30)]
+    with planting(engine, plain(target, prompts, params)):
+        answers = engine.generate(prompts, params)
+        for prompt, each, got in zip(prompts, params, answers, strict=True):
+            assert same(got, generate(target, drafter, prompt, each, draft_tree=nodes))
+    assert nodes < 40 or walked([step for got in answers for step in got.steps])
+    engine.pool.check()
+    assert engine.pool.available == engine.pool.capacity
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_speculative_tokens": 3}, {"draft_tree_width": 1}])
+@pytest.mark.parametrize("make", [make_drafter, make_dflash2])
+def test_the_drafters_own_trees_are_those_of_generate(make: Any, changes: dict[str, Any]) -> None:
+    target, _ = pair()
+    drafter = make(target)
+    engine = make_engine(target, drafter, draft_tree=20, **changes)
+    slots = engine.runner.max_block - 1
+    drafter.config = drafter.config.with_block_size(slots + 1)
+    expected, alone, grow = dict[Any, Any](), decode.propose_tree, engine.runner.proposer.grow
+    found, prompts, prompt = dict[Any, Any](), prompts_of(3, 20, 9), list[int]()
+
+    def by_generate(*args: Any, **more: Any) -> DraftTree:
+        tree = alone(*args, **more, width=engine.options.draft_tree_width)
+        expected[tuple(prompt), args[4]] = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
+        return tree
+
+    def by_engine(last: Tensor, rows: Any, *args: Any) -> Any:
+        trees = grow(last, rows, *args)
+        for row, request in enumerate(engine.scheduler.running):
+            nodes = int((trees.depths[row] > 0).sum())
+            each = (trees.tokens, trees.parents, trees.depths)
+            place = tuple(request.prompt_ids), int(rows.lengths[row])
+            found[place] = tuple(part[row, :nodes].tolist() for part in each)
+        return trees
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose_tree", by_generate)
+        patch.setattr(engine.runner.proposer, "grow", by_engine)
+        params = SamplingParams(max_tokens=14)
+        answers = engine.generate(prompts, params)
+        for each, got in zip(prompts, answers, strict=True):
+            prompt[:] = each
+            assert same(got, generate(target, drafter, each, params, draft_tree=20))
+    assert len(expected) > 10 and {place: found[place] for place in expected} == expected
+
+
+@pytest.mark.parametrize("params", SAMPLINGS[:2], ids=["filters", "hot"])
+def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter(params: SamplingParams) -> None:
+    target, drafter = pair()
+    engine, prompts = make_engine(target, drafter, draft_tree=24), prompts_of(4, 19, 7)
+    each = [SamplingParams(max_tokens=24), params, replace(params, seed=9)]
+    texts = plain(target, prompts, each)
+    with planting(engine, texts):
+        answers = engine.generate(prompts, each)
+    assert [got.tokens for got in answers] == list(texts.values())
+    assert walked([step for got in answers for step in got.steps])
+
+
+def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
+    target, drafter = pair()
+    prompts, params = prompts_of(4, 19, 7), [GREEDY] * 3
+    texts, taken = plain(target, prompts, params), []
+    for rows in (4, 9, 40, 200):
+        engine, told = make_engine(target, drafter, draft_tree=30), list[Judged]()
+        engine.scheduler.choose_shape = lambda requests, rows=rows: StepShape(8, rows)
+        engine.runner.observe = told.append
+        with planting(engine, texts):
+            answers = engine.generate(prompts, params)
+        assert [got.tokens for got in answers] == list(texts.values())
+        steps = [step for got in answers for step in got.steps]
+        assert all(step.accepted <= step.drafted <= 7 for step in steps)
+        assert sum(int(each.accepted.sum()) for each in told) >= sum(step.accepted for step in steps)
+        for each in told:
+            assert len(each.slots) <= rows - each.requests and each.rows == rows
+            assert [*each.promised] == [*row_buckets(each.requests, 30)]
+            assert sorted(each.promised.values()) == [*each.promised.values()], "more rows promise no less"
+        taken.append(len(steps))
+    assert sorted(taken, reverse=True) == taken and taken[-1] < taken[0] / 1.5
+
+
+def test_what_a_step_tells_of_its_nodes_is_what_was_accepted() -> None:
+    """Of one request: the walk's nodes are accepted, their siblings are not, and nothing behind those is judged."""
+    target, drafter = pair()
+    (prompt,) = prompts_of(9)
+    engine, told = make_engine(target, drafter, draft_tree=30, max_num_seqs=1), list[Judged]()
+    engine.runner.observe = told.append
+    with planting(engine, plain(target, [prompt], [GREEDY])):
+        (got,) = engine.generate([prompt], GREEDY)
+    assert len(told) >= len(got.steps) and walked(got.steps)
+    for each, step in zip(told, got.steps, strict=False):
+        accepted = each.slots[each.accepted].tolist()
+        if step is not got.steps[-1]:
+            assert sorted(accepted) == list(range(1, step.accepted + 1))
+        assert each.slots.max(initial=0) <= step.accepted + 1
+        assert (each.log_probs <= 0).all() and each.block == 8
+
+
+def test_pages_behind_trees_hold_what_a_prefill_writes() -> None:
+    """Keys and values of the target: accepted nodes stand at their positions, nothing else does."""
+    target, drafter = pair()
+    prompts = prompts_of(4, 19)
+    engine = make_engine(target, drafter, draft_tree=30, prefix_cache=True)
+    kept: list[tuple[list[int], Tensor]] = []
+    publish, stack = engine.pool.publish, engine.runner.verifier.stack
+
+    def held(runner: Any, pages: Sequence[int], tokens: int) -> Tensor:
+        table = torch.tensor([*pages])[None]
+        return runner.verifier.stack.cache[:, :, slots_of(torch.arange(tokens)[None], table, runner.page_size)[0]]
+
+    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+        kept.append((list(ids), held(engine.runner, pages, len(ids)).clone()))
+        publish(ids, pages)
+
+    engine.pool.publish = publishing  # type: ignore[method-assign]
+    with planting(engine, plain(target, prompts, [GREEDY] * 2)):
+        engine.generate(prompts, GREEDY)
+    assert len(kept) == 4 and stack.cache.isfinite().all()
+    for ids, found in kept:
+        fresh = make_engine(target, drafter)
+        fresh.runner.prefill(ids, 0, pages := range(1, 2 + len(ids) // 4))
+        torch.testing.assert_close(found, held(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
+        assert context_of(fresh.runner, pages, len(ids)).isfinite().all()
+
+
+@pytest.mark.parametrize("room", [1, 2, 8, 9])
+def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
+    models, params, prompts = pair(limit=64), SamplingParams(ignore_eos=True), prompts_of(64 - room)
+    engine = make_engine(*models, max_num_seqs=2, draft_tree=63)
+    with planting(engine, plain(models[0], prompts, [params])):
+        (got,) = engine.generate(prompts, params)
+        assert same(got, generate(*models, prompts[0], params, draft_tree=63)) and len(got.tokens) == room
+
+
+def test_requests_that_edit_logits_take_blocks_and_the_next_batch_trees_again() -> None:
+    engine, shapes = make_engine(*pair(), draft_tree=20), list[StepShape]()
+    choose = engine.scheduler.choose_shape
+    engine.scheduler.choose_shape = lambda requests: shapes.append(choose(requests)) or shapes[-1]
+    for params, over_trees in ((SAMPLINGS[2], False), (GREEDY, True)):
+        shapes.clear()
+        check_params = [replace(params, max_tokens=6), SamplingParams(max_tokens=6, ignore_eos=True)]
+        prompts = prompts_of(4, 9)
+        texts = plain(pair()[0], prompts, check_params)
+        assert [got.tokens for got in engine.generate(prompts, check_params)] == list(texts.values())
+        assert all((shape.rows > 0) == over_trees for shape in shapes)
+
+
+def test_rows_come_in_few_numbers() -> None:
+    assert row_buckets(1, 63) == (16, 32, 48, 64) and row_buckets(1, 20) == (16, 32)
+    assert row_buckets(100, 63) == (128, 160, 192, 256) and row_buckets(256, 63) == ()
+    assert row_buckets(17, 1) == (32, 48) and row_buckets(1, 63)[-1] == 64 and ROWS[-1] == 256
+
+
+def test_what_takes_no_tree_is_refused_in_one_line() -> None:
+    target, drafter = pair()
+    assert MOST_TREE_NODES + 1 == MOST_NODES
+    with pytest.raises(ValueError, match="draft_tree is 64; the engine takes 63 nodes at most"):
+        make_engine(target, drafter, draft_tree=64)
+    recurrent = make_target("qwen3_5")
+    with pytest.raises(UserError, match="recurrent layers take one token behind the other, and no draft tree"):
+        make_engine(recurrent, make_drafter(recurrent), draft_tree=8)
+    engine = make_engine(target, None, draft_tree=8)
+    check(engine, (target, None), prompts_of(4), SamplingParams(max_tokens=4))
