@@ -100,8 +100,8 @@ def code(text: str) -> str:
 
 
 def figure(cell: str) -> str:
-    """A cell that breaks nowhere but behind an interval."""
-    return cell.replace(" ", "\u00a0").replace("],\u00a0", "], ")
+    """A cell that breaks nowhere but behind an interval and before a bracket."""
+    return cell.replace(" ", "\u00a0").replace("],\u00a0", "], ").replace("\u00a0(", " (")
 
 
 def _setting(report: Report) -> str:

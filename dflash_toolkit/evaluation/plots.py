@@ -158,11 +158,12 @@ def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[
     ends = [end for *_, value, within in rows for end in (value, *(within or ()))]
     scale = ticks(min(0.0, *ends, 0.0), max(0.0, *ends, 0.0))
     body, height = _rows(scale, len(rows), lambda value: f"{value:+g}" if value else "0", 0.0, "no difference")
+    form = ("{:+,.0f}" if max(-scale[0], scale[-1]) >= 100 else "{:+.2f}").format
     for i, (name, what, colour, value, within) in enumerate(rows):
         y, interval = i * ROW, (within[0], within[1]) if within else None
-        said = f"{name}, {what}: {value:+.2f}{_within(interval, '{:+.2f}'.format)}"
+        said = f"{name}, {what}: {form(value)}{_within(interval, form)}"
         body.append(_text(0, y + 14, _cut(f"{name}: {what}"), "label", "start"))
-        body.append(_text(WIDTH, y + 14, f"{value:+.2f}", "value", "end"))
+        body.append(_text(WIDTH, y + 14, form(value), "value", "end"))
         body += _whisker(interval, scale, y + 20 + BAR / 2, colour)
         body.append(_dot(colour, _along(value, scale), y + 20 + BAR / 2, said))
     return _svg(title, height, body)

@@ -18,7 +18,7 @@ from dflash_toolkit.evaluation.answers import worst_and_best
 from dflash_toolkit.evaluation.markdown import render_markdown
 from dflash_toolkit.evaluation.measure import Difference, Measurement
 from dflash_toolkit.evaluation.page import code, render_page
-from dflash_toolkit.evaluation.plots import ROW, Series, bars, curves, histogram, ticks
+from dflash_toolkit.evaluation.plots import ROW, Series, bars, curves, differences, histogram, ticks
 from dflash_toolkit.evaluation.report import Environment, Report, Section, noise
 from dflash_toolkit.evaluation.sweeps import recommendation
 from dflash_toolkit.evaluation.tables import number, times
@@ -312,6 +312,19 @@ def test_of_many_sets_the_extremes_are_drawn() -> None:
 
 def test_only_words_between_backticks_are_code() -> None:
     assert code("a `b` <c> `") == "a <code>b</code> &lt;c&gt; `"
+
+
+def test_cells_break_behind_intervals_and_before_brackets() -> None:
+    assert page.figure("+0.69 [+0.55, +0.85], p < 0.001").split(" ") == [
+        "+0.69\u00a0[+0.55,\u00a0+0.85],", "p\u00a0<\u00a00.001",
+    ]  # fmt: skip
+    assert page.figure("76 % (+2)").split(" ") == ["76\u00a0%", "(+2)"]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.6912, "+0.69"), (-38.66, "-38.66"), (-1238.66, "-1,239")])
+def test_differences_have_the_digits_that_tell(value: float, shown: str) -> None:
+    svg = differences("d", [("a", "run", "c1", value, (value - 0.5, value + 0.5))])
+    assert f">{shown}</text>" in svg and f"a, run: {shown}, 95 % interval" in svg
 
 
 def test_markdown_has_the_verdict_first(report: Report) -> None:
