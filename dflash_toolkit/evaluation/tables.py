@@ -255,8 +255,9 @@ def differences_table(report: Report) -> Table | None:
 
 
 def setup_table(report: Report) -> Table:
-    """Environment and arguments, one a row."""
-    values = asdict(report.environment) | report.arguments
+    """Environment and arguments, one a row; of what both have (`device`, `dtype`) what was, not what was asked for."""
+    found = asdict(report.environment)
+    values = found | report.arguments | found
     rows = tuple((name, _plain(_short(value) if "sha256" in name else value)) for name, value in values.items())
     return Table("Environment and arguments", ("Name", "Value"), rows, numeric=False)
 

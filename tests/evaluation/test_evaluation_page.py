@@ -21,7 +21,7 @@ from dflash_toolkit.evaluation.page import code, render_page
 from dflash_toolkit.evaluation.plots import ROW, Series, bars, curves, differences, histogram, ticks
 from dflash_toolkit.evaluation.report import Environment, Report, Section, noise
 from dflash_toolkit.evaluation.sweeps import recommendation
-from dflash_toolkit.evaluation.tables import number, times
+from dflash_toolkit.evaluation.tables import number, setup_table, times
 from dflash_toolkit.evaluation.verdict import judge, verdict
 from dflash_toolkit.generation import Generation, Step
 
@@ -312,6 +312,13 @@ def test_of_many_sets_the_extremes_are_drawn() -> None:
 
 def test_only_words_between_backticks_are_code() -> None:
     assert code("a `b` <c> `") == "a <code>b</code> &lt;c&gt; `"
+
+
+def test_the_setup_tells_what_was_and_not_what_was_asked_for(report: Report) -> None:
+    """A server's report has the options that the client was given."""
+    asked = replace(report, arguments=report.arguments | {"dtype": "bfloat16", "threads": None})
+    rows = dict(setup_table(asked).rows)
+    assert rows["dtype"] == "float32" and rows["threads"] == "2" and rows["max_tokens"] == "64"
 
 
 def test_cells_break_behind_intervals_and_before_brackets() -> None:
