@@ -293,6 +293,12 @@ class ModelSpec:
             if architecture.hybrid and c.layer_types[layer] == "linear_attention":
                 mixer = _gated_delta_net(c, architecture.by_key_heads)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
+            gates = f"{part}.linear_attn.in_proj_b{'a' * architecture.by_key_heads}"
+            if in_fp8.by_rows and kind == "linear_attn" and gates in in_fp8:
+                raise UnsupportedModel(
+                    f"target {name}: {gates!r} and its like in fp8 are not served by this engine, "
+                    f"but vLLM may (dflash-serve --engine vllm)"
+                )
             mixer_in_fp8 = held(f"{part}.{kind}", mixer.matrices(d))
             if mixer_in_fp8 and architecture.by_key_heads and not in_fp8.by_rows:
                 _check_heads_are_blocks(name, c)

@@ -296,6 +296,7 @@ def measured(
     """What one batch takes, and where the time goes."""
     counts = (prompt, batch, args.short, args.long, args.repeats)
     row = measure(engine, *counts, args.first, args.zero_acceptance, args.logprobs)
+    row |= {"kv_cache_tokens": engine.pool.capacity * engine.options.page_size, "preemptions": engine.stats.preemptions}
     if block:
         roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
         row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}

@@ -19,7 +19,7 @@ from test_target import in_fp8
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit import SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.weight import BlockScaledFp8, dense, parts
@@ -225,33 +225,48 @@ def test_random_weights_in_fp8_are_of_the_size_of_others() -> None:
 # ---- FP8 by channels and tokens ------------------------------------------------------------------------------------
 
 DYNAMIC = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*layers.1.mlp.*"],
+    "quant_method": "compressed-tensors", "format": "float-quantized",
+    "ignore": ["lm_head", "re:.*layers.1.mlp.*", "re:.*in_proj_[ab]$"],
     "config_groups": {"group_0": {"targets": ["Linear"], **GROUP}},
 }  # fmt: skip
 
 
-def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(tmp_path: Path) -> None:
-    dense = ARCHITECTURES["Qwen3"].target(**SIZES)
+QUANTIZED = ("_proj", "in_proj_qkv", "in_proj_z")
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
+def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(name: str, tmp_path: Path) -> None:
+    dense = ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {}))
     dense.model.save_pretrained(tmp_path)
     dense.tokenizer.save_pretrained(tmp_path)
     tensors = {}
     for name, module in dense.model.named_modules():
-        if name.endswith("_proj") and "layers.1.mlp" not in name:
+        if name.endswith(QUANTIZED) and "layers.1.mlp" not in name:
             weight = BlockScaledFp8.of(module.weight, by_rows=True)
             weight.scale.copy_(weight.scale.bfloat16())  # as such checkpoints have them
             tensors |= {f"{name}.weight": weight.data, f"{name}.weight_scale": weight.scale.bfloat16()}
             module.forward = functools.partial(rows_of_reference, weight=weight)
     damage(tmp_path / "model.safetensors", tensors)
     damage(tmp_path / "config.json", {"quantization_config": DYNAMIC})
-    options = EngineOptions(num_speculative_tokens=0, max_num_seqs=2, kv_cache_tokens=400)
-    engine = load_engine(str(tmp_path), None, "cpu", options=options)[0]
+    prompts, params = prompts_of(5, 9, 14), SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [generate(dense, None, prompt, params).tokens for prompt in prompts]
+    save_drafter(make_drafter(dense, taps=1), tmp_path / "drafter")
+    options = EngineOptions(num_speculative_tokens=7, max_num_seqs=2, kv_cache_tokens=400)
+    engine = load_engine(str(tmp_path), str(tmp_path / "drafter"), "cpu", options=options)[0]
     assert [(layer.mixer.fp8_by_rows, layer.ffn.fp8_by_rows) for layer in engine.runner.target.spec.layers] == [
         (True, True), (True, False), (True, True), (True, True),
     ]  # fmt: skip
-    prompts, params = prompts_of(5, 9, 14), SamplingParams(max_tokens=12, ignore_eos=True)
-    found = [answer.tokens for answer in engine.generate(prompts, params)]
-    expected = [generate(dense, None, prompt, params).tokens for prompt in prompts]
-    assert sum(ours == theirs for ours, theirs in zip(found, expected, strict=True)) >= 2
+    knowing(engine, dict(zip(map(tuple, prompts), expected, strict=True)), lambda position: position % 5 == 0)
+    found = engine.generate(prompts, params)
+    assert sum(ours.tokens == theirs for ours, theirs in zip(found, expected, strict=True)) >= 2
+    assert sum(len(answer.steps) for answer in found) < 0.5 * sum(len(answer.tokens) for answer in found)
+
+
+def test_gates_in_fp8_by_channels_are_one_line() -> None:
+    config = ARCHITECTURES["Qwen3.5"].config(**SIZES | HYBRID)
+    config.quantization_config = DYNAMIC | {"ignore": ["lm_head"]}
+    with pytest.raises(UnsupportedModel, match=r"linear_attn.in_proj_b' and its like in fp8 .* --engine vllm"):
+        ModelSpec.of_target(config)
 
 
 def test_what_else_compressed_tensors_has_is_one_line(folder: Path) -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 
-from dflash_toolkit import SamplingParams, Target, UserError
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation import decoders as runtimes
+from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models import target as target_module
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
@@ -25,6 +27,7 @@ from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, ch
 from dflash_toolkit.runtime.parts import Part
 from dflash_toolkit.runtime.request import Request, StepShape
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
+from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from train.responses import backends
 
@@ -145,6 +148,24 @@ def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatc
         with pytest.raises(UnsupportedModel) as caught:
             check_weights("T", spec, torch.device("cuda"), torch.float32)
         assert caught.value.gpus == gpus, "with a quarter of each left to caches"
+
+
+def test_one_80_gib_gpu_has_room_for_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
+    """With its drafter, copies of that and of its head in fp8, and as many states for prefixes; 4 GiB for steps."""
+    meta, config = torch.device("meta"), named_shape("qwen3.8-27b-fp8")
+    spec, shape = ModelSpec.of_target(config), drafter_shape(config, block_size=8)
+    weights = TargetWeights.empty(spec, meta, torch.bfloat16)
+    with meta:
+        drafter = sum(parameter.nbytes for parameter in Drafter(shape).bfloat16().parameters())
+    taken = [sum(view.nbytes for view in weights.parameter_views().values()), 1.5 * drafter, weights.head.nbytes / 2]
+    taken += [8192 * 32 * 2 * each.kv_values_per_token for each in (spec, shape.spec())]
+    states = 0
+    for net in spec.delta_nets:
+        sizes = (net.taps, net.channels, net.num_heads, (net.k_head_dim, net.head_dim))
+        memory = DeltaMemory.empty(33, 8, *sizes, torch.bfloat16, meta, kept=32)
+        states += sum(getattr(memory, name).nbytes for name in ("state", "window", "inputs", "gates"))
+    assert 65 * 144 << 20 < states < 65 * 155 << 20, "144 MiB each, and no copies for the rows of a block"
+    assert sum(taken) + states + GRAPHS_BYTES + 4 * GIB < 0.9 * 79 * GIB
 
 
 # ---- GPUs that cannot run the kernels ----------------------------------------------------------------------------
