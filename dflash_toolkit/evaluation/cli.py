@@ -106,7 +106,19 @@ class EndpointOptions:
     plain_endpoint: str | None = option(
         None, "the same target served without a drafter, for speed-up and identity; dflash-serve needs none"
     )
+    max_concurrency: int = option(
+        1, "requests in flight at a server, for the report itself; acceptance stays that of each request"
+    )
     served_model_name: str | None = option(None, "what the servers call the model (default: the only one they have)")
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency is {self.max_concurrency}; it must be >= 1")
+        if self.endpoint is None and self.max_concurrency > 1:
+            raise ValueError(
+                f"max_concurrency is {self.max_concurrency}, but models in this process decode one request at a time; "
+                f"give it with --endpoint, or --concurrency for the engine under load"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +320,9 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
     server = config.server
     if server.endpoint is None:
         return _load(config), config.baseline
-    pair = EndpointPair(config.target, server.endpoint, server.served_model_name, server.plain_endpoint)
+    pair = EndpointPair(
+        config.target, server.endpoint, server.served_model_name, server.plain_endpoint, server.max_concurrency
+    )
     if config.baseline and not pair.decodes_plainly:
         print("speed-up, identity and regret are left out: give --plain-endpoint for them", file=sys.stderr)
     return pair, config.baseline and pair.decodes_plainly

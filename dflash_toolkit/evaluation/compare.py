@@ -54,6 +54,11 @@ class Run:
         threads = environment["threads"] if environment["device"] == "cpu" else None
         return environment["device_name"], environment["dtype"], threads
 
+    @property
+    def load(self) -> int:
+        """Requests in flight."""
+        return int(self.arguments.get("max_concurrency", 1))
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command on the words behind `compare`; returns its exit code."""
@@ -104,7 +109,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
             + "; ".join(f"{run.name}: {', '.join(s['name'] for s in run.report['sections'])}" for run in runs)
         )
     warnings = [warning for run in runs[1:] for warning in _warnings(first, run)]
-    same_machine = all(run.machine == first.machine for run in runs)
+    same_machine = all((run.machine, run.load) == (first.machine, first.load) for run in runs)
     sections = [_compared(runs, name, same_machine, warnings) for name in names]
     return finite(
         {
@@ -161,6 +166,11 @@ def _warnings(first: Run, run: Run) -> list[str]:
         found.append(
             f"{run.name} ran on another machine than {first.name} ({_said(run.machine)}, not {_said(first.machine)}): "
             f"speeds stand side by side, but are not compared."
+        )
+    if run.load != first.load:
+        found.append(
+            f"{run.name} had {run.load} requests in flight, {first.name} {first.load}: speeds stand side by side, but "
+            f"are not compared."
         )
     return found + [f"{r.name}: {warning}" for r in (first, run) for warning in r.report["warnings"]]
 

@@ -240,6 +240,7 @@ class Pair(ABC):
     block_size: int  # S; every step drafts S - 1 tokens
     draft_sample_method: DraftSampleMethod
     facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
+    concurrency: int = 1  # requests that a report has in flight
     modules: tuple[Target, Drafter] | None = None  # of Hugging Face, where there are some beside what decodes
     where: str | None = None  # the server that decodes, where it is not this process
 

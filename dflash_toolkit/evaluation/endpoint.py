@@ -1,15 +1,18 @@
 """A server that tells what became of its drafts, as a pair that is measured: vLLM, SGLang, dflash-serve.
 
-Prompts go to /v1/completions as token ids, one request at a time, so that engines are asked the same. What a request's
-drafts became is read where the server says it:
+Prompts go to /v1/completions as token ids, one request at a time or several, so that engines are asked the same. What a
+request's drafts became is read where the server says it:
 
 - dflash-serve tells of every step where `stream_options` have `include_dflash`;
-- SGLang adds `sglext.spec_tokens_details` to a response that asks for it (`return_spec_tokens_details`);
-- vLLM counts in /metrics (`vllm:spec_decode_num_drafts`, ..._num_accepted_tokens_per_pos): between two requests the
-  counters have moved by what one request did, so nobody else may use the server meanwhile.
+- vLLM adds `metrics.speculative_decoding` to the usage of a response, if it was started with
+  `--per-request-spec-decode-metrics detailed` (every step) or `summary` (counts);
+- SGLang adds `sglext.spec_tokens_details` to a response that asks for it (`return_spec_tokens_details`): counts;
+- vLLM else counts in /metrics (`vllm:spec_decode_num_drafts`, ..._num_accepted_tokens_per_pos): between two requests
+  the counters have moved by what one request did, so nobody else may use the server meanwhile, and of several requests
+  at a time only their sum is known.
 
-Of the last two a chunk of the stream is a step as long as there are as many chunks as steps. A server that joins chunks
-leaves counts only: then the steps of an answer are right, their order is not known.
+Where there are counts a chunk of the stream is a step as long as there are as many chunks as steps. A server that joins
+chunks leaves the counts: then the steps of an answer are right, their order is not known.
 """
 
 import json
@@ -44,6 +47,7 @@ WAYS = {
     "sglang": "start it with --speculative-algorithm DFLASH",
     OURS: "start it with --drafter",
 }  # to a server that drafts, by what /v1/models says who owns the model
+ASKED = {OURS: "include_dflash", "vllm": "include_usage"}  # for what became of drafts
 CERTAIN = -1e-6  # a log-probability that only a biased token has, of two that a target confuses
 PROBE = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -133,7 +137,7 @@ class Server:
         return read_counters(text)
 
     def version(self) -> str:
-        for path in ("/version", "/get_server_info"):
+        for path in ("/version", "/server_info"):
             try:
                 return f"{self.owner} {self._get(path).json()['version']}"
             except (UserError, ValueError, LookupError, TypeError):
@@ -145,8 +149,8 @@ class Server:
         body = {"model": self.model, "stream": True, "return_token_ids": True, **body}
         if self.owner == "sglang":
             body["return_spec_tokens_details"] = True
-        if self.owner == OURS:
-            body["stream_options"] = {"include_dflash": True}
+        if self.owner in ASKED:
+            body["stream_options"] = {ASKED[self.owner]: True}
         try:
             with self._http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
                 if response.status_code != 200:
@@ -158,6 +162,9 @@ class Server:
                         event = json.loads(line[5:])
                         if "error" in event:
                             raise UserError(f"endpoint {self.shown}: {event['error']}")
+                        for choice in event.get("choices", ()):
+                            if choice.get("finish_reason") not in (None, "stop", "length"):
+                                raise UserError(f"endpoint {self.shown} ended an answer: {choice['finish_reason']}")
                         yield event
         except httpx.HTTPError as error:
             raise UserError(f"endpoint {self.shown}: {error or type(error).__name__}") from error
@@ -198,15 +205,19 @@ class EndpointPair(Pair):
     Args:
         target: of the tokenizer, and of the config if the server does not say how long its contexts are.
         plain: another server of the target, without a drafter; dflash-serve needs none.
+        concurrency: requests that a report has in flight.
 
     Raises:
-        UserError: a server does not answer, or does not tell what became of its drafts.
+        UserError: a server does not answer, or does not tell what became of its drafts, or of those of one request.
     """
 
     name = "endpoint"
 
-    def __init__(self, target: str, url: str, model: str | None = None, plain: str | None = None) -> None:
+    def __init__(
+        self, target: str, url: str, model: str | None = None, plain: str | None = None, concurrency: int = 1
+    ) -> None:
         self._server = Server(url, model)
+        self._tells = False  # beside an answer, what became of its drafts
         self.tokenizer = load_tokenizer(target)
         config = load_config(target)
         self.context_limit = min(self._server.max_model_len or 1 << 62, context_limit(config))
@@ -224,12 +235,21 @@ class EndpointPair(Pair):
         _, drafts = self._drafted(prompt, PROBE, None)
         drafted = -(-drafts.drafted // max(drafts.steps, 1))
         self.block_size = 1 + max(len(drafts.reached), drafted, self._server.longest_draft)
+        self.concurrency = concurrency
+        if concurrency > 1 and not self._tells:
+            way = "start it with --per-request-spec-decode-metrics detailed, or " * (self._server.owner == "vllm")
+            raise UserError(
+                f"max_concurrency is {concurrency}, but endpoint {self._server.shown} counts the drafts of all "
+                f"requests together, so acceptance by request, its mean and its intervals would be missing; {way}"
+                f"leave it out (--concurrency measures pooled acceptance under load)"
+            )
         self.where = f"{self._server.shown}, {self._server.version()}"
         self.facts = {
             "target": target,
             "served_model": self._server.model,
             "endpoint": self.where,
             "plain_endpoint": None if other is None else other.shown,
+            "max_concurrency": concurrency,
             "chat_template_sha256": template_digest(self.tokenizer),
             "drafter_kind": None,
             "block_size": self.block_size,
@@ -245,7 +265,7 @@ class EndpointPair(Pair):
         raise UserError("an endpoint decodes one request at a time")
 
     def decoder_for(self, draft: bool, concurrency: int) -> ThreadedDecoder:
-        return ThreadedDecoder(self._among if draft else self._alone, concurrency)
+        return ThreadedDecoder(self._among if draft else self._plainly, concurrency)
 
     def counted(self) -> Drafts | None:
         time.sleep(STILL_S)  # what was asked before has been counted then
@@ -256,23 +276,18 @@ class EndpointPair(Pair):
         if any(answer.steps for answer in answers):
             return super().steps_since(before, answers)
         committed = sum(len(answer.tokens) - 1 for answer in answers)
-        drafts = self._told({}, before, committed)
+        drafts = self._told(before, committed)
         if not drafts.steps:
             return 0  # nothing was told
         return drafts.steps + max(committed - drafts.steps - drafts.accepted, 0)  # and those without a draft
 
     def _among(self, prompt_ids: list[int], params: SamplingParams, on_step: OnStep | None) -> Generation:
         """One answer among others, with its steps where the response tells them."""
-        answer, chunks, details = _read(self._server.stream(_body(prompt_ids, params)), on_step)
-        tokens = answer.tokens[1:]
-        if told := details.get("steps"):
-            answer.steps = exact_steps(tokens, told[1:])
-        elif "spec_correct_drafts_histogram" in details:
-            behind = [size for size in (chunks[0] - 1, *chunks[1:]) if size]
-            answer.steps = steps_of(tokens, behind, self._told(details, None, len(tokens)), self.block_size - 1)
-        return answer
+        if self._tells:
+            return self._drafted(prompt_ids, params, on_step)[0]
+        return _read(self._server.stream(_body(prompt_ids, params)), on_step)[0]
 
-    def _alone(self, prompt_ids: list[int], params: SamplingParams, on_step: OnStep | None) -> Generation:
+    def _plainly(self, prompt_ids: list[int], params: SamplingParams, on_step: OnStep | None) -> Generation:
         return self.decode(prompt_ids, params, draft=False, on_step=on_step)
 
     def decode(
@@ -288,16 +303,19 @@ class EndpointPair(Pair):
     def _drafted(
         self, prompt_ids: list[int], params: SamplingParams, on_step: OnStep | None
     ) -> tuple[Generation, Drafts]:
-        before = self._server.counters()
+        before = None if self._tells else self._server.counters()
         answer, chunks, details = _read(self._server.stream(_body(prompt_ids, params)), on_step)
         if not answer.tokens:
             raise UserError(f"endpoint {self._server.shown}: it does not return token ids (return_token_ids)")
-        tokens = answer.tokens[1:]
-        if told := details.get("steps"):
-            answer.steps = exact_steps(tokens, told[1:])  # the first token comes from the prefill
-            drafts = Drafts.of(answer.steps)
+        tokens = answer.tokens[1:]  # the first token comes from the prefill
+        told = told_drafts(details)
+        self._tells = self._tells or bool(told or details.get("steps"))
+        steps = details["steps"][1:] if details.get("steps") else _listed(details, len(tokens))
+        if steps:
+            answer.steps = exact_steps(tokens, steps)
+            drafts = told or Drafts.of(answer.steps)
         else:
-            drafts = self._told(details, before, len(tokens))
+            drafts = told or self._told(before, len(tokens))
             behind = [size for size in (chunks[0] - 1, *chunks[1:]) if size]
             answer.steps = steps_of(tokens, behind, drafts, self.block_size - 1)
         if tokens and not drafts.steps and self.block_size == UNKNOWN:
@@ -307,10 +325,8 @@ class EndpointPair(Pair):
             )
         return answer, drafts
 
-    def _told(self, details: dict[str, Any], before: Drafts | None, committed: int) -> Drafts:
-        if told := details.get("spec_correct_drafts_histogram"):
-            beyond = [sum(told[length:]) for length in range(1, len(told))]
-            return Drafts(details["spec_verify_ct"], details["spec_num_proposed_drafts"], tuple(beyond))
+    def _told(self, before: Drafts | None, committed: int) -> Drafts:
+        """By the server's counters, once they have what was committed."""
         deadline = time.monotonic() + SETTLED_S
         drafts, since = Drafts(0, 0, ()), None
         while before is not None and (now := self._server.counters()) is not None:
@@ -362,13 +378,14 @@ def _body(prompt_ids: list[int], params: SamplingParams) -> dict[str, Any]:
 
 def _read(events: Iterator[dict[str, Any]], on_step: OnStep | None) -> tuple[Generation, list[int], dict[str, Any]]:
     """The answer without its steps, the tokens of every chunk, and what the server tells beside: `steps` of ours, or
-    SGLang's details."""
+    the details of SGLang or vLLM."""
     answer = Generation()
     chunks: list[int] = []
     details: dict[str, Any] = {}
     first = last = began = time.perf_counter()
     for event in events:
-        details = (event.get("sglext") or {}).get("spec_tokens_details") or details
+        details |= (event.get("sglext") or {}).get("spec_tokens_details") or {}
+        details |= (event.get("metrics") or {}).get("speculative_decoding") or {}
         for choice in event.get("choices", ()):
             details.setdefault("steps", []).extend(choice.get("dflash", ()))
             reason: FinishReason | None = choice.get("finish_reason")
@@ -382,6 +399,22 @@ def _read(events: Iterator[dict[str, Any]], on_step: OnStep | None) -> tuple[Gen
                     on_step(answer)
     answer.prefill_s, answer.decode_s = first - began, last - first
     return answer, chunks, details
+
+
+def told_drafts(details: dict[str, Any]) -> Drafts | None:
+    """What SGLang or vLLM counts of one request; None if it does not."""
+    names = ("spec_correct_drafts_histogram", "spec_num_proposed_drafts"), ("acceptance_histogram", "num_draft_tokens")
+    for histogram, drafted in names:
+        if told := details.get(histogram):
+            return Drafts(sum(told), details[drafted], tuple(sum(told[length:]) for length in range(1, len(told))))
+    return None
+
+
+def _listed(details: dict[str, Any], committed: int) -> list[dict[str, Any]]:
+    """The steps that vLLM lists, in the form of ours; none where some are missing, for they had no draft."""
+    told = zip(details.get("per_step_drafted") or (), details.get("per_step_accepted") or (), strict=True)
+    steps = [{"drafted": drafted, "accepted": accepted, "tokens": accepted + 1} for drafted, accepted in told]
+    return steps if sum(step["tokens"] for step in steps) >= committed else []
 
 
 def exact_steps(tokens: Sequence[int], told: Sequence[dict[str, Any]]) -> list[Step]:

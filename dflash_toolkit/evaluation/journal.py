@@ -21,7 +21,7 @@ class Journal:
         """Continue the journal at `path`, or start it, with so many threads. Raises UserError: it cannot be written."""
         self._path, self._threads = path, threads
         self.done: dict[str, Measurement] = {}
-        self.points: dict[str, dict[str, Any]] = {}  # of sweeps and tests, as reports have them
+        self.points: dict[str, dict[str, Any]] = {}  # of sweeps and tests, as reports have them; answers among others
         self.threads: dict[str, int] = {}  # that measured it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,14 +62,15 @@ class Journal:
 def _measurement(row: dict[str, Any]) -> Measurement:
     plain, difference = row["plain"], row["difference"]
     changed = {
-        "drafted": _generation(row["drafted"]),
-        "plain": None if plain is None else _generation(plain),
+        "drafted": generation_of(row["drafted"]),
+        "plain": None if plain is None else generation_of(plain),
         "difference": None if difference is None else Difference(**difference),
         **{name: tuple(row[name]) for name in ("token_texts", "step_s", "plain_step_s")},
     }
     return Measurement(**row | changed)
 
 
-def _generation(row: dict[str, Any]) -> Generation:
+def generation_of(row: dict[str, Any]) -> Generation:
+    """An answer as `asdict` makes JSON of it."""
     steps = [Step(step["drafted"], step["accepted"], tuple(step["tokens"])) for step in row["steps"]]
     return Generation(**{**row, "steps": steps})

@@ -1,6 +1,6 @@
 """Decode prompts with a drafter and without one, and count what was accepted.
 
-Everything here is batch 1, on one of the two runtimes of `decoders.py`.
+One request at a time; `run.py` has several in flight where a server is measured so.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from ..generation import Generation
 from ..models.dflash.network import Drafter
 from ..models.target import Target
 from ..sampling import SamplingParams
-from .decoders import Pair
+from .decoders import OnStep, Pair
 from .energy import joules
 
 
@@ -109,8 +109,18 @@ def measure(
     Raises:
         UserError: a prompt that is empty or leaves no room for an answer.
     """
-    drafted, gaps, used = _watched(pair, prompt.token_ids, params, True, on_step)
-    plain, plain_gaps, plain_used = _watched(pair, prompt.token_ids, params, False) if baseline else (None, (), None)
+    drafted = _watched(pair, prompt.token_ids, params, True, on_step)
+    return joined(pair, prompt, params, drafted, _watched(pair, prompt.token_ids, params, False) if baseline else None)
+
+
+Watched = tuple[Generation, tuple[float, ...], float | None]  # an answer, the seconds between its steps, and joules
+
+
+def joined(
+    pair: Pair, prompt: EncodedPrompt, params: SamplingParams, with_drafts: Watched, without: Watched | None
+) -> Measurement:
+    """The measurement of a prompt whose answers are there. Raises UserError."""
+    (drafted, gaps, used), (plain, plain_gaps, plain_used) = with_drafts, without or (None, (), None)
     difference = None
     if plain and pair.repeats_plain(params):
         difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
@@ -125,20 +135,30 @@ def _watched(
     params: SamplingParams,
     draft: bool,
     on_step: Callable[[Generation], None] | None = None,
-) -> tuple[Generation, tuple[float, ...], float | None]:
-    """An answer, the seconds between its steps, and joules."""
+) -> Watched:
     times: list[float] = []
+    step = noting(times, on_step)
+    before = joules(pair.device)
+    answer = pair.decode(prompt_ids, params, draft=draft, on_step=step)
+    after = joules(pair.device)
+    used = None if before is None or after is None else after - before
+    return answer, gaps_of(times), used
+
+
+def noting(times: list[float], on_step: OnStep | None) -> OnStep:
+    """`on_step`, which also notes when an answer grew."""
 
     def step(growing: Generation) -> None:
         times.append(time.perf_counter())
         if on_step:
             on_step(growing)
 
-    before = joules(pair.device)
-    answer = pair.decode(prompt_ids, params, draft=draft, on_step=step)
-    after = joules(pair.device)
-    used = None if before is None or after is None else after - before
-    return answer, tuple(round(b - a, 6) for a, b in itertools.pairwise(times)), used
+    return step
+
+
+def gaps_of(times: Sequence[float]) -> tuple[float, ...]:
+    """Seconds from each time to the next."""
+    return tuple(round(b - a, 6) for a, b in itertools.pairwise(times))
 
 
 def _difference(

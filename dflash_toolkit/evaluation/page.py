@@ -113,7 +113,7 @@ def _setting(report: Report) -> str:
     # a server does not tell its dtype
     machine = [environment.device_name, *([environment.dtype] if environment.device != "endpoint" else [])]
     return (
-        f"{', '.join(machine)}, one request at a time, {drafts}{ways}{seed}, at most "
+        f"{', '.join(machine)}, {report.load}, {drafts}{ways}{seed}, at most "
         f"{arguments['max_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"
     )
 

@@ -288,6 +288,11 @@ def noise(sections: Sequence[Section]) -> list[str]:
     return found
 
 
+def at_a_time(concurrency: int) -> str:
+    """The load of a report, in words."""
+    return "one request at a time" if concurrency == 1 else f"each of {concurrency} requests at a time"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything a run found out."""
@@ -314,6 +319,11 @@ class Report:
     @property
     def block_size(self) -> int:
         return len(self.overall.drafted.accepted_lengths)
+
+    @property
+    def load(self) -> str:
+        """How many requests were in flight, in words."""
+        return at_a_time(self.arguments.get("max_concurrency", 1))
 
     @property
     def pair(self) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from ..progress import Progress
 from ..sampling import SamplingParams
 from .decoders import Pair
 from .distribution import SUSPICIOUS, distribution_test
-from .journal import Journal
-from .measure import EncodedPrompt, Measurement, measure, prompts_digest
+from .journal import Journal, generation_of
+from .measure import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
 from .recall import draft_recall
 from .report import Environment, Report, Section, Summary, noise
 from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
@@ -91,6 +92,8 @@ def evaluate_all(
     swept = len(places) * (len(sweeps.draft_length) + len(sweeps.context_length)) + len(sweeps.concurrency)
     sampled = next((setting for setting in settings if setting.params.temperature > 0.0), None)
     swept += recall + bool(distribution_samples and sampled)
+    if baseline and pair.concurrency > 1:  # both answers of a prompt count where they are asked for apart
+        swept += turns + len(places) * len(sweeps.context_length)
     meter = _Meter(turns + swept) if show_progress else None
     decoding = _Decoding(pair, room, environment, baseline, journal, meter)
     with meter or contextlib.nullcontext():
@@ -120,7 +123,7 @@ def evaluate_all(
     warnings = (*decoding.warnings(), *noise(sections))
     if tested and tested["p_value"] < SUSPICIOUS:
         warnings += (f"Sampled answers are distributed otherwise than without the drafter: p = {tested['p_value']}.",)
-    advice = recommendation(sections[0], points)
+    advice = recommendation(sections[0], points, pair.concurrency)
     return Report(environment, noted, sections, warnings, points, advice, ranked, tested)
 
 
@@ -147,15 +150,81 @@ class _Decoding:
     def conversations(self, prompts: Iterable[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
         """All turns of every prompt."""
         found: list[Measurement] = []
+        if self._pair.concurrency > 1:
+            return self._among_others(list(prompts), params)
         for first in prompts:
             prompt: EncodedPrompt | None = first
             while prompt is not None:
                 found.append(self._measurement(prompt, params, self._baseline))
-                prompt = self._next(prompt, found[-1], params)
+                prompt = self._next(prompt, found[-1].drafted)
         return found
 
-    def _next(self, prompt: EncodedPrompt, measured: Measurement, params: SamplingParams) -> EncodedPrompt | None:
-        answer = self._pair.tokenizer.decode(measured.drafted.tokens, skip_special_tokens=True)
+    def _among_others(self, prompts: Sequence[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
+        """The same with several requests in flight: first all that are drafted, then the same prompts plainly.
+
+        Each of the two has the load of its own kind alone. Every answer is kept as soon as it is there.
+        """
+        pair = self._pair
+        drafted = self._answers(list(enumerate(prompts)), params, True)
+        turns = [(prompt, answer) for place in sorted(drafted) for prompt, answer in drafted[place]]
+        asked = [(place, replace(prompt, rest=None)) for place, (prompt, _) in enumerate(turns)]
+        plain = self._answers(asked, params, False) if self._baseline else {}
+        return [
+            joined(pair, prompt, params, answer, plain[place][0][1] if plain else None)
+            for place, (prompt, answer) in enumerate(turns)
+        ]
+
+    def _answers(
+        self, prompts: Sequence[tuple[int, EncodedPrompt]], params: SamplingParams, draft: bool
+    ) -> dict[int, list[tuple[EncodedPrompt, Watched]]]:
+        """By number, the prompts of a conversation with their answers."""
+        pair, meter = self._pair, self._meter
+        found: dict[int, list[tuple[EncodedPrompt, Watched]]] = {place: [] for place, _ in prompts}
+        waiting = deque(prompts)
+        running: dict[int, tuple[str, EncodedPrompt, list[float]]] = {}
+        decoder = pair.decoder_for(draft, pair.concurrency)
+
+        def keep(place: int, prompt: EncodedPrompt, key: str, answer: Watched) -> None:
+            found[place].append((prompt, answer))
+            if self._journal:
+                self._threads.add(self._journal.threads[key])
+            if meter:
+                meter.answered(answer[0] if draft else None)
+            if following := self._next(prompt, answer[0]):
+                waiting.append((place, following))
+
+        try:
+            while waiting or running:
+                while waiting and len(running) < pair.concurrency:
+                    place, prompt = waiting.popleft()
+                    prompted = [prompt.turn, prompt.token_ids]
+                    key = json_digest([self._same, pair.facts, "answer", draft, asdict(params), prompt.id, *prompted])
+                    if self._journal and (kept := self._journal.points.get(key)):
+                        keep(place, prompt, key, (generation_of(kept["answer"]), tuple(kept["step_s"]), None))
+                        continue
+                    if not self._warm:
+                        _warm_up(pair, (True, False) if self._baseline else (True,), prompt, params)
+                        self._warm = pair.block_size, self._baseline
+                    times: list[float] = []
+                    running[place] = key, prompt, times
+                    on_step = noting(times, meter.step if meter and draft else None)
+                    decoder.submit(place, prompt.token_ids, params, on_step=on_step)
+                if running:
+                    response = decoder.wait()
+                    key, prompt, times = running.pop(response.key)
+                    gaps = gaps_of(times)
+                    if self._journal:
+                        point = {"answer": asdict(response.generation), "step_s": gaps}
+                        self._journal.append_point(key, finite(point))
+                    keep(response.key, prompt, key, (response.generation, gaps, None))
+        finally:
+            decoder.close()
+        return found
+
+    def _next(self, prompt: EncodedPrompt, drafted: Generation) -> EncodedPrompt | None:
+        if prompt.rest is None:
+            return None
+        answer = self._pair.tokenizer.decode(drafted.tokens, skip_special_tokens=True)
         following = prompt.next(answer)
         if following is not None and len(following.token_ids) >= self._room:
             print(f"prompt {prompt.id!r}: no room for turn {following.turn}; it is left out", file=sys.stderr)
@@ -185,7 +254,7 @@ class _Decoding:
         if sweeps.draft_length:
             pair.draft_at_most(whole - 1)
         for length in sweeps.context_length:
-            found = [self._measurement(prompt, params, self._baseline) for prompt in of_length(prompts, length)]
+            found = self.conversations(of_length(prompts, length), params)
             figures = Summary.of(found, whole, repeats).to_json()
             points.setdefault("context_length", []).append({"context_length": length, **figures})
         for concurrency in sweeps.concurrency:
@@ -291,6 +360,13 @@ class _Meter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.__exit__()
+
+    def answered(self, drafted: Generation | None) -> None:
+        """An answer among others is there, which is drafted or plain."""
+        if drafted:
+            self._committed += len(drafted.tokens) - 1
+            self._steps += len(drafted.steps)
+        self._bar.advance(1, units=0, note=f"tau {self._committed / max(self._steps, 1):.2f}")
 
     def passed(self) -> None:
         """A point of a sweep is done."""

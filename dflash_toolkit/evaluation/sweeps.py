@@ -16,7 +16,7 @@ from ..sampling import SamplingParams
 from .bootstrap import interval, resampled_sums
 from .decoders import EngineDecoder, OnStep, Pair, ThreadedDecoder
 from .measure import EncodedPrompt
-from .report import Section, Summary, spread
+from .report import Section, Summary, at_a_time, spread
 
 WARM_UP_TOKENS = 8
 
@@ -182,7 +182,9 @@ def _speedup_interval(figures: Mapping[bool, Any], speedup: float) -> Any:
 # ---- what to serve with -----------------------------------------------------------------------------------------
 
 
-def recommendation(section: Section, sweeps: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
+def recommendation(
+    section: Section, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], concurrency: int = 1
+) -> dict[str, Any] | None:
     """Whether to use the drafter, how long drafts are to be and up to how many requests; None without a baseline."""
     speedup, within = section.overall.speedup, section.overall.intervals["speedup"]
     if speedup is None or not math.isfinite(speedup):
@@ -196,7 +198,7 @@ def recommendation(section: Section, sweeps: Mapping[str, Sequence[Mapping[str, 
         said.append(f"{length} drafted tokens are the fastest of {_listed(lengths, 'num_speculative_tokens')}")
     low, high = within or (speedup, speedup)
     use = True if low > 1 else False if high < 1 else None
-    said.append(f"one request at a time is {speedup:.2f}x as fast as without a drafter")
+    said.append(f"{at_a_time(concurrency)} is {speedup:.2f}x as fast as without a drafter")
     most: int | None = None
     if loads := sweeps.get("concurrency", ()):
         paying = itertools.takewhile(

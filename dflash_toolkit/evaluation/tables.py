@@ -43,10 +43,10 @@ DEFINITIONS = (
     ),
     (
         "Tokens per second",
-        "Tokens committed by steps over the time of those steps, one request at a time; the prefill is left "
-        "out. With and without the drafter alike: on the same runtime (`engine` is what dflash-serve runs, "
-        "`reference` the readable definition on Hugging Face modules), machine and run. Every step with the "
-        "drafter drafts a full block.",
+        "Tokens committed by steps over the time of those steps, of one request, also where several were in flight "
+        "(max_concurrency); the prefill is left out. With and without the drafter alike: on the same runtime (`engine` "
+        "is what dflash-serve runs, `reference` the readable definition on Hugging Face modules), machine and run. "
+        "Every step with the drafter drafts a full block.",
     ),
     (
         "Identical to plain",

@@ -65,7 +65,7 @@ def speed(summary: Summary) -> str:
 
 def _headline(report: Report) -> str:
     name = report.sections[0].name
-    how = f"{speed(report.overall)} the speed of plain decoding, one request at a time, {name}"
+    how = f"{speed(report.overall)} the speed of plain decoding, {report.load}, {name}"
     return {
         "good": f"Faster: {how}.",
         "bad": f"Slower: {how}.",

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import pytest
 from test_serve_api import serving
 from test_serve_engine import make_engine
 
-from dflash_toolkit import Drafter, Target
+from dflash_toolkit import Drafter, Target, UserError
+from dflash_toolkit.evaluation import run
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import EnginePair
-from dflash_toolkit.evaluation.endpoint import Drafts, EndpointPair, Server, read_counters, steps_of
-from dflash_toolkit.evaluation.measure import EncodedPrompt
+from dflash_toolkit.evaluation.endpoint import Drafts, EndpointPair, Server, exact_steps, read_counters, steps_of
+from dflash_toolkit.evaluation.markdown import render_markdown
+from dflash_toolkit.evaluation.measure import EncodedPrompt, Rest
+from dflash_toolkit.evaluation.page import render_page
 from dflash_toolkit.evaluation.run import evaluate
 from dflash_toolkit.evaluation.schema import report_schema
 from dflash_toolkit.evaluation.sweeps import load_point
 from dflash_toolkit.generation import Step
+from dflash_toolkit.runtime import SyntheticAcceptance
 from dflash_toolkit.sampling import SamplingParams
 
 # ---- a real server -----------------------------------------------------------------------------------------------
@@ -34,20 +39,139 @@ def url(target: Target, drafter: Drafter) -> Iterator[str]:
         yield url
 
 
+def prompts_of(target: Target) -> dict[str, list[EncodedPrompt]]:
+    """Four, the second of which begins a conversation."""
+    found = [EncodedPrompt(str(i), list(range(20 + i, 30 + 2 * i))) for i in range(4)]
+    asked = ({"role": "user", "content": "And?"},)
+    rest = Rest((), (asked,), lambda messages: found[1].token_ids + list(messages[0]["content"].encode()) + [65])
+    return {"ids": [found[0], replace(found[1], rest=rest), *found[2:]]}
+
+
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def here(target: Target, drafter: Drafter) -> dict[str, Any]:
+    """What the same measures in this process."""
+    pair = EnginePair.load(target, drafter)
+    return evaluate(pair, prompts_of(target), PARAMS).to_json()["sections"][0]["sets"]["ids"]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_served_drafter_is_accepted_step_by_step_as_in_this_process(
-    url: str, target: Target, drafter: Drafter, target_dir: Path
+    concurrency: int, url: str, target: Target, here: dict[str, Any], target_dir: Path
 ) -> None:
-    prompts = {"ids": [EncodedPrompt(str(i), list(range(20 + i, 30 + 2 * i))) for i in range(4)]}
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    served = EndpointPair(str(target_dir), url)
-    here = evaluate(EnginePair.load(target, drafter), prompts, params).to_json()["sections"][0]["sets"]["ids"]
-    there = evaluate(served, prompts, params).to_json()["sections"][0]["sets"]["ids"]
-    told = ("token_ids", "accepted_per_step", "committed_per_step", "drafted_per_step", "tau", "identical")
+    served = EndpointPair(str(target_dir), url, concurrency=concurrency)
+    report = evaluate(served, prompts_of(target), PARAMS)
+    there = report.to_json()["sections"][0]["sets"]["ids"]
+    told = ("id", "turn", "prompt_text", "token_ids", "drafted_per_step", "accepted_per_step", "committed_per_step")
     for mine, theirs in zip(here["per_request"], there["per_request"], strict=True):
         assert {key: mine[key] for key in told} == {key: theirs[key] for key in told}
+        assert theirs["identical"] and theirs["time_to_first_token_seconds"] > 0 and theirs["plain_decode_seconds"] > 0
     same = ("tau_pooled", "accepted_lengths", "accepted_per_position", "identical_to_plain", "generated_tokens")
     assert {key: here[key] for key in same} == {key: there[key] for key in same}
-    assert served.regret([5, 6, 7], 9) == pytest.approx(EnginePair.load(target, drafter).regret([5, 6, 7], 9), abs=1e-4)
+    assert report.arguments["max_concurrency"] == concurrency
+    load = "each of 3 requests at a time" if concurrency == 3 else "one request at a time"
+    assert load in render_page(report) and load in render_markdown(report)
+
+
+@pytest.fixture(scope="module")
+def accepting(target: Target, drafter: Drafter) -> Iterator[str]:
+    """A server that accepts some drafts, as random weights do not."""
+    with serving(make_engine(target, drafter, max_model_len=256, synthetic=SyntheticAcceptance(rate=0.7))) as url:
+        yield url
+
+
+def told_as(form: str, stream: Any, true: dict[tuple[int, ...], list[Step]]) -> Any:
+    """`Server.stream` with what became of drafts as vLLM 0.33 or SGLang 0.5.23 tells it, and the truth by prompt."""
+
+    def told(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        answer, steps = list[int](), list[dict[str, Any]]()
+        for event in stream(server, body):
+            for choice in event.get("choices", ()):
+                answer += choice.get("token_ids") or ()
+                steps += choice.pop("dflash", ())
+            yield event
+        true[tuple(body["prompt"])] = exact_steps(answer[1:], steps[1:])
+        steps = [step for step in steps[1:] if step["drafted"]]
+        histogram = [sum(step["accepted"] == n for step in steps) for n in range(8)]
+        counted = {"spec_verify_ct": len(steps), "spec_num_proposed_drafts": sum(step["drafted"] for step in steps)}
+        vllm = {"num_spec_steps": len(steps), "num_draft_tokens": counted["spec_num_proposed_drafts"]}
+        listed = {f"per_step_{name}": [step[name] for step in steps] for name in ("accepted", "drafted")}
+        details = {"acceptance_histogram": histogram, **vllm, **(listed if form == "detailed" else {})}
+        yield {
+            "sglang": {"sglext": {"spec_tokens_details": counted | {"spec_correct_drafts_histogram": histogram}}},
+            "summary": {"usage": {}, "metrics": {"speculative_decoding": details}},
+            "detailed": {"usage": {}, "metrics": {"speculative_decoding": details}},
+        }[form] | {"choices": []}
+
+    return told
+
+
+@pytest.mark.parametrize("form", ["detailed", "summary", "sglang"])
+def test_what_another_engine_tells_of_a_request_is_its_own_whatever_else_it_serves(
+    form: str, accepting: str, target: Target, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true: dict[tuple[int, ...], list[Step]] = {}
+    monkeypatch.setattr(Server, "stream", told_as(form, Server.stream, true))
+    pair = EndpointPair(str(target_dir), accepting, concurrency=3)
+    monkeypatch.setattr(Server, "counters", lambda _: pytest.fail("counts of all requests"))
+    (section,) = evaluate(pair, prompts_of(target), PARAMS, baseline=False).sections
+    found = [m.drafted for m in section.sets["ids"].measurements]
+    assert len(found) == 5 and section.overall.drafted.tau_pooled > 2
+    by_steps = {tuple(token for step in steps for token in step.tokens): steps for steps in true.values()}
+    for answer in found:
+        steps = by_steps[tuple(answer.tokens[1:])]
+        if form == "detailed" and all(step.drafted for step in steps):  # vLLM lists no others, here the last may be one
+            assert answer.steps == steps
+        # counts have no order where chunks are joined, and no drafts cut at the end of an answer
+        assert sorted(len(step.tokens) for step in answer.steps) == sorted(len(step.tokens) for step in steps)
+        assert answer.acceptance_length == 19 / len(steps)
+
+
+def test_a_regret_over_http_is_that_of_this_process(
+    url: str, target: Target, drafter: Drafter, target_dir: Path
+) -> None:
+    served, here = EndpointPair(str(target_dir), url), EnginePair.load(target, drafter)
+    assert served.regret([5, 6, 7], 9) == pytest.approx(here.regret([5, 6, 7], 9), abs=1e-4)
+
+
+def test_of_several_requests_in_flight_no_finished_answer_is_lost(
+    url: str, target: Target, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, partial, asked = EndpointPair(str(target_dir), url, concurrency=2), tmp_path / "partial.jsonl", []
+    stream = Server.stream
+
+    def counted(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if len(asked) == stop_before:
+            raise UserError("the server is gone")
+        asked.append(("speculative" in body, tuple(body["prompt"])))
+        return stream(server, body)
+
+    monkeypatch.setattr(Server, "stream", counted)
+    monkeypatch.setattr(run, "_warm_up", lambda *_: None)
+    for stop_before in (4, 8):  # among the drafted answers, among the plain ones
+        with pytest.raises(UserError, match="gone"):
+            evaluate(pair, prompts_of(target), PARAMS, partial=partial)
+        kept = partial.read_text().count("\n")
+        assert stop_before - 2 < kept <= stop_before, "all but what was in flight"
+        asked[kept:] = []
+    stop_before = -1
+    report = evaluate(pair, prompts_of(target), PARAMS, partial=partial)
+    assert len(asked) == 10 and len(set(asked)) == 10, "five turns, with drafts and without, each once"
+    again = evaluate(pair, prompts_of(target), PARAMS, partial=partial)
+    assert len(asked) == 10 and again.to_json()["sections"] == report.to_json()["sections"]
+
+
+def test_what_only_counters_tell_is_of_no_request_among_others(
+    url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_toolkit.evaluation.endpoint.ASKED", {})
+    pair = EndpointPair(str(target_dir), url)
+    answer = pair.decode([1, 2, 3], PARAMS, draft=True)
+    assert sum(len(step.tokens) for step in answer.steps) == 19
+    with pytest.raises(UserError, match=r"max_concurrency is 2.*acceptance by request.*would be missing"):
+        EndpointPair(str(target_dir), url, concurrency=2)
 
 
 def test_what_a_bias_made_certain_is_no_regret(url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +218,8 @@ def test_what_cannot_be_measured_is_one_line(
 
     assert "drafter is missing" in refused()
     assert "runtime is given with endpoint" in refused("--endpoint", url, "--runtime", "engine")
+    assert "max_concurrency is 2, but models in this process" in refused("--max-concurrency", "2")
+    assert "max_concurrency is 0; it must be >= 1" in refused("--endpoint", url, "--max-concurrency", "0")
     assert "draft_tree is given with endpoint" in refused("--endpoint", url, "--draft-tree", "8")
     assert "endpoint http://127.0.0.1:9: no answer" in refused("--endpoint", "http://127.0.0.1:9")
     assert "expected http://HOST:PORT" in refused("--endpoint", "localhost")
@@ -154,8 +280,8 @@ def test_steps_are_chunks_and_what_only_counters_tell_has_no_order() -> None:
 
 
 @contextmanager
-def standing_in(drafts: bool) -> Iterator[str]:
-    """SGLang's replies, of the forms that its 0.5.23 has: nothing else of it is here."""
+def standing_in(drafts: bool, ending: str = "length") -> Iterator[str]:
+    """SGLang's replies, as `entrypoints/openai/protocol.py` of its 0.5.23 writes them: nothing else of it is here."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -164,7 +290,7 @@ def standing_in(drafts: bool) -> Iterator[str]:
         def do_GET(self) -> None:
             known = {
                 "/v1/models": {"data": [{"id": "m", "owned_by": "sglang", "max_model_len": 64}]},
-                "/get_server_info": {"version": "0.5.23"},
+                "/server_info": {"version": "0.5.23"},
             }
             found = known.get(self.path)
             self.send_response(200 if found else 404)
@@ -185,10 +311,21 @@ def standing_in(drafts: bool) -> Iterator[str]:
                 self.wfile.write(json.dumps({"meta_info": meta}).encode())
                 return
             assert asked["return_spec_tokens_details"] and asked["return_token_ids"]
-            told = {"spec_verify_ct": 2, "spec_num_proposed_drafts": 6, "spec_correct_drafts_histogram": [1, 0, 1]}
-            events: list[dict[str, Any]] = [{"choices": [{"token_ids": ids}]} for ids in ([5], [6, 7, 8], [9])]
-            events[-1]["choices"][0]["finish_reason"] = "length"
-            events += [{"choices": [], "sglext": {"spec_tokens_details": told}}] if drafts else []
+            told = {
+                "spec_accept_rate": 1 / 3, "spec_accept_length": 2.5, "spec_cap_length": 0.0,
+                "spec_block_accept_length": 0.0, "spec_num_correct_drafts": 2, "spec_num_proposed_drafts": 6,
+                "spec_verify_ct": 2, "spec_correct_drafts_histogram": [1, 0, 1], "spec_cap_lens_histogram": [],
+            }  # fmt: skip
+            of_all = {"id": "0", "object": "text_completion", "created": 1, "model": "m", "usage": None}
+            events: list[dict[str, Any]] = [
+                of_all | {"choices": [{
+                    "index": 0, "text": "", "logprobs": None, "finish_reason": None, "matched_stop": None,
+                    "token_ids": ids,
+                }]}
+                for ids in ([5], [6, 7, 8], [9])
+            ]  # fmt: skip
+            events[-1]["choices"][0]["finish_reason"] = ending
+            events += [of_all | {"choices": [], "sglext": {"spec_tokens_details": told}}] if drafts else []
             self.send_response(200)
             self.end_headers()
             self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode() + b"data: [DONE]\n")
@@ -207,5 +344,7 @@ def test_sglang_tells_beside_the_answer(target_dir: Path, capsys: pytest.Capture
         answer = pair.decode([1, 2], SamplingParams(max_tokens=5), draft=True)
         assert answer.steps == [Step(3, 2, (6, 7, 8)), Step(3, 0, (9,))] and answer.finish_reason == "length"
         assert pair.regret([1, 2], 9) == 1.5, "without a bias, which SGLang adds before it takes log-probabilities"
+    with standing_in(drafts=True, ending="abort") as url, pytest.raises(UserError, match="ended an answer: abort"):
+        EndpointPair(str(target_dir), url)
     with standing_in(drafts=False) as url, pytest.raises(Exception, match="speculative-algorithm DFLASH"):
         EndpointPair(str(target_dir), url)
