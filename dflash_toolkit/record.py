@@ -66,7 +66,13 @@ def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 def configuration(config: DrafterConfig) -> dict[str, Any]:
     """The drafter's configuration as JSON values, by the names of `DrafterConfig`."""
-    left_out = {"rope_factor", "scaled_frequencies", *(() if config.is_dflash2 else PARTS)}
+    left_out = {
+        "rope_factor",
+        "scaled_frequencies",
+        "acceptance_slope",
+        "acceptance_bias",
+        *(() if config.is_dflash2 else PARTS),
+    }
     values = {k: v for k, v in asdict(config).items() if k not in left_out}
     values["rope_scaling"] = config.rope_scaling.parameters if config.rope_scaling else None
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

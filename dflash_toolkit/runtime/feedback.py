@@ -69,7 +69,7 @@ class CalibrationFeed:
     the one before it.
 
     Args:
-        start: of the drafter.
+        start: of the drafter, `DrafterConfig.calibration`.
         window: pairs that are kept, the newest.
 
     Attributes:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.models.dflash import checkpoint
 from dflash_toolkit.models.dflash.checkpoint import check_fits, config_json, read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
@@ -128,6 +129,23 @@ def test_scales_are_read_where_published_drafters_have_them_and_a_cap_of_zero_is
     assert load_drafter(str(copy)).config.final_logit_softcapping is None
 
 
+def test_a_measured_calibration_is_written_beside_the_network_and_read_for_blocks_of_any_length(
+    drafter: Drafter, tmp_path: Path
+) -> None:
+    measured = replace(drafter.config, acceptance_slope=0.7, acceptance_bias=(0.5, 0.0, -0.25))
+    nested = config_json(measured)["dflash_config"]
+    assert nested == config_json(drafter.config)["dflash_config"] | {
+        "acceptance_slope": 0.7,
+        "acceptance_bias": [0.5, 0.0, -0.25],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config_json(measured)))
+    config = read_config(tmp_path)
+    assert config == drafter.config, "the same network"
+    assert config.calibration == Calibration(0.7, (0.5, 0.0, -0.25, -0.25, -0.25, -0.25, -0.25))
+    assert config.with_block_size(3).calibration.bias == (0.5, 0.0)
+    assert drafter.config.calibration == Calibration.cold(7)
+
+
 def test_a_flat_form_without_rope_parameters_or_depth_of_the_target_is_read(copy: Path, drafter: Drafter) -> None:
     gone = dict.fromkeys(("dflash_config", "rope_parameters", "num_target_layers", "layer_types", "head_dim"))
     damage(copy / "config.json", config_json(drafter.config)["dflash_config"] | gone | {"rope_theta": 5e5})
@@ -215,6 +233,9 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
         ({"dflash_config": []}, "config.json has no 'target_layer_ids'"),
         ({"dflash_config": [1]}, "'dflash_config' is [1]"),
         ({"is_causal": "no"}, "is_causal is 'no'"),
+        ({"dflash_config": {"acceptance_bias": [0.1, "x"]}}, "'acceptance_bias' is [0.1, 'x']"),
+        ({"dflash_config": {"acceptance_bias": [10**400]}}, "too large"),
+        ({"dflash_config": {"acceptance_slope": 0}}, "acceptance_slope is 0.0"),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit.acceptance import ratio
+from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.decoders import EngineDecoder, ReferenceDecoder, decode_all
 from dflash_toolkit.generation import Generation
@@ -21,6 +22,7 @@ from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
+from .calibrate import calibrate
 
 TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on their company
 PAGE = 64  # tokens
@@ -154,6 +156,7 @@ class HeldOut:
         self._target, self._prompts = target, list(prompts)
         self._drawn = draw(self._prompts, run.evaluate_prompts)
         self._params = SamplingParams(max_tokens=run.evaluate_tokens)
+        self._answers: list[tuple[list[int], Generation]] = []  # the newest, which are the target's, whoever drafted
         self._engine: Engine | None = None
         auto = run.evaluate_runtime == "auto"
         if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda" and target.mesh is None):
@@ -189,6 +192,18 @@ class HeldOut:
     def without_selector(self, drafter: Drafter, step: int) -> Evaluation:
         """Decode all prompts, every slot taking its own best token. Raises UserError."""
         return self._measured(drafter, self._prompts, step, None, selector=False)
+
+    def calibration(self, drafter: Drafter, *, selector: bool = True) -> Calibration | None:
+        """What its probabilities mean, by the answers to prompts that were decoded last. Raises UserError.
+
+        Args:
+            selector: whether it is exported with the one that it may have.
+        """
+        served = self._served(drafter)
+        if not self._answers:  # as in a run that goes on behind its last evaluation
+            with Progress("held out", len(self._drawn), unit="tok") as bar:
+                self._decoded(served, self._drawn, bar)
+        return calibrate(self._target, served if selector else served.without_selector(), self._answers)
 
     def _measured(
         self,
@@ -231,7 +246,9 @@ class HeldOut:
             if generation.finish_reason is not None:
                 bar.advance(1, len(generation.tokens))
 
-        return decode_all(decoder, [prompt.tokens for prompt in prompts], self._params, on_step)
+        found = decode_all(decoder, [prompt.tokens for prompt in prompts], self._params, on_step)
+        self._answers = [(prompt.tokens, answer) for prompt, answer in zip(prompts, found, strict=True)]
+        return found
 
     def _make_engine(self, shape: DrafterConfig) -> Engine:
         target, tokens = self._target, self._params.max_tokens

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.network import Drafter
@@ -64,12 +65,16 @@ class Measuring:
         """Export the end, or an earlier drafter that is better beyond the error of the difference, measured on all
         prompts; and the other one beside it, where the best that was measured is not the end."""
         chosen = self._processes.rank_zero(self._choose, trained, step)
-        evaluation = alone = None
+        evaluation = alone = calibration = None
         if self._run.held_out:
             evaluation = self._processes.first_group(self._decode_all, chosen, trained)
             if self._run.drafter.config.selector_rank:
                 alone = self._processes.first_group(self._decode_without_selector, chosen, trained)
-        return self._processes.rank_zero(self._export, chosen, evaluation, alone, step, report) or (None, None)
+            calibration = self._processes.first_group(self._calibrate, chosen, trained)
+        return self._processes.rank_zero(self._export, chosen, evaluation, alone, calibration, step, report) or (
+            None,
+            None,
+        )
 
     def to_state(self) -> dict[str, Any]:
         """Fields of a `ResumePoint`."""
@@ -91,6 +96,10 @@ class Measuring:
         assert self._held_out is not None
         known = chosen.evaluation if chosen else None
         return self._held_out.without_selector(chosen.drafter if chosen else trained, known.step if known else 0)
+
+    def _calibrate(self, chosen: "_Chosen | None", trained: Drafter) -> Calibration | None:
+        assert self._held_out is not None
+        return self._held_out.calibration(chosen.drafter if chosen else trained, selector=not self._leaves_selector_out)
 
     # ---- of the first process ---------------------------------------------------------------------------------
 
@@ -116,8 +125,18 @@ class Measuring:
                     return _Chosen(trained, latest, (earlier, Export("best", best.step, best)))
         return chosen
 
+    @property
+    def _leaves_selector_out(self) -> bool:
+        return self._run.config.run.export_selector == "never" and self._run.drafter.config.selector_rank > 0
+
     def _export(
-        self, chosen: "_Chosen", evaluation: Evaluation | None, alone: Evaluation | None, step: int, report: Report
+        self,
+        chosen: "_Chosen",
+        evaluation: Evaluation | None,
+        alone: Evaluation | None,
+        calibration: Calibration | None,
+        step: int,
+        report: Report,
     ) -> tuple[Export, Export | None]:
         if evaluation:
             report.summarise(acceptance_length=evaluation.tau, acceptance_length_error=evaluation.standard_error)
@@ -128,11 +147,16 @@ class Measuring:
                 f"on {alone.prompts} held-out prompts, so nothing is exported: train longer, or repeat the command "
                 f"with run.export_selector=never to leave it out (always exports it as it is)"
             )
-        left_out = wanted == "never" and self._run.drafter.config.selector_rank > 0
+        left_out = self._leaves_selector_out
         if left_out:
             evaluation, alone = alone, None
         exported = Export("exported", evaluation.step if evaluation else step, evaluation, alone)
-        self._run.export(chosen.drafter.without_selector() if left_out else chosen.drafter, exported)
+        drafter = chosen.drafter.without_selector() if left_out else chosen.drafter
+        if calibration:
+            drafter.config = replace(
+                drafter.config, acceptance_slope=calibration.slope, acceptance_bias=calibration.bias
+            )
+        self._run.export(drafter, exported)
         if chosen.other:
             drafter, made = chosen.other
             # what was measured of it was with the selector

@@ -81,7 +81,8 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
             "block_size": config.block_size,
         }
         | {key: getattr(config, key) for key in PARTS if getattr(config, key)}
-        | scales_of(config),
+        | scales_of(config)
+        | acceptance_of(config),
     }
     if scaling:
         values["rope_scaling"] = scaling  # transformers 4 knows no rope_parameters
@@ -95,6 +96,13 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
 def scales_of(config: DrafterConfig) -> dict[str, float]:
     """Those of SCALES that a drafter has."""
     return {key: getattr(config, key) for key, none in SCALES.items() if getattr(config, key) != none}
+
+
+def acceptance_of(config: DrafterConfig) -> dict[str, Any]:
+    """What was measured of a drafter's probabilities; nothing where nothing was."""
+    if not config.acceptance_bias:
+        return {}
+    return {"acceptance_slope": config.acceptance_slope, "acceptance_bias": list(config.acceptance_bias)}
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -309,6 +317,9 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         raise UserError(f"drafter {path}: config.json: {key!r} is {ids!r}; expected layer ids")
     ids = [i - shift for i in ids]
     layer_types = get("layer_types", [], kind=list)
+    bias = get("acceptance_bias", [], kind=list)
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in bias):
+        raise UserError(f"drafter {path}: config.json: 'acceptance_bias' is {bias!r}; expected numbers")
     try:
         theta, rope_scaling = read_rope(rope, scaling, body)
         return DrafterConfig(
@@ -336,8 +347,10 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             output_multiplier=float(get("output_multiplier", 1.0, kind=int | float)),
             # zero is none, as the other loaders have it
             final_logit_softcapping=float(get("final_logit_softcapping", 0.0, kind=int | float)) or None,
+            acceptance_slope=float(get("acceptance_slope", 1.0, kind=int | float)),
+            acceptance_bias=tuple(map(float, bias)),
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"drafter {path}: config.json: {error}") from error
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from ...calibration import Calibration
 from ...config import UnsupportedModel
 from ...kernels.mix import LogitScale
 from ...kernels.reference import draw
@@ -67,6 +68,11 @@ class DrafterConfig:
     conv_group_size: int = 0  # channels that share what a row adds to a tap
     selector_rank: int = 0  # of the scores of pairs of tokens; 0: every slot takes its own best
     selector_top_k: int = 0  # best tokens of a slot that are scored
+    # what was measured of its probabilities, see `Calibration`; no part of the network, and not compared
+    acceptance_slope: float = field(default=1.0, compare=False)
+    acceptance_bias: tuple[float, ...] = field(
+        default=(), compare=False
+    )  # of slots 1..S - 1; empty: it was not measured
     rope_factor: float = field(default=1.0, init=False, repr=False, compare=False)  # on cosines and sines
     scaled_frequencies: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)  # [H / 2] or none
 
@@ -83,6 +89,11 @@ class DrafterConfig:
         for name in ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier", *self._capped):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a number > 0")
+        if not (0 < self.acceptance_slope < math.inf and all(map(math.isfinite, self.acceptance_bias))):
+            raise ValueError(
+                f"acceptance_slope is {self.acceptance_slope} and acceptance_bias {list(self.acceptance_bias)}; "
+                f"the slope must be > 0, and all of them finite"
+            )
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}: a drafter needs at least one layer")
         if not self.target_layer_ids:
@@ -142,6 +153,13 @@ class DrafterConfig:
     def draft_candidates(self) -> int:
         """Best tokens of a slot that its draft is sampled from."""
         return self.selector_top_k or min(DRAFT_CANDIDATES, self.vocab_size)
+
+    @property
+    def calibration(self) -> Calibration:
+        """Of the slots of a block; a slot without a measured bias has the last one's."""
+        slots = self.block_size - 1
+        bias = (*self.acceptance_bias[:slots], *self.acceptance_bias[-1:] * (slots - len(self.acceptance_bias)))
+        return Calibration(self.acceptance_slope, bias or (0.0,) * slots)
 
     def require_plain(self, who: str) -> None:
         """Raises UnsupportedModel for a DFlash 2 drafter, where `who` computes plain DFlash alone."""

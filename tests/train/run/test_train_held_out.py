@@ -13,10 +13,12 @@ from programs import Program
 from test_train_loop import lines_without_speed
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter
+from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 from train.config import RunOptions
+from train.run.calibrate import LIKELY, calibrate, judged_nodes
 from train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
@@ -42,6 +44,9 @@ def test_a_run_measures_the_same_on_either_runtime(dflash_train: Program, tmp_pa
     )
     assert len(measured) == 3 and max(measured) > min(measured), "there is something to measure"
     assert measured == defined
+    calibrations = [load_drafter(str(tmp_path / name)).config.calibration for name in ("engine", "reference")]
+    assert calibrations[0] != Calibration.cold(len(calibrations[0].bias)), "measured, and exported"
+    assert calibrations[0].bias == pytest.approx(calibrations[1].bias, abs=0.05)
     a, b = (load_drafter(str(tmp_path / name)).parameters() for name in ("engine", "reference"))
     assert all(torch.allclose(x, y, atol=1e-3) for x, y in zip(a, b, strict=True)), "trained on the same features"
 
@@ -56,6 +61,47 @@ def test_more_prompts_than_go_together_and_answers_cut_by_the_context() -> None:
     few = some(drafter, step=7)
     assert few.sources == ("a", "b", "a", "b") and few.steps == a.steps[:4]
     assert some.all(drafter, few) == replace(a, step=7)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_a_calibration_is_fitted_to_the_nodes_that_decoding_judges(
+    target: Target, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_dflash2(target, block_size=4) if kind == "dflash2" else random_drafter(target, 1)
+    trees, proposed = list[tuple[int, Any]](), decode.propose_tree
+
+    def propose(*given: Any, **named: Any) -> Any:
+        given = (*given[:5], 40)  # nodes enough for all that are likely
+        trees.append((given[4], proposed(*given)))
+        return trees[-1][1]
+
+    monkeypatch.setattr(decode, "propose_tree", propose)
+    prompts = [prompt.tokens for prompt in PROMPTS]
+    answers = [(p, generate(target, drafter, p, SamplingParams(max_tokens=12), draft_tree=40)) for p in prompts]
+    expected, seen = list[tuple[float, int, bool]](), iter(trees)
+    for prompt, answer in answers:
+        tokens, at = prompt + answer.tokens, len(prompt)
+        for step in answer.steps:
+            if step.drafted:
+                position, tree = next(seen)
+                assert position == at
+                row, depth = 0, 0
+                while row is not None and at + depth + 1 < len(tokens):
+                    above = float(tree.log_probs[row - 1]) if row else 0.0
+                    taken = tree.child(row, tokens[at + depth + 1])
+                    for node in (tree.parents == row).nonzero().flatten().tolist():
+                        log_prob = float(tree.log_probs[node]) - above
+                        if log_prob > math.log(LIKELY):
+                            expected.append((log_prob, depth + 1, node + 1 == taken))
+                    row, depth = taken, depth + 1
+            at += len(step.tokens)
+    with torch.inference_mode():
+        found = [pair for each in answers for pair in judged_nodes(target, drafter, *each, every=1)]
+    near = {(round(p, 3), slot, hit) for p, slot, hit in found}
+    assert len(expected) > 20 and {(round(p, 3), slot, hit) for p, slot, hit in expected} <= near
+    fitted = calibrate(target, drafter, answers)
+    assert fitted and fitted != Calibration.cold(3)
+    assert calibrate(target, drafter, [(p, replace(a, steps=[])) for p, a in answers]) is None
 
 
 def test_what_a_selector_is_compared_with_is_the_drafter_without_it(
