@@ -2,8 +2,10 @@
 
 The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of its own
 without it: `python tests/helpers/sm90.py` imports every `sm90_cases_*.py` beside it, whose `CASES` maps a name to a
-`Case`, and prints {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ...,
-"starts_next": ...}}.
+`Case`, or to a function that launches Gluon kernels as the library does: their own host functions choose the constexprs
+and Triton's launcher specialises the arguments, so what compiles is what a GPU would be given. It prints
+{name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ..., "starts_next": ...,
+"never": ...}}.
 """
 
 import contextlib
@@ -13,11 +15,13 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+TARGET = (90, 32)  # an H100 and the threads of its warps
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,7 @@ class Case:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """A kernel's name, its registers and spilled bytes as ptxas reports them, whether it makes products wait, and
-    whether it starts the next kernel before ("early") or behind ("late") its wait for the one before, if at all."""
+    """The `report` of a kernel so specialised."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -50,28 +53,92 @@ def compile_case(case: Case) -> dict[str, Any]:
     }
     source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(case.kernel, signature, constexprs, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True  # the cache keeps no log
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    log = said.getvalue()
+        compiled = triton.compile(source, target=GPUTarget("cuda", *TARGET), options=options)
+    return report(case.kernel, compiled, said.getvalue())
+
+
+def report(kernel: Any, compiled: Any, log: str) -> dict[str, Any]:
+    """A kernel's name, its registers and spilled bytes as ptxas reports them, whether it makes products wait, whether
+    it starts the next kernel before ("early") or behind ("late") its wait for the one before, if at all, and how many
+    branches are never taken, whatever the arguments."""
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
     order = re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"])
     starts_next = None if "launch_dependents" not in order else "late" if order[0] == "wait" else "early"
     serialized = int("wgmma.mma_async instructions are serialized" in log)
+    never = len(re.findall(r"(?:scf\.if|cf\.cond_br) %(?:true|false)\b", compiled.asm["ttgir"]))
     return {
-        "kernel": case.kernel.__name__, "registers": registers, "spills": spills, "shared": compiled.metadata.shared,
-        "serialized": serialized, "starts_next": starts_next,
+        "kernel": kernel.__name__, "registers": registers, "spills": spills, "shared": compiled.metadata.shared,
+        "serialized": serialized, "starts_next": starts_next, "never": never,
     }  # fmt: skip
+
+
+class Driver:
+    """What Triton's launcher asks of a GPU before it compiles, of an H100."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", *TARGET)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[dict[str, Any]]]:
+    """Launches of Gluon kernels compile them, for operands on the device "meta", and nothing runs; the reports."""
+    import torch
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from dflash_toolkit.kernels.hopper import conv_layer, layer, ring
+    from dflash_toolkit.kernels.triton import attention, tree_attention
+
+    run, found = JITFunction.run, list[dict[str, Any]]()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if kernel.is_gluon():  # the others have cases of their own
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+            if said.getvalue():  # else it had been compiled before
+                found.append(report(kernel, compiled, said.getvalue()))
+
+    JITFunction.run = compile_only
+    driver.set_active(Driver())
+    for module in (ring, attention, tree_attention):
+        module.multiprocessors = lambda _: 132
+    for module in (layer, conv_layer):
+        module._barriers = lambda _: torch.empty(layer.BARRIERS, dtype=torch.int32, device="meta")
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
 
 
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
-    found = {}
+    import triton
+
+    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True  # the cache keeps no log
+    found, cases = {}, dict[str, Case | Callable[[], object]]()
     for path in sorted(HERE.glob("sm90_cases_*.py")):
-        for name, case in importlib.import_module(path.stem).CASES.items():
-            found[f"{path.stem.removeprefix('sm90_cases_')}: {name}"] = compile_case(case)
+        kind = path.stem.removeprefix("sm90_cases_")
+        cases |= {f"{kind}: {name}": case for name, case in importlib.import_module(path.stem).CASES.items()}
+    with launches() as reports:
+        for name, case in cases.items():
+            if not callable(case):
+                found[name] = compile_case(case)
+                continue
+            before = len(reports)
+            case()
+            assert len(reports) > before, f"{name} compiles what a case before it does"
+            found |= {f"{name}: {each['kernel']}": each for each in reports[before:]}
     print(json.dumps(found, indent=1))
 
 

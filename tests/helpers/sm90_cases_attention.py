@@ -1,32 +1,58 @@
-"""The Hopper attention kernel for Qwen3-8B (heads of 128, groups of 4) and Qwen2.5-0.5B (heads of 64, groups of 7)."""
+"""Attention on Hopper for Qwen3-8B (heads of 128, groups of 4) and Qwen2.5-0.5B (heads of 64, groups of 7)."""
 
-from sm90 import Case
-from triton.experimental.gluon import language as gl
+from collections.abc import Callable
 
-from dflash_toolkit.kernels.hopper import attention as attention_hopper
+import torch
+from torch import Tensor
 
+from dflash_toolkit.kernels.hopper import attention as hopper
+from dflash_toolkit.kernels.hopper import tree_attention as hopper_tree
+from dflash_toolkit.kernels.tree import TreeRows
+from dflash_toolkit.kernels.triton.attention import block_attention
+from dflash_toolkit.kernels.triton.tree_attention import tree_attention
 
-def case(head: int, whole: bool, pairs: bool, causal: bool, window: int = 0, counted: bool = False) -> Case:
-    box = [attention_hopper.KEYS.value, head]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    kinds = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"q_p": "*bf16", "out_p": "*bf16"}
-    kinds |= {"cache_d": f"tensordesc<bf16{box},{layout!r}>", "scale": "fp32"}
-    kinds |= dict.fromkeys(("lengths_p", "counts_p", "pages_p"), "*i32")
-    kinds |= dict.fromkeys(("S", "columns", "stride_pages", "slots", "SPLITS"), "i32")
-    constexprs = {
-        "G": 8 if head == 128 else 2, "GROUP": 4 if head == 128 else 7, "HEAD": head, "PAGE": 64,
-        "SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024, "WHOLE": whole, "PAIRS": pairs,
-        "COUNTED": counted, "CAUSAL": causal, "WINDOW": window,
-    }  # fmt: skip
-    ragged = ("S", "columns", "stride_pages", "SPLITS")
-    return Case(attention_hopper.hopper_attention_kernel, kinds, constexprs, 4, ragged=ragged)
+HEADS = {128: (8, 4), 64: (2, 7)}  # KV heads, and queries of each
 
 
-WAYS = [  # each with either width, and with either mask; one pass is causal in the two last cases
-    (64, "split", False), (64, "in pairs", True), (64, "whole", False),
-    (128, "split", True), (128, "in pairs", False), (128, "in pairs", True), (128, "whole", False),
-]  # fmt: skip
-CASES = {
-    f"heads of {head}, {way}, {'causal' if causal else 'free'}": case(head, way == "whole", way == "in pairs", causal)
-    for head, way, causal in WAYS
-} | {"window": case(128, True, False, True, 2048), "padded": case(128, True, False, True, counted=True)}
+def integers(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def operands(head: int, batch: int, rows: int, pages: int) -> tuple[Tensor, ...]:
+    """Queries, cache, lengths and page table."""
+    groups, group = HEADS[head]
+    cache = torch.empty(2, 64 * 999, groups, head, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(rows, groups * group, head, dtype=torch.bfloat16, device="meta")
+    return q, cache, integers(batch), integers(batch, pages)
+
+
+def blocks(
+    head: int, batch: int, *, slots: int = 16, causal: bool = False, window: int = 0, padded: bool = False
+) -> Callable[[], object]:
+    arguments = (*operands(head, batch, slots * batch, 33), 64)
+    counts = integers(batch) if padded else None
+    return lambda: block_attention(*arguments, causal=causal, window=window, counts=counts, hopper=hopper.launch)
+
+
+def trees(head: int, batch: int, window: int = 0, pages: int = 33) -> Callable[[], object]:
+    q, *others = operands(head, batch, 40 * batch, pages)
+    m = len(q)
+    rows = TreeRows(integers(batch + 1), *(integers(m) for _ in range(6)), q[:, 0, 0].float())
+    return lambda: tree_attention(q, *others, 64, rows, integers(batch, 41, 16), window, hopper_tree.launch)
+
+
+CASES = {  # of one request keys are split, of eight in pairs of splits, of more than that not at all
+    f"heads of {head}, {batch} requests, {'causal' if causal else 'free'}": blocks(head, batch, causal=causal)
+    for head, batch, causal in (
+        (64, 1, False), (64, 8, True), (64, 12, False),
+        (128, 1, True), (128, 8, False), (128, 8, True), (128, 12, False),
+    )
+} | {
+    "window": blocks(128, 12, causal=True, window=2048),
+    "padded": blocks(128, 12, causal=True, padded=True),
+    "trees of a request": trees(128, 1),
+    "trees of 8 requests": trees(128, 8),
+    "trees of 12 requests": trees(128, 12),
+    "trees, a window, heads of 64": trees(64, 8, 2048),
+    "trees of 12 requests of a page, heads of 64": trees(64, 12, pages=1),
+}  # fmt: skip

@@ -1,58 +1,63 @@
-"""The persistent layer kernel and head for Qwen3-8B and Qwen2.5-0.5B, with few and the most rows."""
+"""The persistent layer kernels and head for Qwen3-8B and Qwen2.5-0.5B, with few and the most rows."""
 
-from sm90 import Case
-from triton.experimental.gluon import language as gl
+from collections.abc import Callable
+from typing import Any
 
-from dflash_toolkit.kernels.hopper import head, layer, ring
+import torch
+from torch import Tensor
 
-COLUMNS = {"bf16": ring.BLOCK_BYTES.value // 2, "fp8e4nv": ring.BLOCK_BYTES.value}  # of a block
-TYPES = {"bf16": gl.bfloat16, "fp8e4nv": gl.float8e4nv}
+from dflash_toolkit.kernels.hopper import conv_layer, head, layer
+from dflash_toolkit.kernels.weight import RowScaledFp8, Weight
+
+SHAPES = {  # D, attention width, FFN, qkv
+    "8B": (4096, 4096, 12288, 6144),
+    "0.5B": (896, 896, 4864, 1152),
+}
 
 
-def descriptor(rows: int, dtype: str) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, COLUMNS[dtype]], TYPES[dtype])
-    return f"tensordesc<{dtype}[{rows}, {COLUMNS[dtype]}],{layout!r}>"
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-def case(rows: int, d: int, width: int, ffn: int, qkv: int, splits: tuple[int, int, int], dtype: str = "bf16") -> Case:
-    kinds = {name: descriptor(ring.BLOCK_N, dtype) for name in ("o_d", "gate_up_d", "down_d", "qkv_d")}
-    kinds |= {name: descriptor(rows, dtype) for name in ("a_d", "h_d", "act_d")}
-    kinds |= {name: "*bf16" for name in layer.layer_kernel.arg_names if name.endswith("_p")}
-    kinds |= {"h_p": f"*{dtype}", "act_p": f"*{dtype}", "next_h_p": f"*{dtype if qkv else 'bf16'}"}
-    if dtype != "bf16":
-        kinds |= {name: "*fp32" for name in kinds if name.endswith("scale_p")}
-    kinds |= {"part_p": "*fp32", "qkv_p": "*fp32", "sync_p": "*i32", "M": "i32", "stride_tap": "i32", "eps": "fp32"}
-    slots = ring.slots_of(rows)
-    constexprs = {
-        "D": d, "A": width, "FFN": ffn, "QKV": qkv, "O_SPLITS": splits[0], "DOWN_SPLITS": splits[1],
-        "QKV_SPLITS": splits[2], "BLOCK_D": layer.next_power_of_two(d), "T": rows, "BLOCK_N": ring.BLOCK_N,
-        "GATE_WIDE": ring.wide_of(2 * ffn // ring.BLOCK_N, 1, rows, 132),
-        "QKV_WIDE": ring.wide_of(qkv // ring.BLOCK_N, splits[2], rows, 132) if qkv else 1,
-        "BLOCK_K": COLUMNS[dtype], "SCALED": dtype != "bf16", "TAP": True, "BARRIERS": layer.BARRIERS, "PHASES": 0,
-        "SLOTS": slots.weights, "ROW_SLOTS": slots.rows,
-    }  # fmt: skip
-    return Case(layer.layer_kernel, kinds, constexprs, ring.WARPS, 3, ("M",))
+def plain(model: str, rows: int, fp8: bool, last: bool) -> Callable[[], object]:
+    d, width, ffn, qkv = SHAPES[model]
+
+    def weight(n: int, k: int) -> Weight:
+        return RowScaledFp8.of(bf16(n, k)) if fp8 else bf16(n, k)
+
+    matrices = (weight(d, width), bf16(d), weight(2 * ffn, d), weight(d, ffn), bf16(d))
+    tap = None if last else bf16(rows, 3 * d)[:, d : 2 * d]
+    given = (bf16(rows, d), bf16(rows, width), *matrices, None if last else weight(qkv, d), 1e-6, tap)
+    return lambda: layer.launch_layer(*given)
+
+
+def convolved(model: str, rows: int, fp8: bool, last: bool) -> Callable[[], object]:
+    """A layer of DFlash 2, of two taps and groups of 16 channels."""
+    d, width, ffn, qkv = SHAPES[model]
+
+    def weight(n: int, k: int) -> Weight:
+        return RowScaledFp8.of(bf16(n, k)) if fp8 else bf16(n, k)
+
+    def convolution() -> tuple[Tensor, Weight]:
+        return bf16(2, 2, d), weight(2 * side, d)
+
+    side = 2 * d // 16
+    behind = bf16(8, rows, 2 * side).float()[:, :, side:]
+    given: tuple[Any, ...] = (bf16(rows, d), bf16(rows, width), behind, bf16(2, d), weight(d, width), bf16(d))
+    given += (convolution(), weight(2 * ffn, d), weight(d, ffn), bf16(d))
+    given += (None, None) if last else (convolution(), weight(qkv, d))
+    return lambda: conv_layer.launch_conv_layer(*given, 1e-6, 16)
 
 
 CASES = {
-    "8B, 128 rows": case(128, 4096, 4096, 12288, 6144, (2, 2, 4)),
-    "0.5B, 16 rows": case(16, 896, 896, 4864, 1152, (7, 8, 7)),
-}
-CASES |= {
-    f"8B in fp8, {rows} rows{', last' if qkv == 0 else ''}": case(rows, 4096, 4096, 12288, qkv, (2, 2, 4), "fp8e4nv")
-    for rows, qkv in ((16, 6144), (128, 6144), (128, 0))
-}
-
-
-def head_case(rows: int, d: int, vocabulary: int) -> Case:
-    kinds = {"w_d": descriptor(ring.BLOCK_N, "bf16"), "x_d": descriptor(rows, "bf16"), "M": "i32"}
-    kinds |= {"best_p": "*fp32", "index_p": "*i32"}
-    tiles, slots = vocabulary // ring.BLOCK_N, ring.slots_of(rows)
-    constexprs = {
-        "TILES": tiles, "K": d, "WIDE": ring.wide_of(tiles, 1, rows, 132), "T": rows,
-        "SLOTS": slots.weights, "ROW_SLOTS": slots.rows, "BLOCK_N": ring.BLOCK_N, "BLOCK_K": COLUMNS["bf16"],
-    }  # fmt: skip
-    return Case(head.head_kernel, kinds, constexprs, ring.WARPS, 3, ("M",))
-
-
-CASES |= {f"head, {rows} rows": head_case(rows, 4096, 151_936) for rows in (16, 128)}
+    f"{model}{' in fp8' if fp8 else ''}, {rows} rows{', last' if last else ''}, {launch.__name__}": launch(
+        model, rows, fp8, last
+    )
+    for launch in (plain, convolved)
+    for model, rows, fp8, last in (
+        ("8B", 128, False, False), ("0.5B", 16, False, False),
+        ("8B", 1, True, False), ("8B", 100, True, False), ("8B", 128, True, True),
+    )
+} | {
+    f"head, {rows} rows": lambda rows=rows: head.launch_head(bf16(rows, 4096), bf16(151_936, 4096)) for rows in (1, 128)
+}  # fmt: skip

@@ -1,10 +1,7 @@
-"""The kernels of draft trees for Qwen3-8B; those of attention on Hopper for heads of 64 in groups of 7 too."""
+"""The kernels of draft trees for Qwen3-8B; attention to them on Hopper is in sm90_cases_attention.py."""
 
 from sm90 import Case
-from triton.experimental.gluon import language as gl
 
-from dflash_toolkit.kernels.hopper import attention as attention_hopper
-from dflash_toolkit.kernels.hopper import tree_attention as hopper
 from dflash_toolkit.kernels.triton import tree_accept, tree_attention, tree_build
 
 STATES = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
@@ -39,15 +36,6 @@ def attention_case(kernel: object, whole: bool, window: int = 0, stages: int = 1
     return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window}, 4, stages)
 
 
-def hopper_case(kernel: object, head: int, whole: bool, window: int = 0) -> Case:
-    box = [attention_hopper.KEYS.value, head]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16")
-    pointers |= {"cache_d": f"tensordesc<bf16{box},{layout!r}>"}
-    sizes = {"G": 8 if head == 128 else 2, "GROUP": 4 if head == 128 else 7, "HEAD": head, "PAGE": 64}
-    return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window, "PAIRS": not whole})
-
-
 def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
     pointers = dict.fromkeys(("unary_p", "lse_p", "values_p", "log_probs_p", "row_log_probs_p"), "*fp32")
     pointers |= dict.fromkeys(("candidates_p", "anchors_p", "tokens_p", "last_p", "row_tokens_p"), "*i64")
@@ -58,14 +46,9 @@ def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
     return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
 
 
-PREFIX, TAIL = hopper.hopper_prefix_kernel, hopper.hopper_tail_kernel
 CASES = {
     "context": attention_case(tree_attention._prefix_kernel, whole=False, stages=3),
     "paths in one pass": attention_case(tree_attention._tail_kernel, whole=True, window=2048),
-    "context on Hopper": hopper_case(PREFIX, 128, whole=False),
-    "context on Hopper in one pass": hopper_case(PREFIX, 128, whole=True),
-    "paths on Hopper in one pass": hopper_case(TAIL, 128, whole=True),
-    "paths of heads of 64 on Hopper": hopper_case(TAIL, 64, whole=False, window=2048),
     "children of pairs": build_case(tree_build._children_kernel, 4, W=8, C_BLOCK=16, R_BLOCK=256, PAIRS=True),
     "growth": build_case(tree_build._grow_kernel, 1, N=64, W=8, Q=1, N_BLOCK=64),
     "acceptance": build_case(tree_accept._accept_trees_kernel, 1, R_BLOCK=128, P_BLOCK=16, FORCED=False),

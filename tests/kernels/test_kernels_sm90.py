@@ -28,6 +28,8 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert {report["kernel"] for report in found.values()} == kernels, "every kernel has a case"
     assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
     assert [name for name, report in found.items() if report["serialized"]] == []
+    # Triton 3.6 fails on what some of them hold; a constexpr in the condition leaves them out
+    assert [name for name, report in found.items() if report["never"]] == []
     assert max(report["shared"] for report in found.values()) <= 227 * 1024
     # what is older than a pass is read before the wait (hopper/attention.py), which is safe as long as there are
     # launches between two attentions that start the next one only behind their own wait
