@@ -23,6 +23,7 @@ from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.kernels.triton import delta as kernels
 from dflash_toolkit.kernels.triton import delta_chunk as chunked
 
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
 TAPS, ROWS = 4, 5  # of the convolution; of the longest block
 
 

@@ -23,6 +23,7 @@ from dflash_toolkit.kernels.triton import experts as kernels
 from dflash_toolkit.kernels.triton.norm import add_rms_norm
 from dflash_toolkit.kernels.weight import BlockScaledFp8
 
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
 ROWS = (1, 3, 17, 65, 130)  # a program by pair and by expert, one more row than are padded to 16, gathered, rounded
 SHAPES = [(8, 2, 48, 24), (5, 3, 40, 136), (3, 3, 130, 16)]  # E, k, D, I
 ON_GPU = [(128, 8, 2048, 768), (257, 9, 2048, 512)] if DEVICE == "cuda" else []  # Qwen3-30B-A3B, Qwen3.6-35B-A3B

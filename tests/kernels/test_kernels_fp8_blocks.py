@@ -17,6 +17,7 @@ from dflash_toolkit.kernels.triton import fp8_blocks
 from dflash_toolkit.kernels.weight import BLOCK, FP8_MAX, BlockScaledFp8, quantize_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
 DTYPE = torch.bfloat16  # of rows, which the kernels quantize
 ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
 

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -46,7 +47,7 @@ from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
 VOCAB, LIMIT = 4096, 1024
-KINDS = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2")
+KINDS = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 @cache
@@ -70,6 +71,7 @@ def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(head_dim=64, **shape),
         "qwen3_moe": lambda: Qwen3MoeConfig(head_dim=64, mlp_only_layers=[2], **routed, **shape),
+        "qwen3_next": lambda: Qwen3NextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
         "qwen3_5": lambda: Qwen3_5TextConfig(**hybrid, **shape),
         "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
     }[kind]()
@@ -200,10 +202,10 @@ def in_fp8(target: Target) -> TargetWeights:
         matrix = BlockScaledFp8.of(state[name].flatten(0, -2))  # experts' blocks are blocks of them all
         state[name], state[scale] = (t.view(views[at].shape) for t, at in ((matrix.data, name), (matrix.scale, scale)))
     load_weights("target", views, state)
-    return weights
+    return weights._as_computed()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks(kind: str) -> None:
     target, drafter = pair(kind)
     weights, drafts = in_fp8(target), DrafterWeights.of_module(drafter)
