@@ -7,6 +7,7 @@ its B requests. For engines that verify trees, in the place of `BlockChooser`.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -151,31 +152,34 @@ class _Expected:
     KEEP, PAUSED = 0.8, 0.5  # weight of what came before, at the next step and behind steps that drafted nothing
 
     def __init__(self, blocks: Sequence[int]) -> None:
-        self._blocks = blocks
-        self._seen: list[tuple[np.ndarray, np.ndarray]] = []  # of every block what it and the one before promised
+        shape = len(blocks), 1 + len(NODES)
+        self._blocks, self._seen = blocks, 0
+        self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block and of the one before it
 
     def observe(self, promise: Promise, paused: bool) -> None:
-        nodes = np.array([0, *row_buckets(promise.batch)]) - promise.batch
-        x = np.maximum(nodes, 0) / promise.requests
-        keep, before = self.PAUSED if paused else self.KEEP, np.ones(1 + len(NODES))
-        for i, (chain, *accepted) in enumerate(promise.accepted):
-            at = np.interp(NODES, x, np.array([0.0, *accepted]) / promise.requests)
-            now = np.array([chain / promise.requests, *at])
-            own, other = self._seen[i] if i < len(self._seen) else (now, before)
-            self._seen[i : i + 1] = [(keep * own + (1 - keep) * now, keep * other + (1 - keep) * before)]
-            before = now
+        accepted, count = np.array(promise.accepted) / promise.requests, len(promise.accepted)
+        now = np.concatenate([accepted[:, :1], accepted[:, 1:] @ _spread(promise.batch, promise.requests)], axis=1)
+        keep = np.where(np.arange(count) < self._seen, self.PAUSED if paused else self.KEEP, 0.0)[:, None]
+        before = np.concatenate([np.ones((1, now.shape[1])), now[:-1]])
+        self._own[:count] = keep * self._own[:count] + (1 - keep) * now
+        self._before[:count] = keep * self._before[:count] + (1 - keep) * before
+        self._seen = max(self._seen, count)
 
     def __bool__(self) -> bool:
-        return bool(self._seen)
+        return self._seen > 0
 
     def each(self) -> Iterator[tuple[int, float, np.ndarray]]:
         """Every block, with what its chain and NODES of its trees promise a request."""
-        now = np.ones(1 + len(NODES))
-        for i, block in enumerate(self._blocks):
-            if i < len(self._seen):
-                own, before = self._seen[i]
-                now = now * np.divide(own, before, out=np.ones_like(own), where=before > 0)
+        more = np.divide(self._own, self._before, out=np.ones_like(self._own), where=self._before > 0)
+        for block, now in zip(self._blocks, more.cumprod(axis=0), strict=True):
             yield block, float(now[0]), now[1:]
+
+
+@lru_cache(256)
+def _spread(batch: int, requests: int) -> np.ndarray:
+    """[row buckets, NODES]: what makes figures at every number of rows those at NODES a request."""
+    x = np.maximum(np.array([0, *row_buckets(batch)]) - batch, 0) / requests
+    return np.array([np.interp(NODES, x, one) for one in np.eye(len(x))[1:]]).reshape(-1, len(NODES))
 
 
 class BudgetChooser:
