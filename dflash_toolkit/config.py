@@ -372,7 +372,11 @@ def _default_note(field: Any) -> str:
     if field.default is dataclasses.MISSING:
         return " (required)"
     unset = field.default is None or field.default == () or field.default is False
-    return "" if unset else f" (default: {field.default})"
+    if unset:
+        return ""
+    values = field.default if isinstance(field.default, tuple) else (field.default,)
+    names = {True: "on", False: "off"} if isinstance(field.default, bool) else {}
+    return f" (default: {' '.join(str(names.get(value, value)) for value in values)})"
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class PromptSetOptions:
 
     prompts: tuple[str, ...] = option(
         (),
-        "prompt sets, each as NAME=SOURCE, or a SOURCE named after itself: JSONL, JSON, Parquet or text, or a dataset "
-        "as DATASET[:SUBSET]; SOURCE[a:b] takes its rows a..b-1",
+        "prompt sets: benchmarks by name (gsm8k, mt_bench, ...), or each as NAME=SOURCE, or a SOURCE named after "
+        "itself: JSONL, JSON, Parquet or text, or a dataset as DATASET[:SUBSET]; SOURCE[a:b] takes its rows a..b-1",
         named=True,
     )
     form: str = option(

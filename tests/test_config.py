@@ -337,6 +337,7 @@ def test_help_exits_with_0_and_lists_every_key_and_default(capsys: pytest.Captur
     assert "optimiser steps (default: 100)" in text
     assert line("--optimiser.lr") == "--optimiser.lr VALUE peak learning rate (default: 0.0006)"
     assert "--optimiser.warmup VALUE warm-up steps (default: 0)" in text
+    assert "Adam's two decays (default: 0.9 0.95)" in text, "as they are typed"
     assert "--ahead" in line("--optimiser.nesterov")
     assert "longest answer (default: 64)" in text and "--tokens" not in text, "old names are not shown"
 

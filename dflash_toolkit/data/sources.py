@@ -301,7 +301,7 @@ def load_rows(name: str, *args: Any, **options: Any) -> Any:
             raise _unreadable(name, error) from error
         if unreachable(error):
             raise UserError(
-                f"dataset {name} cannot be loaded without a network, and the hub cannot be reached; give --data FILE"
+                f"dataset {name} cannot be loaded without a network, and the hub cannot be reached; give a file"
             ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give a file") from error

@@ -78,7 +78,9 @@ class EvalDrafts(DraftOptions):
 class SweepOptions:
     """What some of the prompts are measured over, besides the report on all of them."""
 
-    concurrency: tuple[int, ...] = option((), "requests at a time, as 1 2 4 8 16 32 64; needs the engine or a server")
+    concurrency: tuple[int, ...] = option(
+        (), "levels of load to measure too, in requests at a time, as 1 2 4 8 16 32 64; needs the engine or a server"
+    )
     draft_length: tuple[int, ...] = option(
         (), "tokens drafted a step, as 3 7 15: fewer than the drafter was trained for"
     )
@@ -107,7 +109,7 @@ class EndpointOptions:
         None, "the same target served without a drafter, for speed-up and identity; dflash-serve needs none"
     )
     max_concurrency: int = option(
-        1, "requests in flight at a server, for the report itself; acceptance stays that of each request"
+        1, "requests that the report itself has in flight at the endpoint, so that a long run takes less time"
     )
     served_model_name: str | None = option(None, "what the servers call the model (default: the only one they have)")
 
@@ -199,12 +201,14 @@ class EvalConfig(ModelOptions):
             "draft_dtype": self.draft.draft_dtype != "auto",
             "draft_sample_method": self.draft.draft_sample_method != "greedy",
             "draft_tree": self.draft.draft_tree > 0,
+            "draft_tree_width": self.draft.draft_tree_width != EvalDrafts().draft_tree_width,
             "distribution_samples": self.sampling.distribution_samples > 0,
             "draft_length": bool(self.sweeps.draft_length),
-            "write_model_card": self.publish.write_model_card and self.drafter is None,
         }
         for name in (name for name, given in here.items() if given):
             raise ValueError(f"{name} is given with endpoint; the server decides that, so leave it out")
+        if self.publish.write_model_card and self.drafter is None:
+            raise ValueError("write_model_card is given with endpoint; also give --drafter, the directory of its card")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -321,7 +321,8 @@ class EndpointPair(Pair):
         if tokens and not drafts.steps and self.block_size == UNKNOWN:
             way = WAYS.get(self._server.owner, "vLLM, SGLang and dflash-serve do, with a drafter")
             raise UserError(
-                f"endpoint {self._server.shown} does not tell what became of drafts, in /metrics or a response; {way}"
+                f"endpoint {self._server.shown} does not tell what became of drafts, in /metrics or a response, so "
+                f"acceptance length, acceptance by position and accepted lengths would be missing; {way}"
             )
         return answer, drafts
 

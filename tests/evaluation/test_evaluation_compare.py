@@ -236,9 +236,21 @@ def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[di
         assert compare(named_runs([("A", first), ("B", second)]))["warnings"] == warnings
 
 
-def test_speeds_of_other_machines_are_shown_and_not_compared(compared: Compared) -> None:
-    found = compared(lambda report: report["environment"].update(device_name="H200"))
-    assert "second ran on another machine than first (H200, float32" in found["warnings"][0]
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        (
+            lambda report: report["environment"].update(device_name="H200"),
+            "second ran on another machine than first (H200, float32",
+        ),
+        (lambda report: report["arguments"].update(max_concurrency=8), "second had 8 requests in flight, first 1: "),
+    ],
+)
+def test_speeds_of_other_machines_and_loads_are_shown_and_not_compared(
+    compared: Compared, change: Any, warning: str
+) -> None:
+    found = compared(change)
+    assert warning in found["warnings"][0]
     second = found["sections"][0]["overall"]["runs"][1]
     assert second["speedup"] > 0 and second["difference"]["speedup"] is None
     assert second["difference"]["tau_pooled"]["p_value"] is not None

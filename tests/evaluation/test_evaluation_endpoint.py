@@ -220,12 +220,17 @@ def test_what_cannot_be_measured_is_one_line(
     assert "runtime is given with endpoint" in refused("--endpoint", url, "--runtime", "engine")
     assert "max_concurrency is 2, but models in this process" in refused("--max-concurrency", "2")
     assert "max_concurrency is 0; it must be >= 1" in refused("--endpoint", url, "--max-concurrency", "0")
+    assert "draft_tree_width is given with endpoint" in refused("--endpoint", url, "--draft-tree-width", "3")
+    assert "also give --drafter, the directory of its card" in refused("--endpoint", url, "--write-model-card")
     assert "draft_tree is given with endpoint" in refused("--endpoint", url, "--draft-tree", "8")
     assert "endpoint http://127.0.0.1:9: no answer" in refused("--endpoint", "http://127.0.0.1:9")
     assert "expected http://HOST:PORT" in refused("--endpoint", "localhost")
     assert "has org/tiny; name one with --served-model-name" in refused("--endpoint", url, "--served-model-name", "x")
     with serving(make_engine(target, None, max_model_len=256)) as plain:
-        assert "does not tell what became of drafts" in refused("--endpoint", plain)
+        line = refused("--endpoint", plain)
+        assert (
+            "does not tell what became of drafts" in line and "acceptance by position" in line and "--drafter" in line
+        )
     assert not (tmp_path / "report").exists()
 
 
