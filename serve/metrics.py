@@ -103,12 +103,19 @@ class _OfEngine:
             counter = CounterMetricFamily(name, text, labels=named)
             counter.add_metric([self._model], count)
             yield counter
-        chosen = CounterMetricFamily(
-            "dflash:steps_by_draft_length", "Steps of the batch by the tokens drafted a row", labels=[*named, "tokens"]
-        )
-        for length, steps in sorted(stats.draft_lengths.items()):
-            chosen.add_metric([self._model, str(length)], steps)
-        yield chosen
+        for name, text, label, chosen in (
+            (
+                "dflash:steps_by_draft_length",
+                "Steps of the batch by the tokens drafted a row",
+                "tokens",
+                stats.draft_lengths,
+            ),
+            ("dflash:steps_by_rows", "Steps of the batch by the rows that the target read", "rows", stats.step_rows),
+        ):
+            counter = CounterMetricFamily(name, text, labels=[*named, label])
+            for value, steps in sorted(chosen.items()):
+                counter.add_metric([self._model, str(value)], steps)
+            yield counter
 
 
 class _Times:

@@ -234,6 +234,7 @@ class EngineLoop:
             prefix_hits=engine.stats.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
             draft_lengths=dict(engine.stats.draft_lengths),
+            step_rows=dict(engine.runner.step_rows),
         )
 
     # ---- what fails --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,7 @@ class StepRunner:
         tree_width: children of a node at most.
 
     Attributes:
+        step_rows: steps that were launched by the rows that the target reads in them, padding too.
         reach: tokens of a request that the page table has room for.
         observe: told what every step over trees says of its drafter, when its result is read.
     """
@@ -113,6 +115,7 @@ class StepRunner:
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.depth = 1 if self.device.type == "cuda" else 0
         self.max_num_seqs, self.max_block, self.page_size = max_num_seqs, max_block, page_size
+        self.step_rows = Counter[int]()
         self.max_places = max(max_block, tree_nodes + 1)
         self.reach = max_context + (self.depth + 1) * max_block + self.max_places
         self.pages_per_request = -(-self.reach // page_size)
@@ -339,6 +342,7 @@ class StepRunner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
         """Launch one step of rows 0..len(requests) - 1. One over trees is for requests that edit no logits."""
+        self.step_rows[shape.rows or self._rows(len(requests)) * shape.block] += 1
         block = shape.block
         if shape.rows:
             return self._decode_trees(len(requests), shape)

@@ -84,6 +84,7 @@ class Stats(msgspec.Struct):
     prefix_hits: int = 0  # of them, found
     preemptions: int = 0
     draft_lengths: dict[int, int] = {}  # steps by drafted tokens a row
+    step_rows: dict[int, int] = {}  # steps by rows that the target read
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):

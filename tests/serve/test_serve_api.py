@@ -396,7 +396,11 @@ def test_models_health_and_metrics(url: str, client: OpenAI) -> None:
         assert after[f"{name}_total"] - before[f"{name}_total"] == count, name
     by_position = sum(value for name, value in after.items() if "per_pos_total{" in name)
     assert by_position == after["vllm:spec_decode_num_accepted_tokens_total"]
-    assert sum(value for name, value in after.items() if name.startswith("dflash:steps_by_draft_length_total")) > 0
+    by_length, by_rows = (
+        sum(value for name, value in after.items() if name.startswith(f"dflash:steps_by_{what}_total"))
+        for what in ("draft_length", "rows")
+    )
+    assert by_length == by_rows > 0
     assert after["vllm:time_to_first_token_seconds_count"] - before["vllm:time_to_first_token_seconds_count"] == 1
     assert after['dflash_requests_total{outcome="length"}'] > before.get('dflash_requests_total{outcome="length"}', 0)
 
