@@ -195,8 +195,11 @@ class ThreadedDecoder:
         key, done = self._finished.get()
         return Response(key, done.result())
 
-    def close(self) -> None:
+    def close(self) -> list[Response]:
+        """Also waits for what has begun; returns what nobody waited for, less what failed."""
         self._threads.shutdown(cancel_futures=True)
+        left = [self._finished.get() for _ in range(self._finished.qsize())]
+        return [Response(key, done.result()) for key, done in left if not done.cancelled() and not done.exception()]
 
 
 def decode_all(

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..config import UserError
 from ..files import finite
@@ -16,7 +16,7 @@ from ..fingerprint import json_digest
 from ..generation import Generation, PromptError, check_prompt
 from ..progress import Progress
 from ..sampling import SamplingParams
-from .decoders import Pair
+from .decoders import Pair, Response, ThreadedDecoder
 from .distribution import SUSPICIOUS, distribution_test
 from .journal import Journal, generation_of
 from .measure import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
@@ -182,7 +182,7 @@ class _Decoding:
         found: dict[int, list[tuple[EncodedPrompt, Watched]]] = {place: [] for place, _ in prompts}
         waiting = deque(prompts)
         running: dict[int, tuple[str, EncodedPrompt, list[float]]] = {}
-        decoder = pair.decoder_for(draft, pair.concurrency)
+        decoder = cast(ThreadedDecoder, pair.decoder_for(draft, pair.concurrency))  # a server's
 
         def keep(place: int, prompt: EncodedPrompt, key: str, answer: Watched) -> None:
             found[place].append((prompt, answer))
@@ -192,6 +192,14 @@ class _Decoding:
                 meter.answered(answer[0] if draft else None)
             if following := self._next(prompt, answer[0]):
                 waiting.append((place, following))
+
+        def finish(response: Response) -> None:
+            key, prompt, times = running.pop(response.key)
+            gaps = gaps_of(times)
+            if self._journal:
+                point = {"answer": asdict(response.generation), "step_s": gaps}
+                self._journal.append_point(key, finite(point))
+            keep(response.key, prompt, key, (response.generation, gaps, None))
 
         try:
             while waiting or running:
@@ -210,15 +218,10 @@ class _Decoding:
                     on_step = noting(times, meter.step if meter and draft else None)
                     decoder.submit(place, prompt.token_ids, params, on_step=on_step)
                 if running:
-                    response = decoder.wait()
-                    key, prompt, times = running.pop(response.key)
-                    gaps = gaps_of(times)
-                    if self._journal:
-                        point = {"answer": asdict(response.generation), "step_s": gaps}
-                        self._journal.append_point(key, finite(point))
-                    keep(response.key, prompt, key, (response.generation, gaps, None))
+                    finish(decoder.wait())
         finally:
-            decoder.close()
+            for response in decoder.close():  # of an error there are others beside the one that failed
+                finish(response)
         return found
 
     def _next(self, prompt: EncodedPrompt, drafted: Generation) -> EncodedPrompt | None:
