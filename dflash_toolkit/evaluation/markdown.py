@@ -37,7 +37,7 @@ def render_markdown(report: Report) -> str:
     parts = [
         "# DFlash acceptance report",
         f"{escape(report.pair)}, blocks of {report.block_size} tokens, "
-        f"{escape(report.environment.device_name)}, {report.environment.dtype}, {report.environment.date}",
+        f"{escape(report.machine)}, {report.environment.date}",
         f"**{escape(found.headline)}**",
         *(f"**{asked}** {escape(said)}" for asked, said in found.points),
         *(f"**Mind:** {escape(warning)}" for warning in report.warnings),

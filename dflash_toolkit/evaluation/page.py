@@ -110,10 +110,8 @@ def _setting(report: Report) -> str:
     sampled = any(section.temperature for section in report.sections)
     drafts = "sampled drafts, " if sampled and arguments["draft_sample_method"] == "probabilistic" else ""
     seed = f", seed {arguments['seed']}" if sampled else ""
-    # a server does not tell its dtype
-    machine = [environment.device_name, *([environment.dtype] if environment.device != "endpoint" else [])]
     return (
-        f"{', '.join(machine)}, {report.load}, {drafts}{ways}{seed}, at most "
+        f"{report.machine}, {report.load}, {drafts}{ways}{seed}, at most "
         f"{arguments['max_tokens']} tokens an answer, {environment.date[:16].replace('T', ' ')} UTC"
     )
 

@@ -50,7 +50,7 @@ def write_card(card: Path, report: Report, command: str) -> None:
     """Put a report into a model card, in place of an earlier one or behind what is there. Raises UserError."""
     before, after = _around(card)
     environment = report.environment
-    where = f"{escape(environment.device_name)}, {environment.dtype}, {environment.date[:10]}"
+    where = f"{escape(report.machine)}, {environment.date[:10]}"
     version = f"dflash-toolkit {environment.dflash_toolkit}"
     parts = [BEGIN, badge(report), "## Measured acceptance"]
     parts += [f"Drafting for {escape(str(report.arguments['target']))}: {where}, by {version}."]

@@ -321,6 +321,12 @@ class Report:
         return len(self.overall.drafted.accepted_lengths)
 
     @property
+    def machine(self) -> str:
+        """What decoded, and in which dtype, which a server does not tell."""
+        told = self.environment
+        return told.device_name if told.device == "endpoint" else f"{told.device_name}, {told.dtype}"
+
+    @property
     def load(self) -> str:
         """How many requests were in flight, in words."""
         return at_a_time(self.arguments.get("max_concurrency", 1))

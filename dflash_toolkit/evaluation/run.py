@@ -25,6 +25,7 @@ from .report import Environment, Report, Section, Summary, noise
 from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
 
 WARM_UP_TOKENS = 8
+ROUND = 8  # times the requests in flight: at its end there are fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +161,23 @@ class _Decoding:
         return found
 
     def _among_others(self, prompts: Sequence[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
-        """The same with several requests in flight: first all that are drafted, then the same prompts plainly.
+        """The same with several requests in flight, by rounds: some prompts with drafts, then the same ones plainly.
 
-        Each of the two has the load of its own kind alone. Every answer is kept as soon as it is there.
+        Each of the two has the load of its own kind alone, and both have the machine at about the same time. Every
+        answer is kept as soon as it is there.
         """
-        pair = self._pair
-        drafted = self._answers(list(enumerate(prompts)), params, True)
-        turns = [(prompt, answer) for place in sorted(drafted) for prompt, answer in drafted[place]]
-        asked = [(place, replace(prompt, rest=None)) for place, (prompt, _) in enumerate(turns)]
-        plain = self._answers(asked, params, False) if self._baseline else {}
-        return [
-            joined(pair, prompt, params, answer, plain[place][0][1] if plain else None)
-            for place, (prompt, answer) in enumerate(turns)
-        ]
+        found: list[Measurement] = []
+        size = ROUND * self._pair.concurrency
+        for start in range(0, len(prompts), size):
+            drafted = self._answers(list(enumerate(prompts[start : start + size])), params, True)
+            turns = [both for place in sorted(drafted) for both in drafted[place]]
+            asked = [(place, replace(prompt, rest=None)) for place, (prompt, _) in enumerate(turns)]
+            plain = self._answers(asked, params, False) if self._baseline else {}
+            found += [
+                joined(self._pair, prompt, params, answer, plain[place][0][1] if plain else None)
+                for place, (prompt, answer) in enumerate(turns)
+            ]
+        return found
 
     def _answers(
         self, prompts: Sequence[tuple[int, EncodedPrompt]], params: SamplingParams, draft: bool

@@ -140,17 +140,19 @@ def test_of_several_requests_in_flight_no_finished_answer_is_lost(
     url: str, target: Target, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, partial, asked = EndpointPair(str(target_dir), url, concurrency=2), tmp_path / "partial.jsonl", []
-    stream = Server.stream
+    stream, lock = Server.stream, threading.Lock()
 
     def counted(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if len(asked) == stop_before:
-            raise UserError("the server is gone")
-        asked.append(("speculative" in body, tuple(body["prompt"])))
+        with lock:
+            if len(asked) == stop_before:
+                raise UserError("the server is gone")
+            asked.append(("speculative" in body, tuple(body["prompt"])))
         return stream(server, body)
 
     monkeypatch.setattr(Server, "stream", counted)
     monkeypatch.setattr(run, "_warm_up", lambda *_: None)
-    for stop_before in (4, 8):  # among the drafted answers, among the plain ones
+    monkeypatch.setattr(run, "ROUND", 1)
+    for stop_before in (2, 5):  # among the drafted answers, among the plain ones
         with pytest.raises(UserError, match="gone"):
             evaluate(pair, prompts_of(target), PARAMS, partial=partial)
         kept = partial.read_text().count("\n")
