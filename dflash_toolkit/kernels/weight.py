@@ -84,8 +84,8 @@ class BlockScaledFp8:
         return (self.data.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1).to(dtype)
 
     def __getitem__(self, i: int | slice) -> "BlockScaledFp8":
-        """One or more of several matrices [E, N, K] with scales [E, N / 128, K / 128], as a view."""
-        return BlockScaledFp8(self.data[i], self.scale[i])
+        """One or more of several matrices [E, N, K] with scales [E, N / 128, K / 128], by rows [E, N, 1], as a view."""
+        return BlockScaledFp8(self.data[i], self.scale[i], by_rows=self.by_rows)
 
     def split(self, rows: list[int]) -> "list[BlockScaledFp8]":
         """So many rows each, multiples of 128, as views."""

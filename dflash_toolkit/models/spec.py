@@ -105,6 +105,7 @@ class MoeSpec:
     normalized: bool  # the weights of a row's own experts add up to 1
     shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
     fp8_blocks: bool = False  # the experts' matrices are `BlockScaledFp8`
+    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
 
     @property
     def experts(self) -> int:
@@ -280,15 +281,13 @@ class ModelSpec:
         def layer_of(layer: int) -> LayerSpec:
             part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
             i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
-            if in_fp8.by_rows and where and f"{part}.mlp.experts" in in_fp8:
-                raise UnsupportedModel(
-                    f"target {name}: experts in fp8 with a scale a row are not served by this engine, "
-                    f"but vLLM may (dflash-serve --engine vllm)"
-                )
             ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate_proj": (i, d), "up_proj": (i, d), "down_proj": (d, i)})
-            ffn = replace(ffn, fp8_blocks=ffn_in_fp8)
-            if isinstance(ffn, MlpSpec):
-                ffn = replace(ffn, fp8_by_rows=ffn_in_fp8 and in_fp8.by_rows)
+            shared = f"{part}.mlp.shared_expert.gate_proj"
+            if isinstance(ffn, MoeSpec) and ffn.shared and (shared in in_fp8) != ffn_in_fp8:
+                raise UnsupportedModel(
+                    f"target {name}: of {shared!r} and the other experts one is in fp8; this engine takes them alike"
+                )
+            ffn = replace(ffn, fp8_blocks=ffn_in_fp8, fp8_by_rows=ffn_in_fp8 and in_fp8.by_rows)
             mixer: AttentionSpec | GatedDeltaNetSpec = attention
             if architecture.hybrid and c.layer_types[layer] == "linear_attention":
                 mixer = _gated_delta_net(c, architecture.by_key_heads)

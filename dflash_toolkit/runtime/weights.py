@@ -176,8 +176,9 @@ class MoeWeights:
         def stacked(n: int, k: int) -> Stacked:
             if not spec.fp8_blocks:
                 return new(count, n, k)
-            scale = new(count, n // BLOCK, k // BLOCK, dtype=torch.float32)
-            return BlockScaledFp8(new(count, n, k, dtype=torch.float8_e4m3fn), scale)
+            blocks = (n, 1) if spec.fp8_by_rows else (n // BLOCK, k // BLOCK)
+            data, scale = new(count, n, k, dtype=torch.float8_e4m3fn), new(count, *blocks, dtype=torch.float32)
+            return BlockScaledFp8(data, scale, by_rows=spec.fp8_by_rows)
 
         return cls(spec, router=new(count, d), gate_up=stacked(2 * i, d), down=stacked(d, i))
 

@@ -8,9 +8,9 @@ from dflash_toolkit.kernels.triton import experts
 EXPERTS, TOP, HIDDEN, WIDTH = 128, 8, 2048, 768
 
 
-def case(rows: int, swiglu: bool, fp8: bool) -> Case:
+def case(rows: int, swiglu: bool, fp8: bool, by_rows: bool = False) -> Case:
     tile, taken = experts.experts_tile(rows, TOP, EXPERTS, HIDDEN if swiglu else WIDTH, fp8=fp8)
-    gathered, in_loop = rows > experts.FEW_ROWS, rows <= experts.QUANTIZED_IN_LOOP
+    gathered, in_loop = rows > experts.FEW_ROWS, rows <= experts.QUANTIZED_IN_LOOP and not by_rows
     pointers = {
         "x_p": "*fp8e4nv" if fp8 and not in_loop else "*bf16", "w_p": "*fp8e4nv" if fp8 else "*bf16",
         "x_scale_p": "*fp32", "w_scale_p": "*fp32", "expert_p": "*i32", "weight_p": "*fp32",
@@ -20,7 +20,7 @@ def case(rows: int, swiglu: bool, fp8: bool) -> Case:
     constexprs = {
         "TOP": TOP, "SIDE": TOP, "T": taken, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_N": True,
         "EVEN_K": True, "GATHERED": gathered, "BY_PAIR": not gathered and rows * TOP <= EXPERTS, "SWIGLU": swiglu,
-        "SCALED": fp8, "QUANTIZE": in_loop, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True,
+        "SCALED": fp8, "QUANTIZE": in_loop, "BY_ROWS": by_rows, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True,
     }  # fmt: skip
     sizes = dict.fromkeys(("M", "N", "K"), "i32")
     return Case(experts._experts_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
@@ -32,6 +32,8 @@ CASES = {
     for swiglu in (True, False)
     for fp8 in (False, True)
     if not fp8 or rows < 8192  # cut as 512
+} | {
+    f"gates and ups of {rows} rows, fp8 by rows": case(rows, True, True, by_rows=True) for rows in (16, 128)
 } | {
     "whose rows": Case(
         experts._group_rows_kernel,

@@ -53,15 +53,17 @@ def test_every_expert_of_a_row_is_as_good_as_torch_s(
     assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing), exact)
 
 
-def in_fp8(matrices: Tensor) -> BlockScaledFp8:
-    each = [BlockScaledFp8.of(matrix) for matrix in matrices]
-    return BlockScaledFp8(torch.stack([w.data for w in each]), torch.stack([w.scale for w in each]))
+def in_fp8(matrices: Tensor, by_rows: bool = False) -> BlockScaledFp8:
+    each = [BlockScaledFp8.of(matrix, by_rows) for matrix in matrices]
+    return BlockScaledFp8(torch.stack([w.data for w in each]), torch.stack([w.scale for w in each]), by_rows)
 
 
 @pytest.mark.parametrize("m", [2, 40, 65, 200])  # quantized as they are loaded, before, gathered, in wide tiles
-def test_experts_in_fp8_blocks_are_those_of_the_definition(m: int) -> None:
+@pytest.mark.parametrize("by_rows", [False, True], ids=["blocks", "rows"])
+def test_experts_in_fp8_are_those_of_the_definition(m: int, by_rows: bool) -> None:
     x, *weights = operands(m, (3, 2, 256, 128), torch.float32)
-    inputs = (x, *(in_fp8(weight) for weight in weights), *routed(m, 3, 2, torch.float32))
+    weights[0] *= torch.logspace(-1, 1, 256, device=DEVICE)[:, None]  # rows of very different sizes
+    inputs = (x, *(in_fp8(weight, by_rows) for weight in weights), *routed(m, 3, 2, torch.float32))
     found, expected = kernels.experts_mlp(*inputs), reference.experts_mlp(*inputs)
     error = (found.float() - expected).norm() / expected.norm()
     # sums in another order may be quantized to a neighbour; the interpreter's rounding loses carries
@@ -79,12 +81,15 @@ def test_experts_that_nobody_or_everybody_asked_for_are_no_exception(m: int) -> 
     torch.testing.assert_close(kernels.experts_mlp(*inputs, *routing), reference.experts_mlp(*inputs, *routing))
 
 
-@pytest.mark.parametrize("shape", [(6, 2, 40, 24), (3, 2, 128, 128), *ON_GPU])
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "by_rows"),
+    [((6, 2, 40, 24), False), ((3, 2, 128, 128), False), ((3, 2, 128, 128), True), *((s, False) for s in ON_GPU)],
+)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(shape: tuple[int, int, int, int], by_rows: bool) -> None:
     """Alone, padded, gathered: what its experts make of it, and their sum."""
     dtype = DTYPES[-1]
     (x, *matrices), routing = operands(128, shape, dtype), routed(128, *shape[:2], dtype)
-    weights = matrices if shape[2] == 40 else [in_fp8(matrix) for matrix in matrices]
+    weights = matrices if shape[2] == 40 else [in_fp8(matrix, by_rows) for matrix in matrices]
     whole = kernels.experts_mlp(x, *weights, *routing)
     norm = torch.ones(shape[2], device=DEVICE, dtype=dtype)
     total, _ = add_rms_norm(x, whole, norm, 1e-6)

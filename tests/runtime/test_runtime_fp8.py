@@ -234,7 +234,23 @@ DYNAMIC = {
 QUANTIZED = ("_proj", "in_proj_qkv", "in_proj_z")
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
+def quantize_experts(name: str, module: Any) -> dict[str, Tensor]:
+    """The tensors of its checkpoint; from then on it computes with them."""
+    tensors: dict[str, Tensor] = {}
+    stacked = []
+    for matrices, names in ((module.gate_up_proj, ("gate_proj", "up_proj")), (module.down_proj, ("down_proj",))):
+        each = [BlockScaledFp8.of(matrix, by_rows=True) for matrix in matrices]
+        for i, weight in enumerate(each):
+            weight.scale.copy_(weight.scale.bfloat16())
+            for part, piece in zip(names, weight.split([len(weight) // len(names)] * len(names)), strict=True):
+                tensors[f"{name}.{i}.{part}.weight"] = piece.data.contiguous()
+                tensors[f"{name}.{i}.{part}.weight_scale"] = piece.scale.bfloat16().contiguous()
+        stacked.append(BlockScaledFp8(*(torch.stack([getattr(w, x) for w in each]) for x in ("data", "scale")), True))
+    module.forward = lambda x, chosen, weights: reference.experts_mlp(x, *stacked, weights, chosen).sum(0)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5-MoE"])
 def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(name: str, tmp_path: Path) -> None:
     dense = ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {}))
     dense.model.save_pretrained(tmp_path)
@@ -246,6 +262,8 @@ def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(na
             weight.scale.copy_(weight.scale.bfloat16())  # as such checkpoints have them
             tensors |= {f"{name}.weight": weight.data, f"{name}.weight_scale": weight.scale.bfloat16()}
             module.forward = functools.partial(rows_of_reference, weight=weight)
+        elif name.endswith("experts") and "layers.1.mlp" not in name:
+            tensors |= quantize_experts(name, module)
     damage(tmp_path / "model.safetensors", tensors)
     damage(tmp_path / "config.json", {"quantization_config": DYNAMIC})
     prompts, params = prompts_of(5, 9, 14), SamplingParams(max_tokens=12, ignore_eos=True)
@@ -260,6 +278,14 @@ def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(na
     found = engine.generate(prompts, params)
     assert sum(ours.tokens == theirs for ours, theirs in zip(found, expected, strict=True)) >= 2
     assert sum(len(answer.steps) for answer in found) < 0.5 * sum(len(answer.tokens) for answer in found)
+
+
+def test_shared_experts_are_as_the_others() -> None:
+    config = ARCHITECTURES["Qwen3.5-MoE"].config(**SIZES | HYBRID)
+    for kept in ("shared_expert", "experts"):
+        config.quantization_config = DYNAMIC | {"ignore": ["lm_head", "re:.*in_proj_[ab]$", rf"re:.*mlp\.{kept}"]}
+        with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.shared_expert.gate_proj' and the other experts one"):
+            ModelSpec.of_target(config)
 
 
 def test_gates_in_fp8_by_channels_are_one_line() -> None:

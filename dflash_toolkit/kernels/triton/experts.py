@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
-from ..weight import BLOCK, FP8_MAX, LEAST, Stacked, parts
+from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Stacked, parts
+from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
@@ -89,10 +90,11 @@ def _group_rows_kernel(expert_p, pair_p, count_p, M, TOP: tl.constexpr, BLOCK: t
 @triton.jit
 def _accumulate_blocks(
     x_p, x_scale_p, w_p, w_scale_p, o_n, o_m, m_m, K,
-    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr,
     FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """`accumulate` of a matrix in fp8 blocks; see `fp8_blocks.py`. QUANTIZE: x has no scales yet."""
+    """`accumulate` of a matrix in fp8 blocks; see `fp8_blocks.py`. QUANTIZE: x has no scales yet. BY_ROWS: a block is
+    a whole row."""
     blocks = K // BLOCK_K
     o_k = tl.arange(0, BLOCK_K)
     p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
@@ -103,15 +105,20 @@ def _accumulate_blocks(
     for _ in range(0, K, BLOCK_K):
         b_w = tl.load(p_w, eviction_policy="evict_first")
         b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
-        if QUANTIZE:
-            b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+        if BY_ROWS:
+            b_acc += tl.dot(b_w, b_x)
         else:
-            b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
-        b_acc += tl.dot(b_w, b_x) * (b_x_scale[None, :] * tl.load(p_w_scale)[:, None])
+            if QUANTIZE:
+                b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+            else:
+                b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
+            b_acc += tl.dot(b_w, b_x) * (b_x_scale[None, :] * tl.load(p_w_scale)[:, None])
+            p_w_scale += 1
+            p_x_scale += 1
         p_w += BLOCK_K
         p_x += BLOCK_K
-        p_w_scale += 1
-        p_x_scale += 1
+    if BY_ROWS:
+        b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_n)[:, None]
     return b_acc
 
 
@@ -120,12 +127,13 @@ def _experts_kernel(
     x_p, x_scale_p, w_p, w_scale_p, expert_p, weight_p, pair_p, count_p, out_p, M, N, K,
     TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
-    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr,
+    FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SWIGLU: out [M * TOP, N / 2] of x [M, K] and w [E, N, K]; else out [TOP, M, N], weighted, of x [M * TOP, K].
 
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: its expert is that of a pair, if it is the first one
-    of it. SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K].
+    of it. SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
     """
     i_n, i_e = tl.program_id(0), tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -161,10 +169,11 @@ def _experts_kernel(
         if SWIGLU:
             o_x = b_pair // TOP
         if SCALED:
-            p_w_scale = w_scale_p + expert.to(tl.int64) * (N // BLOCK_K) * (K // BLOCK_K)
+            scales = N if BY_ROWS else (N // BLOCK_K) * (K // BLOCK_K)
             b_acc = _accumulate_blocks(
-                x_p, x_scale_p, p_w, p_w_scale, o_w, o_x, m_t, K, T, BLOCK_N, BLOCK_K, QUANTIZE, FP8_MAX, LEAST
-            )
+                x_p, x_scale_p, p_w, w_scale_p + expert.to(tl.int64) * scales, o_w, o_x, m_t, K,
+                T, BLOCK_N, BLOCK_K, QUANTIZE, BY_ROWS, FP8_MAX, LEAST,
+            )  # fmt: skip
         else:
             b_acc = accumulate(x_p, p_w, o_w, o_x, m_t, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, False)
         o_out = b_pair
@@ -221,8 +230,14 @@ def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, exp
         shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
         fp32, fp8 = x.dtype == torch.float32, scale is not None
         tile, taken = experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared)
-        in_loop = rows <= QUANTIZED_IN_LOOP
-        given, given_scale = quantize_groups(given) if fp8 and not in_loop else (given, given)
+        by_rows = isinstance(matrices, BlockScaledFp8) and matrices.by_rows
+        in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
+        given_scale = given
+        if by_rows:
+            quantized = quantize_rows(given)
+            given, given_scale = quantized.data, quantized.scale
+        elif fp8 and not in_loop:
+            given, given_scale = quantize_groups(given)
         by_pair = rows <= FEW_ROWS and rows * top <= count
         grid = (-(-n // tile.block_n), rows * top if by_pair else count, max(1, rows // LONG))
         _experts_kernel[grid](
@@ -230,7 +245,7 @@ def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, exp
             rows, n, k,
             TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
-            SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, FP8_MAX=FP8_MAX, LEAST=LEAST,
+            SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
             num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
         )  # fmt: skip
         return out
