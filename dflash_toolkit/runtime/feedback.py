@@ -76,8 +76,8 @@ class CalibrationFeed:
         calibration: for the next step; another object once it has changed.
     """
 
-    FIRST, LAST = 16, 1024  # steps between two fits, doubling
-    AFTER = 8  # steps that a fit may take
+    FIRST, LAST = 8, 1024  # steps between two fits, doubling
+    AFTER = 4  # steps that a fit may take
 
     def __init__(self, start: Calibration, window: int = 8192) -> None:
         self.calibration = start
